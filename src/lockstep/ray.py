@@ -49,7 +49,7 @@ def train(
     """Train on Ray's nodes to the end.
 
     Args:
-        config: everything except the task. `save_dir` must be on storage that all nodes share.
+        config: everything except the task. `save_dir` must be on storage that all nodes share, or a URL.
         task: a class in a file, or FILE.py:CLASS, that every node can read; None: the task that `config` names.
         nodes: how many; Ray puts them on different machines where it can.
         processes_per_node: 0: one for each GPU, else one.
@@ -59,7 +59,7 @@ def train(
         env: further environment variables of the processes.
 
     Returns:
-        The run's folder.
+        The run's folder; if `save_dir` is a URL its local copy, which is on node 0's machine.
 
     Raises:
         ConfigError: ray is not installed, or an argument is invalid.
@@ -95,7 +95,7 @@ def train(
     for attempt in range(restarts + 1):
         code, line = _run_round(ray, job, earlier)
         if code == 0:
-            return Path(config.save_dir) / config.experiment_name
+            return Path(config.local_dir).expanduser() / config.experiment_name
         if code in _FINAL or attempt == restarts:
             break
         print(f"lockstep: {line}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)

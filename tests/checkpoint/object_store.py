@@ -49,7 +49,7 @@ class Store:
             if left and re.match(verb, method) and re.search(pattern, key):
                 fault[-1] -= 1
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+                body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no {SECRET}</Message></Error>".encode()
                 start(f"{status} X", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
                 return [body if method != "HEAD" else b""]
         if method in ("PUT", "POST"):
@@ -57,7 +57,7 @@ class Store:
         return self._app(environ, start)
 
     def fail(self, method, pattern, code, status, times=10**9):
-        """Answer matching requests with an error of S3, `times` times."""
+        """Answer matching requests with an error of S3, `times` times; its message has the secret."""
         self._faults.append([method, pattern, code, status, times])
 
     def heal(self):

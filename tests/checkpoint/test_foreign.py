@@ -1,5 +1,6 @@
 """Weights of other libraries: read bit for bit, by rules, and without running a pickle."""
 
+import dataclasses
 import json
 import os
 
@@ -8,16 +9,19 @@ import pytest
 import small_runs
 import torch
 from huggingface_hub import save_torch_state_dict
+from ranks import run
 from refusals import names, refuses
 from safetensors.torch import save_file, save_model
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from toys import Ragged
 
 import lockstep
 from lockstep.checkpoint.command import import_weights
 from lockstep.checkpoint.export import export
-from lockstep.checkpoint.foreign import is_foreign, match_names, open_foreign
+from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.read import open_tensors
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -127,6 +131,62 @@ def test_a_run_begins_at_the_weights_of_another_format(tmp_path, form, capfd):
     lockstep.train(settings, Ragged())
     assert small_runs.mark(tmp_path, "new")[0] == small_runs.mark(tmp_path)[0]
     assert names(capfd.readouterr().err, out)
+
+
+class Rows(lockstep.Task):
+    """Tensors that two ranks cut unevenly, a scalar and a buffer."""
+
+    def model(self):
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        model.register_buffer("count", torch.tensor(3.0))
+        return model
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(16, 7, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().mean()
+
+
+def fill_shards(world, folder, sources):
+    """Fill a sharded model from each of `sources`, and train on from one; how much of each a rank read."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    shares = []
+    for source in sources.values():
+        state = Rows().model().state_dict()
+        whole = {name: torch.full_like(each, -1.0) for name, each in state.items()}
+        cut = {n: distribute_tensor(each, mesh, [Shard(0) if each.dim() else Replicate()]) for n, each in whole.items()}
+        count = 0
+        with open_foreign(source) as weights:
+
+            def part(name, box, weights=weights):
+                nonlocal count
+                read = weights.read_part(name, box)
+                count += read.numel()
+                return read
+
+            counted = dataclasses.replace(weights, read_part=part)
+            fill(counted, match_names(counted, state, {}), cut)
+            for name, each in cut.items():
+                assert torch.equal(each.full_tensor(), weights.read(name)), (source, name)
+        shares.append(count / 53)
+    options = {"experiment_name": "new", "engine": "fsdp", "precision": "float32", "eval_freq": 0}
+    lockstep.train(small_runs.config(folder, init_from=str(source), lr=0.0, max_steps=1, **options), Rows(), world)
+    return shares
+
+
+def test_a_sharded_model_begins_at_weights_of_every_format_and_reads_its_part(tmp_path):
+    first = lockstep.train(small_runs.config(tmp_path, max_steps=2, precision="float32", eval_freq=0), Rows())
+    kept = first.folder / "checkpoints" / "step-00000002"
+    sources = {"torch": tmp_path / "w.pt", "safetensors": tmp_path / "hub", "dcp": tmp_path / "d"}
+    export(kept, sources["dcp"], "dcp")
+    export(kept, sources["torch"], "torch")
+    sources["safetensors"].mkdir()
+    export(kept, sources["safetensors"] / "model.safetensors", "safetensors")
+    shares = run(fill_shards, 2, tmp_path, sources)
+    assert small_runs.mark(tmp_path, "new")[0] == small_runs.mark(tmp_path)[0]
+    for own in shares:
+        assert all(0.3 < share < 0.7 for share in own), shares
 
 
 def test_names_follow_rules_and_what_does_not_fit_is_named(tmp_path):

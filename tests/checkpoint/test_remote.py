@@ -25,8 +25,9 @@ from lockstep import checkpoint
 from lockstep.checkpoint.command import run as command
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.upload import OWNER, Uploader
+from lockstep.cli import dispatch
 from lockstep.distributed.world import World
-from lockstep.errors import CheckpointError, ConfigError, StorageError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
 
 URL = "s3://bucket/runs"
 
@@ -207,6 +208,94 @@ def test_a_failed_upload_is_retried_then_named_and_made_up_for(tmp_path, store, 
     assert whole(RemoteRun(URL, "r")) == {6: [], 7: []}
     lockstep.train(config(tmp_path), Ragged())
     assert whole(RemoteRun(URL, "r")) == {9: [], 12: []}
+
+
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in (("NoSuchBucket", 404), ("RequestTimeTooSkewed", 403))]
+LATER = [("ExpiredToken", 400), ("InternalError", 503), *SLOW]
+
+
+@pytest.mark.parametrize(("code", "status"), LATER)
+def test_a_store_that_fails_midway_never_ends_a_run_nor_has_half_a_checkpoint(
+    tmp_path, store, monkeypatch, capfd, code, status
+):
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    run = lockstep.Run(config(tmp_path), Ragged())
+    for step in run:
+        if step.global_step == 5:
+            store.fail(".*", r"step-|checkpoints|owner" if code == "InternalError" else "", code, status)
+    assert run.status == "finished"
+    told = "".join(capfd.readouterr())
+    assert names(told, "step-00000012", f"{URL}/r")
+    assert told.count("Traceback") == 0
+    store.heal()
+    assert not any(whole(RemoteRun(URL, "r")).values())
+    lockstep.train(config(tmp_path), Ragged())  # nothing to train, and something to upload
+    assert whole(RemoteRun(URL, "r")) == {9: [], 12: []}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()] + [None]
+    texts = [path.read_bytes() if path else (told + "".join(capfd.readouterr())).encode() for path in files]
+    texts += [RemoteRun(URL, "").read(name.removeprefix("runs/")) or b"" for name in store.names()]
+    assert not [text for text in texts if object_store.SECRET.encode() in text]
+
+
+def test_a_full_local_disk_leaves_no_checkpoint_in_the_store(tmp_path, store, monkeypatch):
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr("lockstep.checkpoint.write.shutil.disk_usage", lambda path: usage)
+    with refuses(LockstepError, "10 B", tmp_path):
+        lockstep.train(config(tmp_path), Ragged())
+    assert not [name for name in store.names() if "step-" in name]
+    monkeypatch.undo()
+
+
+def test_every_command_takes_a_url_and_reads_what_it_needs(tmp_path, store, capsys, monkeypatch):
+    folder = lockstep.train(config(tmp_path, stop_at=7), Ragged()).folder
+    url, temporary = f"{URL}/r", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    capsys.readouterr()
+
+    def told(*argv):
+        code = dispatch([*map(str, argv)])
+        return code, "".join(capsys.readouterr())
+
+    def same(*argv):
+        """The command says the same about the URL as about the folder, but for their names."""
+        there, here = (
+            told(*[url if each == "RUN" else each for each in argv]),
+            told(*[folder if each == "RUN" else each for each in argv]),
+        )
+        assert there == here, argv
+        return there
+
+    for argv in (("list", "RUN"), ("list", "RUN", "--json"), ("verify", "RUN"), ("verify", "RUN", "--step", "6")):
+        assert same("checkpoint", *argv)[0] == 0
+    assert (
+        told("checkpoint", "inspect", f"{url}/checkpoints/step-00000007")[1].splitlines()[1:]
+        == (told("checkpoint", "inspect", folder)[1].splitlines()[1:])
+    )
+    for argv in (("goodput", "RUN", "--json"),):
+        assert same(*argv)[0] == 0
+    assert told("runs", URL)[0] == 0
+    assert names(told("runs", URL)[1], "r", "stopped")
+    store.requests.clear()
+    for where, out in ((url, "there"), (folder, "here")):
+        assert told("export", where, tmp_path / f"{out}.safetensors", "--step", "6")[0] == 0
+        assert told("report", where, "-o", tmp_path / f"{out}.html")[0] == 0
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    model = lockstep.load(url, Ragged(), which=6)
+    for name, tensor in lockstep.load(folder, Ragged(), which=6).state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert told("checkpoint", "prune", url, "--keep", "1", "--no-keep-best")[0] == 0
+    remote = RemoteRun(URL, "r")
+    assert whole(remote) == {7: []}
+    remote.write(OWNER, b'{"owner": "process 7 on c, started now", "token": "x"}')
+    assert not list(temporary.iterdir())
+    for argv in (("export", f"{URL}/none", tmp_path / "none"), ("evaluate", f"{URL}/none"), ("goodput", f"{URL}/none")):
+        with refuses(CheckpointError, f"{URL}/none"):
+            dispatch([*map(str, argv)])
+    store.fail(".*", "", "AccessDenied", 403)
+    with refuses(ConfigError, url, "403"):
+        dispatch(["checkpoint", "list", url])
 
 
 def test_the_nearest_whole_copy_is_resumed(tmp_path, store, capfd):

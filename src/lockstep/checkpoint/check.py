@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from lockstep.checkpoint.files import OnRead, file_damage, printable
 from lockstep.checkpoint.format import INDEX, MANIFEST, Manifest, read_manifest, read_state, stored_as
@@ -27,11 +29,15 @@ from lockstep.errors import CheckpointError, StorageError
 from lockstep.files import retry_io
 
 __all__ = [
+    "DataSource",
     "StoredTensor",
+    "attach",
+    "attached",
     "check_contents",
     "check_headers",
     "check_sizes",
     "data_files",
+    "detach",
     "find_damage",
     "find_strays",
     "index_files",
@@ -40,6 +46,7 @@ __all__ = [
     "read_contents",
     "resume_problems",
     "verify",
+    "verify_data",
 ]
 
 _RANK_INDEX = re.compile(r"rank-\d{5,9}\.json", re.ASCII)
@@ -59,6 +66,51 @@ class StoredTensor:
         return self.entries.within(box) if isinstance(self.entries, GridSlices) else self.entries
 
 
+class DataSource(Protocol):
+    """Where the data files are that a checkpoint's folder lacks.
+
+    Attributes:
+        problems: what is wrong there, a line each, as far as their sizes show it.
+    """
+
+    problems: list[str]
+
+    def read(self, entry: SliceEntry, part: tuple[slice, ...]) -> Tensor:
+        """Return a part of a slice, as the file has it."""
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Copy a file to `path`, and compare its checksum."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+
+    def verify(self) -> list[str]:
+        """Read all files; return what is wrong, a line each."""
+
+
+_SOURCES: dict[Path, DataSource] = {}  # of checkpoints whose folders here lack data files
+
+
+def attach(path: Path, source: DataSource) -> None:
+    """Read the data files that the checkpoint's folder `path` lacks from `source`, until `detach`."""
+    _SOURCES[path] = source
+
+
+def detach(path: Path) -> None:
+    """Undo `attach`. Safe to call twice."""
+    _SOURCES.pop(path, None)
+
+
+def attached(path: Path) -> DataSource | None:
+    """Return what `attach` was called with; None without one."""
+    return _SOURCES.get(path)
+
+
+def _here(path: Path, names: Iterable[str]) -> list[str]:
+    """Return the files to check here: of a checkpoint that is attached to a source those that the folder has."""
+    return [name for name in names if path not in _SOURCES or (path / name).exists()]
+
+
 def verify(path: Path) -> list[str]:
     """Return everything that is wrong with a checkpoint, a line each; [] if complete.
 
@@ -69,6 +121,7 @@ def verify(path: Path) -> list[str]:
     try:
         manifest = read_manifest(path)
         problems = resume_problems(path, manifest) + find_strays(path, manifest)
+        problems += source.problems if (source := attached(path)) else []
         problems += find_damage(path, manifest, list(manifest.files))
         if not problems:
             check_contents(path, manifest)
@@ -78,6 +131,12 @@ def verify(path: Path) -> list[str]:
     except OSError as error:
         return [f"{printable(path.name)} cannot be read: {error.strerror}"]
     return problems
+
+
+def verify_data(path: Path) -> list[str]:
+    """Return what is wrong with a checkpoint as `verify`; of one that is attached to a source, read all data there."""
+    source = attached(path)
+    return source.verify() if source else verify(path)
 
 
 def resume_problems(path: Path, manifest: Manifest) -> list[str]:
@@ -118,7 +177,7 @@ def find_damage(path: Path, manifest: Manifest, names: list[str], on_read: OnRea
     Args:
         on_read: as in `file_damage`.
     """
-    chosen = set(names)
+    chosen = set(_here(path, names))
     problems = [
         file_damage(path / name, each["size"], each["xxh3_64"], on_read)
         for name, each in _sorted(manifest)
@@ -161,6 +220,7 @@ def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
     Raises:
         CheckpointError: they do not; the file and the tensor are named.
     """
+    names = _here(path, names)
     if manifest.format == 1 or not names:
         return
     tensors, _ = read_index(path, manifest.files)

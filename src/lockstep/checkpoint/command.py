@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.check import StoredTensor, is_marked, read_contents
+from lockstep.checkpoint.check import StoredTensor, attached, is_marked, read_contents, verify_data
 from lockstep.checkpoint.files import printable
 from lockstep.checkpoint.foreign import open_foreign, select_names
-from lockstep.checkpoint.format import itemsize, read_manifest, step_name, step_of
-from lockstep.checkpoint.remote import RemoteRun
+from lockstep.checkpoint.format import itemsize, read_manifest, step_of
 from lockstep.checkpoint.store import fingerprint, list_steps, path_of, read_run_state, save, verify
-from lockstep.config.fields import check_folder, is_url
+from lockstep.checkpoint.stored import open_run
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, ConfigError, DifferenceError
 from lockstep.files import bytes_text
@@ -36,7 +35,7 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
     Args:
         action: "list", "inspect" or "verify".
-        folder: a run's, or a checkpoint's; or a run's URL.
+        folder: a run's, or a checkpoint's; or the URL of one.
         step: only the checkpoint of this step; None: any.
         tensors: `inspect` lists every tensor.
         as_json: `list` prints one JSON list.
@@ -47,37 +46,13 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
     Raises:
         CheckpointError: there is no such run or checkpoint.
     """
-    if is_url(folder):
-        return _run_remote(action, folder, step)
-    paths = _checkpoints(Path(folder), step)
-    if action == "list":
-        return _list_json(paths) if as_json else _list(paths)
-    if action == "verify":
-        return _verify(paths)
-    return _inspect(paths, tensors)
-
-
-def _run_remote(action: str, url: str, step: int | None) -> int:
-    """List or verify the checkpoints in an object store, without a copy on the disk."""
-    check_folder(url)
-    if action == "inspect":
-        raise ConfigError(f"inspect {url}: inspect the run's local folder; a store's can be listed and verified")
-    remote = RemoteRun(url, "", "RUN")
-    steps = [each for each in remote.steps() if step in (None, each)]
-    if not steps:
-        raise CheckpointError(
-            f"{url} has no whole checkpoint{'' if step is None else f' of step {step}'}; give SAVE_DIR/NAME"
-        )
-    damaged = 0
-    for each in steps:
+    with open_run(folder) as place:
+        paths = _checkpoints(place, step)
         if action == "list":
-            manifest = remote.manifest(each)
-            print(f"{step_name(each)}  {bytes_text(manifest.size)}  {_time(manifest.written)}  {manifest.engine}")
-            continue
-        problems = remote.verify(each)
-        damaged += bool(problems)
-        print(f"{step_name(each)}: {'; '.join(problems) if problems else 'whole'}")
-    return DifferenceError.exit_code if damaged else 0
+            return _list_json(paths) if as_json else _list(paths)
+        if action == "verify":
+            return _verify(paths)
+        return _inspect(folder, paths, tensors)
 
 
 def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str]) -> Path:
@@ -191,19 +166,19 @@ def _epoch_of(path: Path) -> int | None:
 def _verify(paths: list[Path]) -> int:
     damaged = 0
     for path in paths:
-        problems = verify(path)
+        problems = verify_data(path)
         damaged += bool(problems)
         print(f"{path.name}: {'; '.join(problems) if problems else 'whole'}")
     return DifferenceError.exit_code if damaged else 0
 
 
-def _inspect(paths: list[Path], tensors: bool) -> int:
+def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
     path = _newest_whole(paths)
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
     model = [each for name, each in contents.items() if name.startswith("model/")]
     rows: dict[str, Any] = {
-        "checkpoint": path,
+        "checkpoint": f"{folder}, {path.name}" if attached(path) else path,
         "step": manifest.step,
         "epoch": _epoch(path),
         "world size": manifest.world,

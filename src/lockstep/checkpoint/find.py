@@ -11,10 +11,13 @@ not finite, all ranks try the next older one.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.check import (
+    attach,
     check_contents,
     check_headers,
     check_sizes,
@@ -25,9 +28,10 @@ from lockstep.checkpoint.check import (
     resume_problems,
 )
 from lockstep.checkpoint.files import await_results, printable
-from lockstep.checkpoint.format import MANIFEST, Manifest, read_manifest, read_state
+from lockstep.checkpoint.format import MANIFEST, STATE, Manifest, read_manifest, read_state, step_name
 from lockstep.checkpoint.remote import RemoteRun
-from lockstep.checkpoint.store import list_steps, path_of
+from lockstep.checkpoint.store import discard, list_steps, path_of
+from lockstep.checkpoint.stored import StoredFiles
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
@@ -59,8 +63,10 @@ def find_resume(
         StorageError: the store does not answer.
     """
     steps, remote_steps = _steps(folder, world, remote)
-    path, downloaded = _newest(folder, steps, world, say, remote, remote_steps)
-    if path is None and steps:  # a new start would overwrite them
+    newest = _newest_stored if remote and world.leads else _newest
+    path, downloaded = newest(folder, steps, world, say, remote, remote_steps)
+    at_risk = remote_steps if remote and world.leads else steps  # of nodes' parts alone no checkpoint can be made
+    if path is None and at_risk:  # a new start would overwrite them
         error = CheckpointError(
             f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
             "repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
@@ -76,17 +82,20 @@ def find_resume(
 def find_newest(folder: Path, world: World, say: Say, remote: RemoteRun | None = None) -> Path | None:
     """Find the newest complete checkpoint of the run, as `find_resume`; None without one. Collective."""
     steps, remote_steps = _steps(folder, world, remote)
-    return _newest(folder, steps, world, say, remote, remote_steps)[0]
+    newest = _newest_stored if remote and world.leads else _newest
+    return newest(folder, steps, world, say, remote, remote_steps)[0]
 
 
 def _steps(folder: Path, world: World, remote: RemoteRun | None) -> tuple[list[int], list[int]]:
     """Return the steps of all checkpoints, ascending, and those in the store. Collective."""
 
     def read() -> tuple[list[int], list[int]]:
-        return (list_steps(folder), remote.steps() if remote else []) if world.is_main else ([], [])
+        here = list_steps(folder) if world.leads_folder else []
+        return here, remote.steps() if remote and world.is_main else []
 
-    local, there = await_results(world, read)[0]  # collective
-    return sorted({*local, *there}), there
+    replies = await_results(world, read)  # collective
+    there = replies[0][1]
+    return sorted({*there, *(step for here, _ in replies for step in here)}), there
 
 
 def _newest(
@@ -106,6 +115,77 @@ def _newest(
         if world.is_main:
             say(f"skipped checkpoint {path.name}: {problems[0]}{more}")
     return None, False
+
+
+def _newest_stored(
+    folder: Path, steps: list[int], world: World, say: Say, remote: RemoteRun | None, remote_steps: list[int]
+) -> tuple[Path | None, bool]:
+    """Return the newest complete checkpoint in the store, as `_newest`. Collective.
+
+    For nodes with local folders of their own: each has only its part. The folder gets the checkpoint's documents, and
+    `load` takes from the store what it lacks.
+    """
+    assert remote
+    drop = partial(_drop_others, remote, folder, remote_steps)
+    await_results(world, lambda: drop() if world.leads_folder else None)  # collective
+    for step in reversed(steps):
+        path = path_of(folder, step)
+        problems = [f"it was not uploaded, and each node has only its part: not in {remote.url}"]
+        if step in remote_steps:
+            problems = _stored_problems(remote, step, world)
+        if not problems:
+            return path, _attach_stored(remote, folder, step, world)  # collective
+        if world.is_main:
+            say(f"skipped checkpoint {path.name}: {problems[0]}")
+    return None, False
+
+
+def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> None:
+    """Remove local parts of checkpoints of which the store has another one: they must not take its place."""
+    for step in {*list_steps(folder)} & {*remote_steps}:
+        with suppress(CheckpointError):
+            if read_manifest(path_of(folder, step)) == remote.manifest(step):
+                continue
+        discard(folder, [step])
+
+
+def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
+    """Return what is wrong with a checkpoint in the store, the same on every rank; each reads its share. Collective."""
+
+    def check() -> list[str]:
+        try:
+            manifest = remote.manifest(step)
+        except CheckpointError as error:
+            return [str(error)]
+        names = data_files(manifest, world.rank, world.size)
+        own = [*index_files(manifest), STATE] if world.is_main else []
+        return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *own])
+
+    return sorted({problem for each in await_results(world, check) for problem in each})  # collective
+
+
+def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> bool:
+    """Let all ranks read a checkpoint of the store; return whether rank 0's folder lacked it. Collective."""
+
+    def copy() -> bool:
+        return _copy_documents(remote, folder, step) if world.leads_folder else False
+
+    fresh: bool = await_results(world, copy)[0]  # collective
+    path = path_of(folder, step)
+    await_results(world, lambda: attach(path, StoredFiles(remote, step, read_manifest(path))))  # collective
+    return fresh
+
+
+def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:
+    """Download what a folder lacks of a checkpoint's documents; return whether it had another one, or none."""
+    path = path_of(folder, step)
+    manifest = remote.manifest(step)
+    names = [*manifest.files] if manifest.format == 1 else [*index_files(manifest), STATE]
+    with suppress(CheckpointError):
+        if read_manifest(path) == manifest and not find_damage(path, manifest, names):
+            return False
+    remote.download(folder, step, names=names)
+    return True
 
 
 def _download(remote: RemoteRun, folder: Path, step: int, world: World, say: Say) -> list[str]:

@@ -77,6 +77,7 @@ class ForeignWeights:
         tensors: form of each tensor by its name in the file.
         aliases: second name of a tied tensor -> the name it is stored under.
         read: name -> the tensor, read at each call.
+        read_part: name and a slice of each dimension -> that part; of the file no more than the format allows is read.
         others: names of the file's entries that are no tensors.
     """
 
@@ -85,6 +86,7 @@ class ForeignWeights:
     tensors: dict[str, TensorForm]
     aliases: dict[str, str]
     read: Callable[[str], Tensor]
+    read_part: Callable[[str, tuple[slice, ...]], Tensor]
     others: list[str]
 
 
@@ -217,7 +219,13 @@ def _open_safetensors(
             tensors[name], opened[name] = TensorForm(_DTYPES[view.get_dtype()], tuple(view.get_shape())), reader
         notes = notes | (reader.metadata() or {})
     aliases = {alias: str(name) for alias, name in notes.items() if name in tensors and alias not in tensors}
-    return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), [])
+
+    def read_part(name: str, cut: tuple[slice, ...]) -> Tensor:
+        if any(each.start >= each.stop for each in cut) or not cut:
+            return opened[name].get_tensor(name)[cut]  # type: ignore[no-any-return]
+        return opened[name].get_slice(name)[cut]  # type: ignore[no-any-return]
+
+    return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), read_part, [])
 
 
 def _open_torch(path: Path) -> ForeignWeights:
@@ -237,7 +245,9 @@ def _open_torch(path: Path) -> ForeignWeights:
     tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
     forms = {name: TensorForm(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
     others = [str(name) for name in state if name not in tensors] + rest
-    return ForeignWeights(path, kind, forms, {}, tensors.__getitem__, others)
+    return ForeignWeights(
+        path, kind, forms, {}, tensors.__getitem__, lambda name, cut: tensors[name][cut], others
+    )  # mapped
 
 
 def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[str]]:
@@ -285,12 +295,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _open_dcp(path: Path) -> ForeignWeights:
-    label, dcp = printable(str(path)), importlib.import_module("torch.distributed.checkpoint")
+def _dcp_metadata(path: Path, label: str) -> Any:
+    """Read the metadata of a DCP folder, and check that its files are there."""
     try:
         with open(path / _METADATA, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
-        entries = dict(metadata.state_dict_metadata)
+        dict(metadata.state_dict_metadata)
         files = {Path(info.relative_path) for info in metadata.storage_data.values()}
     except pickle.UnpicklingError as error:
         raise CheckpointError(
@@ -303,6 +313,13 @@ def _open_dcp(path: Path) -> ForeignWeights:
             raise CheckpointError(f"{label}/{_METADATA} names {printable(str(each), 80)!r}, outside of the folder")
         if not (path / each).is_file():
             raise CheckpointError(f"{label}/{each} is missing; copy the whole folder")
+    return metadata
+
+
+def _open_dcp(path: Path) -> ForeignWeights:
+    label, dcp = printable(str(path)), importlib.import_module("torch.distributed.checkpoint")
+    metadata = _dcp_metadata(path, label)
+    entries = dict(metadata.state_dict_metadata)
     forms = {
         name: TensorForm(dtype_name(entry.properties.dtype), tuple(entry.size))
         for name, entry in entries.items()
@@ -317,16 +334,39 @@ def _open_dcp(path: Path) -> ForeignWeights:
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(forms[name].shape, dtype=getattr(torch, forms[name].dtype))
+    helpers = importlib.import_module("torch.distributed.checkpoint.planner_helpers")
+
+    class Part(dcp.DefaultLoadPlanner):  # type: ignore[misc, name-defined]
+        """Fills one tensor with a box of a stored one, from the chunks that overlap it."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            super().__init__()
+            self.tensor = tensor
+
+        def resolve_tensor(self, read_item: Any) -> Tensor:
+            places = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+            return self.tensor[tuple(slice(begin, begin + count) for begin, count in places)]
+
+        def commit_tensor(self, *_: Any) -> None:
+            pass
+
+    def read_part(name: str, cut: tuple[slice, ...]) -> Tensor:
+        offsets, sizes = [each.start for each in cut], [each.stop - each.start for each in cut]
+        tensor = torch.empty(sizes, dtype=getattr(torch, forms[name].dtype))
+        box = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         try:
-            with _alone():
-                dcp.load({name: tensor}, storage_reader=Reader(path), no_dist=True)
+            reader = Reader(path)
+            reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+            items = helpers.create_read_items_for_chunk_list(name, entries[name], [box]) if tensor.numel() else []
+            reader.read_data(dcp.planner.LoadPlan(items), Part(tensor)).wait()
         except (dcp.CheckpointException, RuntimeError, AssertionError, EOFError) as error:
             raise CheckpointError(f"{label}: {printable(name, 120)} cannot be read: its data is damaged") from error
         return tensor
 
-    return ForeignWeights(path, "a DCP folder", forms, {}, read, sorted(entries.keys() - forms.keys()))
+    def read(name: str) -> Tensor:
+        return read_part(name, tuple(slice(0, size) for size in forms[name].shape))
+
+    return ForeignWeights(path, "a DCP folder", forms, {}, read, read_part, sorted(entries.keys() - forms.keys()))
 
 
 @contextmanager
@@ -490,7 +530,7 @@ def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor
             block = block_of(tensor)
             if block is not None:
                 cut = tuple(slice(begin, begin + size) for begin, size in zip(block.offsets, block.shape, strict=True))
-                local_of(tensor).copy_(weights.read(match.source[name])[cut])
+                local_of(tensor).copy_(weights.read_part(match.source[name], cut))
 
 
 def select_names(weights: ForeignWeights, prefix: str | None, drop: list[str]) -> NameMatch:

@@ -9,6 +9,8 @@ and nothing is written into a tensor before all names, dtypes and shapes agree o
 
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.check import (
     StoredTensor,
+    attached,
     check_headers,
     check_sizes,
     data_files,
@@ -29,7 +32,7 @@ from lockstep.checkpoint.check import (
     read_contents,
 )
 from lockstep.checkpoint.files import await_all_ranks, printable
-from lockstep.checkpoint.format import PAIRS, STATE, dtype_name, read_manifest
+from lockstep.checkpoint.format import PAIRS, STATE, dtype_name, itemsize, read_manifest
 from lockstep.checkpoint.layout import SliceEntry, TensorBox, block_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.distributed.world import World
@@ -37,7 +40,15 @@ from lockstep.errors import CheckpointError
 from lockstep.files import retry_io
 from lockstep.tensors import local_of
 
-__all__ = ["AVERAGE", "FullTensors", "averages_of", "fingerprint", "fingerprint_of", "load", "open_tensors"]
+__all__ = [
+    "AVERAGE",
+    "FullTensors",
+    "averages_of",
+    "fingerprint",
+    "fingerprint_of",
+    "load",
+    "open_tensors",
+]
 
 AVERAGE = "average/"  # prefix of the names of averaged weights
 
@@ -55,6 +66,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, v
         tensors: by global name; plain tensors (the full shape) or DTensors of any mesh; CPU or device.
         world: its ranks divide the checking of the files; None: this process is alone and checks what it reads.
         verified: `find_newest` or `find_resume` has just checked the data's checksums: they are not read again.
+            Those of a store neither: of a file that the folder lacks, only the needed bytes are read.
 
     Raises:
         CheckpointError: damaged files; names, dtypes or shapes differ (up to three are named). Nothing was filled.
@@ -62,6 +74,8 @@ def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, v
     """
     everybody = world or World()
     contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified))  # collective
+    if world and any(world.gather(attached(path) is not None)):  # collective
+        _fetch_whole(path, tensors, contents, world)  # collective
     await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
 
@@ -69,7 +83,8 @@ def _check_files(
     path: Path, tensors: dict[str, torch.Tensor], world: World | None, verified: bool
 ) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
-    if world is None:
+    source = attached(path)
+    if world is None and not source:
         _raise_damage(check_sizes(path, manifest))
     else:  # the ranks divide the data; each checks what it reads itself
         _raise_damage(find_damage(path, manifest, [*index_files(manifest), STATE]))
@@ -77,7 +92,7 @@ def _check_files(
     for name in _names_without_state(tensors, contents):
         del tensors[name]
     _match(path, tensors, contents)
-    if verified:
+    if verified or source:
         return contents
     if world is None:
         names = sorted({entry.file for name in tensors for entry in contents[name].entries})
@@ -122,6 +137,44 @@ def _raise_mismatch(path: Path, verb: str, names: list[str]) -> None:
         )
 
 
+def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor], world: World) -> None:
+    """Download the files of which the ranks of a folder together read all, once for them all. Collective.
+
+    A local file that is damaged is removed. What is not downloaded each rank reads in ranges.
+    """
+    needs = world.gather(_bytes_needed(tensors, contents))  # collective
+    lead = world.leads[world.rank] if world.leads else 0
+    ranks = [rank for rank in range(world.size) if (world.leads[rank] if world.leads else 0) == lead]
+    total = Counter[str]()
+    for rank in ranks:
+        total.update(needs[rank])
+    own = sorted(total)[ranks.index(world.rank) :: len(ranks)]
+
+    def fetch() -> None:
+        source, manifest = attached(path), read_manifest(path)
+        for name in own if source else ():
+            if not (path / name).exists() or find_damage(path, manifest, [name]):
+                (path / name).unlink(missing_ok=True)
+                if source and total[name] >= source.size(name) // 2:
+                    source.fetch(name, path / name)
+
+    await_all_ranks(world, fetch)  # collective
+
+
+def _bytes_needed(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> dict[str, int]:
+    """Return how many bytes of each file this rank reads."""
+    needs = Counter[str]()
+    for name, tensor in tensors.items():
+        block = block_of(tensor)
+        if block is None:
+            continue
+        for entry in contents[name].within(block):
+            low, high = _overlap(block, entry)
+            elements = math.prod(max(0, end - begin) for begin, end in zip(low, high, strict=True))
+            needs[entry.file] += itemsize(entry.dtype) * elements
+    return {name: count for name, count in needs.items() if count}
+
+
 def _fill_all(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> None:
     with ExitStack() as stack:
         read = _reader(path, stack)
@@ -137,14 +190,21 @@ Read = Callable[[SliceEntry, tuple[slice, ...]], torch.Tensor]
 def _reader(path: Path, stack: ExitStack) -> Read:
     """Return a function that reads parts of slices through memory maps that `stack` closes."""
 
+    source = attached(path)
+
     @cache
     def open_file(file: str) -> Any:
+        if source and not (path / file).exists():
+            return None
         return stack.enter_context(retry_io(lambda: safe_open(path / file, framework="pt")))
 
     def read(entry: SliceEntry, part: tuple[slice, ...]) -> torch.Tensor:
         is_full = all(cut.start == 0 and cut.stop == count for cut, count in zip(part, entry.local, strict=True))
         file = open_file(entry.file)
-        tensor: torch.Tensor = file.get_tensor(entry.key) if is_full else file.get_slice(entry.key)[part]
+        if file is None and source:
+            tensor = source.read(entry, part)
+        else:
+            tensor = file.get_tensor(entry.key) if is_full else file.get_slice(entry.key)[part]
         return _to_complex(tensor, entry.dtype) if entry.dtype in PAIRS else tensor
 
     return read
@@ -160,11 +220,15 @@ def _to_complex(pairs: torch.Tensor, dtype: str) -> torch.Tensor:
 def _fill(target: torch.Tensor, block: TensorBox, source: StoredTensor, read: Read) -> None:
     """Copy the slices' overlap with `block` of the full tensor into `target`."""
     for entry in source.within(block):
-        low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
-        ends = [_ends(each) for each in (block, entry.block)]
-        high = [min(pair) for pair in zip(*ends, strict=True)]
+        low, high = _overlap(block, entry)
         if all(begin < end for begin, end in zip(low, high, strict=True)):
             target[_cut(low, high, block.offsets)].copy_(read(entry, _cut(low, high, entry.offsets)))
+
+
+def _overlap(block: TensorBox, entry: SliceEntry) -> tuple[list[int], list[int]]:
+    """Return where the slice's part of a block begins and ends in the full tensor."""
+    low = [max(pair) for pair in zip(block.offsets, entry.offsets, strict=True)]
+    return low, [min(pair) for pair in zip(_ends(block), _ends(entry.block), strict=True)]
 
 
 def _ends(block: TensorBox) -> list[int]:

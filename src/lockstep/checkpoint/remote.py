@@ -13,13 +13,14 @@ This file alone imports fsspec.
 import contextlib
 import errno
 import importlib
+import json
 import os
 import re
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
-from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, read_manifest, step_name, step_of
+from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, dump, read_manifest, step_name, step_of
 from lockstep.checkpoint.store import path_of
 from lockstep.config.secrets import mask
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
@@ -161,10 +162,26 @@ class RemoteRun:
         path.stat()
         self._reach(lambda: system.put_file(str(path), f"{root}/{name}"))
 
-    def download_records(self, folder: Path) -> None:
-        """Download the records of the run, in place of older ones in its local folder."""
+    def files(self) -> list[str]:
+        """Return the names of the files in this folder."""
+        return self._inside("file")
+
+    def children(self) -> list[str]:
+        """Return the names of the folders in this one."""
+        return self._inside("directory")
+
+    def _inside(self, kind: str) -> list[str]:
         system, root = self._store
-        for name in RECORDS:
+        try:
+            found = self._reach(lambda: system.ls(root, detail=True))
+        except FileNotFoundError:
+            return []
+        return sorted(str(each["name"]).rstrip("/").rpartition("/")[2] for each in found if each["type"] == kind)
+
+    def download_records(self, folder: Path, more: Collection[str] = ()) -> None:
+        """Download the records of the run, and `more`, in place of older ones in its local folder."""
+        system, root = self._store
+        for name in (*RECORDS, *more):
             path = folder / name
             temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
             try:
@@ -224,10 +241,75 @@ class RemoteRun:
         self.write(f"{name}/{MANIFEST}", content)
         return manifest.size
 
-    def download(self, folder: Path, step: int, say: Say = lambda line: None) -> None:
+    def upload_part(self, folder: Path, step: int, part: str, *, last: bool) -> int | None:
+        """Upload this node's files of a checkpoint of several nodes, each with a local folder of its own.
+
+        A node whose files are there says so in `uploads/STEP/PART.json`. The manifest follows once all have.
+
+        Args:
+            part: name of the node, such as that of its first rank.
+            last: this node, rank 0's, uploads the manifest and the documents.
+
+        Returns:
+            The number of bytes uploaded; None if the checkpoint waits for another node.
+
+        Raises:
+            FileNotFoundError: the local checkpoint is gone.
+            LockstepError: the store refuses, or does not answer.
+        """
+        path, name, notes = path_of(folder, step), f"checkpoints/{step_name(step)}", f"uploads/{step_name(step)}"
+        content = (path / MANIFEST).read_bytes()
+        manifest = read_manifest(path)
+        there = self._sizes(name)
+        if MANIFEST in there:
+            if self.read(f"{name}/{MANIFEST}") == content:
+                return 0
+            if not last:
+                return None  # rank 0's node removes it, before any of its files changes
+            self.discard_files([f"{name}/{MANIFEST}"])
+        here = [each for each in sorted(manifest.files) if (path / each).is_file()]
+        own = here if last else [each for each in here if each.endswith(".safetensors")]
+        note = dump({"manifest": manifest.checksum, "files": own})
+        sent = 0
+        if self.read(f"{notes}/{part}.json") != note:
+            self.discard_files([f"{notes}/{part}.json"])
+            for each in own:
+                self.put(path / each, f"{name}/{each}")
+            self.write(f"{notes}/{part}.json", note)
+            sent = sum(int(manifest.files[each]["size"]) for each in own)
+        if not last:
+            return sent
+        return None if self._noted(notes, manifest) < manifest.files.keys() else self._finish(name, notes, manifest)
+
+    def _noted(self, notes: str, manifest: Manifest) -> set[str]:
+        """Return the files that the nodes say are there, of this manifest."""
+        files: set[str] = set()
+        for each in self._sizes(notes):
+            fields = json.loads(self.read(f"{notes}/{each}") or b"{}")
+            if fields.get("manifest") == manifest.checksum:
+                files |= set(fields["files"])
+        return files & manifest.files.keys()
+
+    def _finish(self, name: str, notes: str, manifest: Manifest) -> int:
+        """Compare the sizes of a checkpoint's files, and upload its manifest; else all nodes upload again."""
+        there = self._sizes(name)
+        self.discard_files([f"{name}/{each}" for each in sorted(there.keys() - manifest.files.keys())])
+        wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
+        wrong = sorted(each for each in wanted if wanted[each] != there.get(each))
+        if not wrong:
+            self.write(f"{name}/{MANIFEST}", manifest.dump())
+        self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
+        if wrong:
+            raise self._error(f"{name}/{wrong[0]} has {there.get(wrong[0])} bytes there, not {wanted[wrong[0]]}")
+        return manifest.size
+
+    def download(
+        self, folder: Path, step: int, say: Say = lambda line: None, names: Collection[str] | None = None
+    ) -> None:
         """Download a checkpoint into the run's local folder, in place of a damaged one there.
 
         Args:
+            names: only these files, and the manifest; None: all.
             say: called with a line at the beginning and during a long download.
 
         Raises:
@@ -235,18 +317,21 @@ class RemoteRun:
             StorageError: the store does not answer.
         """
         final, manifest = path_of(folder, step), self.manifest(step)
-        say(f"downloading {final.name} ({bytes_text(manifest.size)}) from {self.url}")
+        files = {each: file for each, file in manifest.files.items() if names is None or each in names}
+        size = sum(int(file["size"]) for file in files.values())
+        if names is None:
+            say(f"downloading {final.name} ({bytes_text(size)}) from {self.url}")
         temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(8)}")
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            if (free := shutil.disk_usage(final.parent).free) < manifest.size:
+            if (free := shutil.disk_usage(final.parent).free) < size:
                 raise CheckpointError(
                     f"{folder} has {bytes_text(free)} free and {final.name} of {self.url} takes "
-                    f"{bytes_text(manifest.size)}; make room, or choose another --checkpoint.local-dir"
+                    f"{bytes_text(size)}; make room, or choose another --checkpoint.local-dir"
                 )
             temporary.mkdir(mode=0o700)
-            for each, file in sorted(manifest.files.items()):
-                self._fetch(step, each, file, temporary / each, say)
+            for each, file in sorted(files.items()):
+                write_file(temporary / each, self._chunks(step, each, file, say))
             write_file(temporary / MANIFEST, [manifest.dump()])
             os.chmod(temporary, final.parent.stat().st_mode & 0o2777)
             if final.is_symlink() or final.exists():  # a damaged one
@@ -260,18 +345,20 @@ class RemoteRun:
         finally:
             remove(temporary)
 
-    def verify(self, step: int) -> list[str]:
-        """Read a checkpoint in the store in ranges; return what is wrong, a line each, and [] if it is whole."""
+    def verify(self, step: int, names: Collection[str] | None = None) -> list[str]:
+        """Read a checkpoint in the store in ranges; return what is wrong, a line each, and [] if it is whole.
+
+        Args:
+            names: read only these files; None: all.
+        """
         try:
             manifest = self.manifest(step)
-            sizes = self._sizes(f"checkpoints/{step_name(step)}")
         except CheckpointError as error:
             return [str(error)]
-        problems = [
-            f"{step_name(step)}/{printable(each)} does not belong there"
-            for each in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST})
-        ]
-        for each, file in sorted(manifest.files.items()):
+        problems = self.size_problems(step, manifest)
+        for each, file in sorted(manifest.files.items()) if not problems else ():
+            if names is not None and each not in names:
+                continue
             try:
                 for _ in self._chunks(step, each, file, lambda line: None):
                     pass
@@ -279,25 +366,65 @@ class RemoteRun:
                 problems.append(str(error))
         return problems
 
+    def size_problems(self, step: int, manifest: Manifest) -> list[str]:
+        """Return which files of a checkpoint are missing, stray or of another size, a line each; reads none."""
+        there = self._sizes(f"checkpoints/{step_name(step)}")
+        wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
+        problems = []
+        for each in sorted(there.keys() | wanted.keys() - {MANIFEST}):
+            label = f"{step_name(step)}/{printable(each)}"
+            if each not in there:
+                problems.append(f"{label} is missing in {self.url}")
+            elif each not in wanted and each != MANIFEST:
+                problems.append(f"{label} does not belong there")
+            elif each in wanted and there[each] != wanted[each]:
+                problems.append(f"{label} in {self.url} has {there[each]} bytes instead of {wanted[each]}")
+        return problems
+
+    def read_ranges(self, step: int, name: str, begins: list[int], ends: list[int]) -> list[bytes]:
+        """Read byte ranges of a file of a checkpoint.
+
+        Raises:
+            CheckpointError: it is missing, or shorter.
+        """
+        system, root = self._store
+        path, label = f"{root}/checkpoints/{step_name(step)}/{name}", f"{step_name(step)}/{name}"
+        parts = self._ranges(system, path, begins, ends, label)
+        if any(len(part) != end - begin for part, begin, end in zip(parts, begins, ends, strict=True)):
+            raise CheckpointError(f"{label} in {self.url} is shorter than its manifest says")
+        return parts
+
+    def fetch(self, step: int, name: str, file: dict[str, Any], path: Path) -> None:
+        """Download a file of a checkpoint, and compare it with its entry in the manifest.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+            OSError: `path` exists, or the disk refuses.
+        """
+        write_file(path, self._chunks(step, name, file, lambda line: None))
+
     def discard(self, steps: list[int]) -> None:
         """Remove the checkpoints of these steps, each manifest first."""
         listing = self._listing() if steps else {}
         for step in steps:
             names = sorted(listing.get(step, {}), key=lambda each: each != MANIFEST)
             self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
+            notes = f"uploads/{step_name(step)}"
+            self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
             if self.url.startswith(("file://", "local://")):  # the only stores with folders that stay when empty
                 system, root = self._store
-                with contextlib.suppress(OSError):
-                    system.rmdir(f"{root}/checkpoints/{step_name(step)}")
+                for each in ("checkpoints", "uploads"):
+                    with contextlib.suppress(OSError):
+                        system.rmdir(f"{root}/{each}/{step_name(step)}")
 
     def leftovers(self) -> list[int]:
         """Return the steps of checkpoints whose upload or removal did not end."""
-        return sorted(step for step, sizes in self._listing().items() if MANIFEST not in sizes)
+        listing = self._listing()
+        noted = {step_of(name.partition("/")[0]) for name in self._sizes("uploads")}
+        begun = {step for step in noted if step is not None and step not in listing}
+        return sorted(begun | {step for step, sizes in listing.items() if MANIFEST not in sizes})
 
     # --- requests
-
-    def _fetch(self, step: int, name: str, file: dict[str, Any], path: Path, say: Say) -> None:
-        write_file(path, self._chunks(step, name, file, say))
 
     def _chunks(self, step: int, name: str, file: dict[str, Any], say: Say) -> Iterator[bytes]:
         """Yield a file's content in ranges.

@@ -12,6 +12,10 @@ the store what the retention does not keep. After an error it goes on at the nex
 The owner's file says which run uploads to a URL, and the thread changes it every half minute. A store has no locks: who
 starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
 uploads nothing more. So two runs that start at the same moment both train, and only the last to write the file uploads.
+
+Where nodes have local folders of their own, each has an uploader for what its ranks wrote. Rank 0's alone owns the URL,
+uploads the manifest of a checkpoint once all nodes have uploaded their files, and removes old ones. They exchange
+nothing but small files in the store, so no rank waits for another.
 """
 
 import json
@@ -53,11 +57,15 @@ class Uploader:
 
     Attributes:
         sending: step of the checkpoint that is being uploaded, which must stay; None: none.
+        part: name of this node, if others upload too; "": it uploads all.
+        token: of the run that owns the URL, which the other nodes get from rank 0's.
     """
 
     def __init__(self, remote: RemoteRun, folder: Path, *, keep: int, every: int, beat: float = _BEAT) -> None:
         self._remote, self._folder, self._keep, self._every, self._beat = remote, folder, keep, every, beat
-        self._token, self._count, self._owner = secrets.token_hex(8), 0, ""
+        self.token, self._count, self._owner, self._is_main = secrets.token_hex(8), 0, "", False
+        self.part = ""
+        self._pending = False  # a checkpoint waits for another node
         self._best: int | None = None
         self._marked: dict[int, bool] = {}
         self._uploaded: dict[int, str] = {}  # step -> checksum of its manifest: a rollback writes a step again
@@ -69,9 +77,15 @@ class Uploader:
         self._requests, self._done = 0, 0  # rounds asked for, and made
         self._change, self._ends = threading.Condition(), False
         self._thread: threading.Thread | None = None
+        self._beats = threading.Thread()
         self.sending: int | None = None
 
     # --- ownership
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs, for a URL that this run owns or follows."""
+        return self._thread is not None
 
     def claim(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
         """Become the run that uploads to the URL, and start the thread.
@@ -86,7 +100,13 @@ class Uploader:
             ConfigError: another run uploads there.
             StorageError: the store does not answer.
         """
-        self._owner = owner
+        self.own(owner, is_dead, say, force=force)
+        self._start()
+
+    def own(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
+        """Become the owner of the URL, as `claim`, without the thread: at most for the time of a beat."""
+        self._owner, self._is_main = owner, True
+        self.token = secrets.token_hex(8)
         try:
             before = None if force else self._remote.read(OWNER)
             other = _owner_of(before)
@@ -101,8 +121,18 @@ class Uploader:
             if not force:
                 raise
             _LOG.warning("%s", error)  # the ranks go on; the thread tries again
-        self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
-        self._thread.start()
+
+    def follow(self, token: str) -> None:
+        """Upload this node's files for the run that owns the URL by `token`, and start the thread."""
+        self.token, self._is_main = token, False
+        self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep-upload", daemon=True)
+            self._thread.start()
+            self._beats = threading.Thread(target=self._beat_on, name="lockstep-beat", daemon=True)
+            self._beats.start()
 
     def _watch(self, before: bytes, seconds: float, other: str) -> None:
         deadline = time.monotonic() + seconds
@@ -121,11 +151,11 @@ class Uploader:
 
     def _beat_once(self) -> None:
         self._count += 1
-        fields = {"owner": self._owner, "token": self._token, "count": self._count}
+        fields = {"owner": self._owner, "token": self.token, "count": self._count}
         self._remote.write(OWNER, json.dumps(fields).encode())
 
     def _is_owner(self) -> bool:
-        return _token_of(self._remote.read(OWNER)) == self._token
+        return _token_of(self._remote.read(OWNER)) == self.token
 
     # --- from the run
 
@@ -166,14 +196,20 @@ class Uploader:
             self._ends = True
             self._change.notify_all()
         self._thread.join(0.0 if failed else _END_SECONDS)
-        is_idle, self._thread = not self._thread.is_alive(), None
+        self._beats.join(0.0 if failed else _END_SECONDS)  # it would write the file again
+        is_idle, self._thread = not (self._thread.is_alive() or self._beats.is_alive()), None
         if failed and missing:
             _LOG.warning("%s", missing)
         try:
-            if is_idle and not self._lost and self._is_owner():
-                self._remote.discard_files([OWNER])
+            if is_idle and self._is_main and not self._lost:
+                self.release()
         except LockstepError as error:
             _LOG.warning("%s; the next start waits to see that this run has ended", error)
+
+    def release(self) -> None:
+        """Remove the owner's file, if it has this run's name."""
+        if self._is_owner():
+            self._remote.discard_files([OWNER])
 
     def _missing(self) -> str:
         local = set(list_steps(self._folder))
@@ -188,17 +224,27 @@ class Uploader:
             "start there uploads them"
         )
 
-    # --- the thread
+    # --- the threads
+
+    def _beat_on(self) -> None:
+        """Change the owner's file while the other thread uploads, which may take longer than others watch it."""
+        while True:
+            with self._change:
+                if self._change.wait_for(lambda: self._ends or self._lost, self._beat):
+                    return
+            if self._is_main:
+                self._keep_ownership()
 
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._requests > self._done or self._ends, self._beat)
+                pause = min(_POLL, self._beat) if self._pending else self._beat
+                self._change.wait_for(lambda: self._requests > self._done or self._ends, pause)
                 target, ends = self._requests, self._ends
             if ends:
                 return
             try:
-                if self._keep_ownership() and target > self._done:
+                if self._keep_ownership() and (target > self._done or self._pending):
                     self._round()
             except Exception as error:  # a bug must not leave the run waiting for its end
                 self._warn(
@@ -213,6 +259,8 @@ class Uploader:
         if self._lost:
             return False
         try:
+            if not self._is_main:
+                return self._is_owner()
             if self._is_owner():
                 self._beat_once()
                 return True
@@ -225,23 +273,30 @@ class Uploader:
 
     def _round(self) -> None:
         """Upload checkpoints and records, and remove what the retention does not keep."""
-        self._has_records = False
+        self._has_records = self._pending = False
         try:
             there = self._there = set(self._remote.steps())
             self._uploaded = {step: checksum for step, checksum in self._uploaded.items() if step in there}
             for step in sorted(self._kept({*list_steps(self._folder), *there}), reverse=True):
                 if not self._upload(step):
                     return
-            there = self._there = there | self._uploaded.keys()
-            stay = self._kept(there)  # of those that are there: what was not uploaded makes none of them go
-            gone = sorted(there - stay)
-            self._remote.discard([*gone, *(step for step in self._remote.leftovers() if step not in stay)])
-            for step in gone:
-                self._uploaded.pop(step, None)
+            if self._is_main:
+                self._clear(there | self._uploaded.keys())
             self._send_records()
             self._has_records = True
         except (LockstepError, OSError) as error:
             self._warn(-1, f"{error}; tried again at the next save")
+
+    def _clear(self, there: set[int]) -> None:
+        """Remove from the store what the retention does not keep of `there`, and what no upload will complete."""
+        self._there = there
+        stay = self._kept(there)  # of those that are there: what was not uploaded makes none of them go
+        gone, leftovers = sorted(there - stay), self._remote.leftovers()
+        local = set(list_steps(self._folder))  # read last: another node uploads only what rank 0 has published
+        begun = local if self.part else set()
+        self._remote.discard([*gone, *(step for step in leftovers if step not in stay | begun)])
+        for step in gone:
+            self._uploaded.pop(step, None)
 
     def _kept(self, steps: set[int]) -> set[int]:
         return kept_steps(sorted(steps), self._is_marked, last=self._keep, best=self._best, every=self._every)
@@ -273,7 +328,7 @@ class Uploader:
         self.sending = step
         start, name = time.perf_counter(), path_of(self._folder, step).name
         try:
-            size = self._remote.upload(self._folder, step)
+            size = self._send(step)
         except (LockstepError, OSError) as error:
             if not path_of(self._folder, step).is_dir():  # the retention removed it
                 return True
@@ -283,6 +338,9 @@ class Uploader:
             return not isinstance(error, StorageError)
         finally:
             self.sending = None
+        if size is None:
+            self._pending = True
+            return True
         self._uploaded[step] = checksum
         self._warned -= {step, -1}
         seconds = time.perf_counter() - start
@@ -290,9 +348,16 @@ class Uploader:
         _LOG.info(line, name, self._remote.url, bytes_text(size), seconds, extra={"only_file": True})
         return True
 
+    def _send(self, step: int) -> int | None:
+        """Upload this node's files of a checkpoint; None if it waits for another node's."""
+        if self.part:
+            return self._remote.upload_part(self._folder, step, self.part, last=self._is_main)
+        return self._remote.upload(self._folder, step)
+
     def _send_records(self) -> None:
         logs = sorted((self._folder / "logs").glob("*.log"))
-        for name in (*RECORDS, "ended.json", "report.html", *(f"logs/{path.name}" for path in logs)):
+        records = (*RECORDS, "ended.json", "report.html") if self._is_main else ()
+        for name in (*records, *(f"logs/{path.name}" for path in logs)):
             path = self._folder / name
             try:
                 status = path.lstat()

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,8 @@ def save(
     A complete checkpoint of this step is left as it is; a damaged one is replaced.
 
     Args:
-        folder: the run's folder, on a file system that all ranks share.
+        folder: the run's folder, on a file system that all ranks share; or, by `world.leads`, one on each node, which
+            gets the files of its own ranks and the manifest of all.
         step: number of optimizer steps done, >= 0.
         tensors: by global name ("model/blocks.0.weight"), the same names on every rank; plain tensors, equal on all
             ranks, or DTensors; any shape, also (); on the CPU or a device. Those that share their memory are stored
@@ -285,8 +287,12 @@ def write_share(
     tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
     shares = world.gather([{**share.summary, "step": step}, size, not_finite(tensors)])  # collective
     compare("set of tensors to save", [summary for summary, _, _ in shares])
-    total, bad = sum(size for _, size, _ in shares), sorted({name for _, _, names in shares for name in names})
-    temporary = await_results(world, lambda: _begin(final, state, total) if world.is_main else None)[0]  # collective
+    leads = world.leads or (0,) * world.size
+    total = sum(size for (_, size, _), lead in zip(shares, leads, strict=True) if lead == leads[world.rank])
+    bad = sorted({name for _, _, names in shares for name in names})
+    begin = partial(_begin, final, state, total, replace=bool(world.leads))
+    names = await_results(world, lambda: begin() if world.leads_folder else None)  # collective
+    temporary = names[leads[world.rank]]
     if temporary is not None:
         _write_new(final, temporary, step, share, state, world, engine, bad)  # collective
     if bad:  # on every rank
@@ -315,21 +321,32 @@ def _write_new(
         )
         files = {file: entry for each, _, _ in shares for file, entry in each.items()}
         manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
+        leads = world.leads or (0,) * world.size
+        visible = [name for (each, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in each]
 
-        def finish() -> None:
+        def finish() -> dict[str, str]:
             aliases = {alias: name for _, _, each in shares for alias, name in each.items()}
             index = _index(share, aliases, [count for _, count, _ in shares])
-            _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index})
+            return _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index}, visible)
 
-        await_all_ranks(world, lambda: finish() if world.is_main else None)  # collective
+        documents = await_all_ranks(world, lambda: finish() if world.is_main else {})  # collective
+        if world.leads:
+            documents = world.broadcast(documents)  # collective
+            copies = world.leads_folder and not world.is_main
+            await_all_ranks(world, lambda: _finish_copy(temporary, final, documents) if copies else None)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is useless
-        if world.is_main:
+        if world.leads_folder:
             remove(temporary)
         raise
 
 
-def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
-    """Create the temporary folder, and return its name; None if a complete checkpoint exists."""
+def _begin(final: Path, state: dict[str, Any], size: int, *, replace: bool) -> str | None:
+    """Create the temporary folder, and return its name.
+
+    Args:
+        size: bytes that the ranks of this folder write.
+        replace: also if a complete checkpoint exists; False: return None then.
+    """
     try:
         dump(state)
     except (TypeError, ValueError, RecursionError) as error:
@@ -337,7 +354,7 @@ def _begin(final: Path, state: dict[str, Any], size: int) -> str | None:
     if not final.parent.is_dir():
         final.parent.mkdir(parents=True, exist_ok=True)
         sync(final.parent.parent)
-    if final.is_dir() and not verify(final):
+    if not replace and final.is_dir() and not verify(final):
         return None
     free = shutil.disk_usage(final.parent).free
     if free < size:
@@ -417,16 +434,35 @@ def _write_document(path: Path, data: bytes) -> dict[str, Any]:
     return retry_io(lambda: write_file(path, [data]))
 
 
-def _finish(temporary: Path, final: Path, manifest: Manifest, documents: dict[str, bytes]) -> None:
-    """Write index, state and manifest on rank 0, and give the folder its final name."""
-    for name, data in documents.items():
-        manifest.files[name] = _write_document(temporary / name, data)
-    for name, file in manifest.files.items():
-        if (temporary / name).stat().st_size != file["size"]:
+def _finish(
+    temporary: Path, final: Path, manifest: Manifest, documents: dict[str, bytes], visible: list[str]
+) -> dict[str, str]:
+    """Write index, state and manifest on rank 0, give the folder its final name, and return these documents.
+
+    Args:
+        visible: the data files that are in this folder.
+    """
+    for name in visible:
+        if (temporary / name).stat().st_size != manifest.files[name]["size"]:
             raise CheckpointError(
                 f"{name}: rank 0 sees another size than its writer; use a --save-dir that all nodes share"
             )
-    retry_io(lambda: write_file(temporary / MANIFEST, [manifest.dump()]))
+    for name, data in documents.items():
+        manifest.files[name] = _write_document(temporary / name, data)
+    _write_document(temporary / MANIFEST, content := manifest.dump())
+    _publish(temporary, final)
+    return {name: data.decode() for name, data in {**documents, MANIFEST: content}.items()}
+
+
+def _finish_copy(temporary: Path, final: Path, documents: dict[str, str]) -> None:
+    """Write rank 0's documents to another node's folder, and give it its final name."""
+    for name, text in sorted(documents.items(), key=lambda each: each[0] == MANIFEST):
+        _write_document(temporary / name, text.encode())
+    _publish(temporary, final)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give the folder its final name; a checkpoint that has it is removed."""
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # readable by others only now
     sync(temporary)
     aside = None

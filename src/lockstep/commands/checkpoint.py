@@ -45,7 +45,7 @@ def _prune(args: argparse.Namespace) -> int:
     if args.keep < 1:
         raise ConfigError(f"--keep is {args.keep}: it must be at least 1; to remove all, delete the run's folder")
     prune = importlib.import_module("lockstep.training.prune").prune  # loads torch
-    prune(Path(args.run), args.keep, best=args.keep_best, dry_run=args.dry_run, as_json=args.json)
+    prune(args.run, args.keep, best=args.keep_best, dry_run=args.dry_run, as_json=args.json)
     return 0
 
 
@@ -64,8 +64,7 @@ def _parser() -> Parser:
         ("verify", "check every file of every checkpoint; exit code 3 if one is damaged"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        place = "a run's folder, or the folder of one checkpoint" if name == "inspect" else "the same, or a run's URL"
-        action.add_argument("run", metavar="RUN", help=place)
+        action.add_argument("run", metavar="RUN", help="the folder or URL of a run, or of one checkpoint")
         action.add_argument("--step", type=int, help="only the checkpoint of this step")
         if name == "inspect":
             action.add_argument("--tensors", action="store_true", help="list every tensor")
@@ -73,7 +72,7 @@ def _parser() -> Parser:
             action.add_argument("--json", action="store_true", help="print one JSON list, with numbers as numbers")
     text = "remove all but the newest complete checkpoints and the best; refused while the run is running"
     action = actions.add_parser("prune", help=text, description=text)
-    action.add_argument("run", metavar="RUN", help="a run's folder")
+    action.add_argument("run", metavar="RUN", help="a run's folder or URL")
     action.add_argument(
         "--keep", type=int, required=True, metavar="N", help="number of newest complete checkpoints to keep, at least 1"
     )

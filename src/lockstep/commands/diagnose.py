@@ -9,9 +9,11 @@ lockstep scale --runs outputs/n8 outputs/n16 --ranks-per-node 8 --extrapolate 64
 import argparse
 import importlib
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.commands import train
+from lockstep.commands.reports import open_folder
 from lockstep.config import cli
 from lockstep.config.cli import Parser, add_flags
 from lockstep.config.hints import FOREIGN
@@ -201,9 +203,10 @@ def _of_runs(args: argparse.Namespace, flags: list[str], extrapolate: tuple[int,
     """Print the tables of existing runs."""
     if flags:
         raise ConfigError("--runs compares existing runs and takes no flags of train; remove those after `--`")
-    paths = [Path(each).expanduser() for each in args.runs]
     module = importlib.import_module("lockstep.diagnose.scale.command")
-    code: int = module.compare(paths, extrapolate, args.ranks_per_node, as_json=args.json)
+    with ExitStack() as stack:
+        paths = [stack.enter_context(open_folder(each)) for each in args.runs]
+        code: int = module.compare(paths, extrapolate, args.ranks_per_node, as_json=args.json)
     return code
 
 

@@ -49,7 +49,7 @@ def _which(args: argparse.Namespace) -> str | int:
 
 def _add_which(parser: Parser) -> None:
     """Add RUN and the flags that select a checkpoint and a device."""
-    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("run", metavar="RUN", help="a run's folder or URL")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest)")
     group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
@@ -95,7 +95,7 @@ def export_command(argv: list[str]) -> int:
 def _export_parser() -> Parser:
     parser = Parser(prog="lockstep export", description="Write the weights of a checkpoint in a common format.")
     add = parser.add_argument
-    add("run", metavar="RUN", help="a run's folder, or the folder of one checkpoint")
+    add("run", metavar="RUN", help="the folder or URL of a run, or of one checkpoint")
     add("out", metavar="OUT", help="file (safetensors, torch) or folder (dcp, hf, peft) to write")
     formats = ["safetensors", "torch", "dcp", "hf", "peft"]
     add("--format", choices=formats, default=formats[0], help="default: %(default)s")

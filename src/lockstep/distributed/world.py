@@ -179,6 +179,7 @@ class World:
         timeout: seconds after which a collective fails that a peer did not join.
         control: gloo group for agreements; None in a world of one that no launcher started.
         quiet: print nothing to the user, since the process is not yet one that reports.
+        leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
     """
 
     rank: int = 0
@@ -188,6 +189,7 @@ class World:
     timeout: float = 600.0
     control: dist.ProcessGroup | None = None
     quiet: bool = False
+    leads: tuple[int, ...] = ()
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
@@ -421,6 +423,25 @@ class World:
         """Print on rank 0 only."""
         if self.is_main:
             print(*values, flush=True)
+
+    @property
+    def leads_folder(self) -> bool:
+        """Whether this rank is the first of those that see its run folder."""
+        return (self.leads[self.rank] if self.leads else 0) == self.rank
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value`, which travels as JSON. Two small collectives."""
+        if self.size == 1:
+            return value
+        payload = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(payload)])
+        try:
+            dist.broadcast(size, src=0, group=self.control)  # collective
+            data = torch.frombuffer(bytearray(payload or int(size)), dtype=torch.uint8)
+            dist.broadcast(data, src=0, group=self.control)  # collective
+        except RuntimeError as error:
+            raise lost_peers(self.rank) from error
+        return json.loads(data.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order. One small collective, or two if a value is long.

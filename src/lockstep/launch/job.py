@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import cli
+from lockstep.config.fields import is_url
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -79,7 +80,7 @@ def log_folder(flag: str, command: list[str]) -> Path:
     if command[0] == "train":
         config = cli.parse(command[1:])
         return (Path(config.local_dir).expanduser() / config.experiment_name).absolute() / "logs"
-    if command[0] == "evaluate" and len(command) > 1 and not command[1].startswith("-"):
+    if command[0] == "evaluate" and len(command) > 1 and not (command[1].startswith("-") or is_url(command[1])):
         return Path(command[1]).expanduser().absolute() / "logs"
     raise ConfigError(f"--nccl-debug: the run of {command[0]} is not known here; name a folder: --nccl-debug DIR")
 

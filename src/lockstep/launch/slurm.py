@@ -23,6 +23,7 @@ from pathlib import Path
 
 from lockstep.config import cli
 from lockstep.config.cli import Parser
+from lockstep.config.fields import is_url
 from lockstep.distributed.failures import describe_error
 from lockstep.errors import ConfigError, LockstepError
 
@@ -207,11 +208,11 @@ def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
     if target[0] == "train":
         config = cli.parse(list(target[1:]))
         name = config.experiment_name
-        run = Path(config.save_dir).expanduser().absolute() / (f"{name}-seed%a" if array else name)
+        run = Path(config.local_dir).expanduser().absolute() / (f"{name}-seed%a" if array else name)
         return name, run / "slurm"
     if array:
         raise ConfigError(f"--seeds: only `train` takes them, but the command is {target[0]}")
-    if target[0] == "evaluate" and len(target) > 1 and not target[1].startswith("-"):
+    if target[0] == "evaluate" and len(target) > 1 and not (target[1].startswith("-") or is_url(target[1])):
         run = Path(target[1]).expanduser().absolute()
         return f"evaluate-{run.name}", run / "slurm"
     return Path(target[0]).stem, Path.cwd() / "slurm"

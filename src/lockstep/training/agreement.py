@@ -2,7 +2,7 @@
 
     with ExitStack() as stack:
         first = exchange_first_facts(config, world, stack)                # compares the configurations
-        check_shared_folder(folder, world, first.token, "--save-dir")     # ConfigError: the rank, its host and its path
+        check_shared_folder(folder, world, first.token)     # ConfigError: the rank, its host and its path
 
 A model that was made before the run gets rank 0's values. The device of each rank is logged here too.
 """
@@ -31,7 +31,7 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World, gather_results, on_all_ranks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
@@ -47,6 +47,7 @@ __all__ = [
     "collect_new_modules",
     "copy_from_rank0",
     "exchange_first_facts",
+    "find_folders",
     "log_ranks",
     "make_datasets",
     "with_retries",
@@ -304,14 +305,11 @@ def exchange_first_facts(
     return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]))
 
 
-def check_shared_folder(folder: RunFolder, world: World, token: Token | None, flag: str) -> None:
+def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:
     """Check that every rank sees rank 0's run folder, in which rank 0 has written a token. Collective.
 
     Device and inode numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for
     two folders.
-
-    Args:
-        flag: the setting of its parent.
 
     Raises:
         ConfigError: on every rank, if a rank does not see the token.
@@ -327,10 +325,47 @@ def check_shared_folder(folder: RunFolder, world: World, token: Token | None, fl
             (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
             raise ConfigError(
                 f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} "
-                f"of rank 0 on {ranks[0][0]}; set {flag} to the absolute path of a folder that all nodes share"
+                f"of rank 0 on {ranks[0][0]}; set --save-dir to the absolute path of a folder that all nodes share, or "
+                "to the URL of an object store"
             )
 
     world.defer([socket.gethostname(), str(path), visible], check)  # collective
+
+
+def find_folders(folder: RunFolder, world: World) -> None:
+    """Find which ranks see the same local folder of a run, and set `world.leads`. Collective.
+
+    Each rank tries to create the same file, which one rank of each file system can; the others read who it was.
+
+    Raises:
+        ConfigError: on every rank, if one cannot write there.
+    """
+    world.leads = ()
+    if world.size == 1:
+        return
+    parent = folder.nearest_existing().absolute()
+    path = parent / f".lockstep.tmp-{world.broadcast(secrets.token_hex(8))}"  # collective
+
+    def create() -> bool:
+        try:
+            with create_file(path) as file:
+                file.write(str(world.rank).encode())
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise folder.write_error(parent, error) from error
+        return True
+
+    try:
+        on_all_ranks(world, create)
+        world.agree()  # collective; whoever created the file has written it
+        creators = gather_results(world, lambda: int(path.read_text()))  # collective
+    finally:
+        with suppress(OSError):
+            path.unlink()  # by any of them
+    first = {creator: creators.index(creator) for creator in creators}
+    if len(first) > 1:
+        world.leads = tuple(first[creator] for creator in creators)
 
 
 @contextmanager

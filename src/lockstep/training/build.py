@@ -51,6 +51,7 @@ from lockstep.training.agreement import (
     check_samples,
     check_shared_folder,
     exchange_first_facts,
+    find_folders,
     log_ranks,
     make_datasets,
     with_retries,
@@ -172,7 +173,7 @@ class RunParts:
         training: the training set. If the ranks change, engine and batches are rebuilt from it.
         notes: lines for the log, written once it is open.
         remote: the run's folder in an object store, if --save-dir is a URL.
-        uploader: of rank 0, once the folder is locked.
+        uploader: of the first rank of each local folder.
         places: [host, device] by rank.
         lock_facts: what the ranks exchanged with the lock, until the first steps use it.
     """
@@ -375,13 +376,16 @@ def build_together(
     """
     resume, joining = request.resume, request.joining
     with ExitStack() as stack:
-        facts = exchange_first_facts(config, world, stack if resume else None, request.check_first)  # collective
+        shares = resume and not is_url(config.save_dir)  # all ranks share one folder
+        facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
         requested, say = facts.config, notify(world)
         folder, remote = RunFolder(requested.local_dir, requested.experiment_name), remote_run(requested)
         source, state = None, _read_newest_state(folder) if joining else RunState()
         if resume and not joining:
-            flag = "--checkpoint.local-dir" if is_url(requested.save_dir) else "--save-dir"
-            check_shared_folder(folder, world, facts.token, flag)
+            if shares:
+                check_shared_folder(folder, world, facts.token)
+            else:
+                find_folders(folder, world)  # collective
             source, state = _find_checkpoint(folder, world, remote)  # collective
     start = StartFacts(
         fast=all_devices_fast(requested, world, facts.fast),
@@ -598,7 +602,8 @@ def announce(built: RunParts) -> None:
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.remote:
-        _LOG.info("the run's folder is %s, uploaded to %s", built.folder.path, built.remote.url)
+        each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
+        _LOG.info("the run's folder is %s, uploaded to %s%s", built.folder.path, built.remote.url, each)
     if line := resume.describe_extension(
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):

@@ -25,6 +25,7 @@ from lockstep.checkpoint.export import choose_checkpoint as export_chosen
 from lockstep.checkpoint.export import export
 from lockstep.checkpoint.format import dtype_name
 from lockstep.checkpoint.read import FullTensors
+from lockstep.checkpoint.stored import open_run
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
@@ -93,7 +94,7 @@ class InferenceRequest:
     """Which run and checkpoint to load, and what to override.
 
     Attributes:
-        run: a run's folder.
+        run: a run's folder, or its URL.
         which: "last", "best", or a step.
         task: FILE.py:CLASS; "": the configuration's task.
         data: as --dataset-name; "": the run's data.
@@ -136,10 +137,10 @@ def load_run(request: InferenceRequest) -> Iterator[LoadedRun]:
         ConfigError: the task cannot be made.
         DataError: its data is missing.
     """
-    path = Path(request.run).expanduser()
-    config = read_config(path, request)
-    with join_world(config) as world:
-        yield _build_loaded_run(path, config, request, world)
+    with open_run(request.run) as path:
+        config = read_config(path, request)
+        with join_world(config) as world:
+            yield _build_loaded_run(path, config, request, world)
 
 
 def read_config(path: Path, request: InferenceRequest) -> Config:
@@ -272,7 +273,7 @@ class ExportRequest:
     """Which checkpoint to export, and how.
 
     Attributes:
-        run: a run's folder, or a checkpoint's.
+        run: a run's folder, or a checkpoint's; or the URL of one.
         out: the path to write.
         form: the format, see `checkpoint.export`.
         which: "last" (the newest complete one), "best", or a step.
@@ -297,7 +298,12 @@ def export_run(request: ExportRequest, say: Say) -> Path:
         CheckpointError: no such run or checkpoint, a damaged one, or weights that the format cannot store.
         ConfigError: `out` exists already, or the format does not fit the checkpoint.
     """
-    path = export_chosen(Path(request.run), _find_step(request))
+    with open_run(request.run) as run:
+        return _export(request, run, say)
+
+
+def _export(request: ExportRequest, run: Path, say: Say) -> Path:
+    path = export_chosen(run, _find_step(request, run))
     weights = _merge_weights(request, path, checkpoint.read_run_state(path))
     export(
         path,
@@ -310,7 +316,7 @@ def export_run(request: ExportRequest, say: Say) -> Path:
     return path
 
 
-def _find_step(request: ExportRequest) -> int | None:
+def _find_step(request: ExportRequest, run: Path) -> int | None:
     """Return the step to export; None for the newest.
 
     Raises:
@@ -318,7 +324,6 @@ def _find_step(request: ExportRequest) -> int | None:
     """
     if request.which != "best":
         return None if request.which == "last" else int(request.which)
-    run = Path(request.run)
     _, selection = RunFolder(str(run.parent), run.name).read_evaluated()
     if not selection.best:
         raise CheckpointError(f"--best: {printable(request.run)} has no finite evaluation; leave --best out")
@@ -426,7 +431,7 @@ def load(
     Any engine and world may have written it. For a checkpoint of adapters, `task.model()` makes the base.
 
     Args:
-        path: a run's folder, or a checkpoint's.
+        path: a run's folder, or a checkpoint's; or the URL of one.
         task: the task of the run.
         which: for a run's folder: "best" (by evaluation; the last if nothing was evaluated), "last", or a step.
         device: of the returned model.
@@ -438,10 +443,11 @@ def load(
     """
     if isinstance(which, str) and which not in ("best", "last"):
         raise ConfigError(f"which is '{which}': use 'best', 'last', or a step")
-    source = select_checkpoint(Path(path).expanduser(), which)
-    state = checkpoint.read_run_state(source)
-    model = as_task(task).model()
-    if state.lora:
-        load_with_adapters(model, state.lora)
-    load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
-    return model.eval()
+    with open_run(os.fspath(path), "path") as folder:
+        source = select_checkpoint(folder, which)
+        state = checkpoint.read_run_state(source)
+        model = as_task(task).model()
+        if state.lora:
+            load_with_adapters(model, state.lora)
+        load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
+        return model.eval()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.checkpoint.files import await_all_ranks
+from lockstep.checkpoint.files import await_all_ranks, await_results
 from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.upload import Uploader
@@ -53,6 +53,7 @@ __all__ = [
     "lock_folder",
     "open_sinks",
     "open_uploads",
+    "settle_uploads",
     "upload_rest",
 ]
 
@@ -116,21 +117,23 @@ _LOG = logging.getLogger("lockstep")
 
 
 def lock_folder(built: RunParts) -> None:
-    """Check that the run's folder is writable, and lock it. On rank 0.
+    """Check that the run's folder is writable, and lock it. On the first rank of each folder.
 
     Raises:
         ConfigError: as `RunFolder.claim` and `check_writable`.
     """
-    if built.world.is_main:
+    if built.world.leads_folder:
         parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base_names]
         size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
         built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
         built.folder.claim()
+        if not built.world.is_main:  # `open_sinks` does so there
+            checkpoint.clean(built.folder.path)
 
 
 def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
-    """Start uploading to the run's URL, if it has one. On rank 0.
+    """Start uploading to the run's URL, if it has one: one thread for each local folder. Collective.
 
     Args:
         force: this process continues for the rank that uploaded.
@@ -139,23 +142,52 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         ConfigError: another run uploads there.
         StorageError: the store does not answer.
     """
-    if not (built.world.is_main and built.remote):
+    world, remote = built.world, built.remote
+    if remote is None:
         return
-    if session.uploader is None:
+    if world.leads_folder and session.uploader is None:
         options = built.config.checkpoint
-        uploader = Uploader(built.remote, built.folder.path, keep=options.keep, every=options.every)
-        uploader.claim(describe_owner(), has_ended, notify(built.world), force=force)
-        session.uploader = uploader
-    built.uploader = session.uploader
-    built.uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
+        session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every)
+    built.uploader = uploader = session.uploader
+
+    def claim() -> str:
+        if uploader is None or not world.is_main:
+            return ""
+        if force or not uploader.is_running:
+            uploader.claim(describe_owner(), has_ended, notify(world), force=force)
+        return uploader.token
+
+    try:
+        token = await_results(world, claim)[0]  # collective
+    except BaseException:
+        if uploader and not uploader.is_running:
+            session.uploader = None
+        raise
+    if uploader:
+        uploader.part = f"rank-{world.rank:05d}" if world.leads else ""
+        if not world.is_main:
+            uploader.follow(token)
+        uploader.submit(built.state.selection.best.step if built.state.selection.best else None)
 
 
 def upload_rest(session: Session, built: RunParts) -> None:
-    """Upload what an earlier start of a run that is over could not. On rank 0."""
+    """Upload what an earlier start of a run that is over could not. Collective."""
     open_uploads(session, built)
-    if session.uploader and (missing := session.uploader.settle()):
+    if missing := settle_uploads(built):
         _LOG.warning("%s", missing)
-    close_uploads(session, None)
+    await_all_ranks(built.world, lambda: close_uploads(session, None))  # collective
+
+
+def settle_uploads(built: RunParts) -> str:
+    """Wait for all uploads; return what is not uploaded, "" for nothing. Collective."""
+    if not built.remote:
+        return ""
+    world, settle = built.world, built.uploader.settle if built.uploader else str
+    if world.leads:  # rank 0's removes what is in the way of the others, and completes the checkpoints after them
+        await_results(world, settle)  # collective
+        await_results(world, lambda: "" if world.is_main else settle())  # collective
+    missing: str = await_results(world, lambda: settle() if world.is_main else "")[0]  # collective
+    return missing
 
 
 def close_uploads(session: Session, error: BaseException | None) -> None:

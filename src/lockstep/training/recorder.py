@@ -24,7 +24,6 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
-from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import Clock, trace_mark
@@ -43,7 +42,7 @@ from lockstep.report.goodput import EVALUATION, SAVES, Timeline, waits
 from lockstep.run_state import RunningSums, RunState
 from lockstep.training.build import RunParts
 from lockstep.training.evaluation import all_numbers, evaluate_all
-from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors
+from lockstep.training.open_run import describe_ranks, exempt_names, find_bad_tensors, settle_uploads
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import (
     abbreviate_best,
@@ -396,19 +395,26 @@ class RunRecorder:
         checkpoint.write_share(
             folder.path, done, share, state.to_json(), world, engine=self._engine_name, exempt=names
         )  # collective
-        if world.is_main:
+        if world.leads_folder:
             self._write_state_and_prune(state)
 
     def _write_state_and_prune(self, state: RunState) -> None:
-        """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On rank 0."""
-        folder, options, uploader = self._built.folder, self._built.config.checkpoint, self._built.uploader
+        """Write `state.json`, and remove old checkpoints by `--checkpoint.keep`. On the first rank of a folder."""
+        uploader = self._built.uploader
+        if self._built.world.is_main:
+            _write_state(self._built.folder, state)
+        self._prune(state)
+        if uploader:
+            uploader.submit(state.selection.best.step if state.selection.best else None)
+
+    def _prune(self, state: RunState) -> None:
+        """Remove old checkpoints, but not the one that is being uploaded."""
+        options, uploader = self._built.config.checkpoint, self._built.uploader
         best = state.selection.best.step if state.selection.best else None
-        _write_state(folder, state)
         if self._saves:
             sending = uploader.sending if uploader else None
-            checkpoint.retain(folder.path, last=options.keep, best=best, every=options.every, sending=sending)
-        if uploader:
-            uploader.submit(best)
+            folder = self._built.folder.path
+            checkpoint.retain(folder, last=options.keep, best=best, every=options.every, sending=sending)
 
     def __enter__(self) -> Self:
         return self
@@ -440,7 +446,7 @@ class RunRecorder:
                 sharded model needs them all.
         """
         built = self._built
-        if built.world.is_main and self.is_best:  # the evaluation came after the save had begun
+        if built.world.leads_folder and self.is_best:  # the evaluation came after the save had begun
             self._write_state_and_prune(built.state)
         elif built.world.is_main and self.saved_step:  # with the evaluation
             _write_state(built.folder, built.state)
@@ -449,7 +455,9 @@ class RunRecorder:
             with eager():  # a user's task too
                 text = on_all_ranks(built.world, self._sample) if sample and not code else ""  # collective
             at_rest(built.engine.model)
-        unsent = self._settle_uploads()  # collective
+        unsent = settle_uploads(built)  # collective
+        if built.uploader:  # what was being uploaded at the last save could not go
+            self._prune(built.state)
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
@@ -472,14 +480,6 @@ class RunRecorder:
                 "next": "; ".join(line for line in (self._next(code), unsent) if line),
             }
         )
-
-    def _settle_uploads(self) -> str:
-        """Wait for the uploads of rank 0; return what is not uploaded, "" for nothing. Collective."""
-        built = self._built
-        if not built.remote:
-            return ""
-        uploader = built.uploader
-        return await_all_ranks(built.world, lambda: uploader.settle() if uploader else "")  # collective
 
     def _sample(self) -> str:
         return self._built.task.sample(self._built.engine.model, self._built.world.device)

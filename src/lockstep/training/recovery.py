@@ -34,6 +34,7 @@ from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
 from lockstep.tensors import local_of
+from lockstep.training.agreement import find_folders
 from lockstep.training.build import RunParts, build, build_batches, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
@@ -360,17 +361,24 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
 
 
 def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> None:
-    """Open this process's log, and on a new rank 0 the folder and the sinks. Collective."""
+    """Open this process's log, and on a new first rank of a folder what the lost one had open. Collective."""
     if built.world.rank != rank:
         open_log(built.folder.path, built.world.rank)
+    if built.remote:
+        find_folders(built.folder, built.world)  # collective
+    takes_over = built.world.is_main and not was_main
 
-    def open_as_main() -> None:
-        if built.world.is_main and not was_main:
+    def lock() -> None:
+        if built.world.leads_folder and not built.folder.is_locked:
             lock_folder(built)
-            open_uploads(session, built, force=True)  # in place of the lost rank 0
-            session.sinks = open_sinks(built)
 
-    on_all_ranks(built.world, open_as_main)  # collective
+    on_all_ranks(built.world, lock)  # collective
+    open_uploads(session, built, force=takes_over)  # collective; in place of a lost rank
+    on_all_ranks(built.world, lambda: _open_sinks(session, built) if takes_over else None)  # collective
+
+
+def _open_sinks(session: Session, built: RunParts) -> None:
+    session.sinks = open_sinks(built)
 
 
 def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: float) -> None:

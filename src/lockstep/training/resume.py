@@ -7,6 +7,7 @@
 into epochs and steps.
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.run_state import Position, RunState
 from lockstep.task import Task, user_task
+from lockstep.training.agreement import find_folders
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import criterion_of
 
@@ -445,6 +447,8 @@ def find_weights(config: Config, world: World, say: Callable[[str], None]) -> tu
     path = Path(local_dir(name, config.checkpoint.local_dir)).expanduser()
     if is_url(name):
         remote = RemoteRun(name, "", "--init-from")
+        world = dataclasses.replace(world)
+        find_folders(RunFolder(str(path.parent), path.name), world)  # collective
     elif any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
         return path, False
     newest = checkpoint.find_newest(path, world, say, remote)  # collective

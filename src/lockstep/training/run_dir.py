@@ -254,6 +254,11 @@ class RunLock:
             os.pwrite(self._handle, f"{describe_owner()}\n".encode(), 0)
         return owner
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._handle is not None
+
     def owner(self) -> tuple[str, bool]:
         """Return the owner's line, and whether it holds the lock now.
 
@@ -453,6 +458,11 @@ class RunFolder:
             yield
         finally:
             self._lock.release(erase=False)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._lock.is_held
 
     @property
     def owner(self) -> tuple[str, bool]:

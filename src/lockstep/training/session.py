@@ -76,7 +76,7 @@ class Session:
         timeline: records where the time goes.
         lost_ranks: a line for each rank that this start of the run lost.
         initial_ranks: number of ranks before the first loss.
-        uploader: of the run's object store, on rank 0; it outlives a rollback.
+        uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
     """
 

@@ -22,6 +22,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.foreign import is_foreign
 from lockstep.checkpoint.format import read_manifest
+from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.world import World, on_all_ranks
@@ -197,6 +198,11 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
             f"--init-from {config.init_from} is in another format, and adapters store which checkpoint they belong to: "
             f"run `lockstep "
             "checkpoint import` on it, and give the folder that it writes"
+        )
+    if is_url(config.init_from) and world.leads:
+        raise ConfigError(
+            f"--init-from {config.init_from}: adapters keep their base's folder, and these nodes share none; set "
+            "--checkpoint.local-dir to a folder that all nodes share, or copy the base to each"
         )
     source, _ = find_weights(config, world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())

@@ -273,7 +273,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
     update_best(session)
     if _is_over(built):
         load_state(built)  # collective
-        await_all_ranks(world, partial(upload_rest, session, built))  # collective
+        upload_rest(session, built)  # collective
     else:
         _lock(session, built)  # collective
     return built
@@ -294,7 +294,7 @@ def _check_before_lock(built: RunParts) -> None:
 
 
 def _lock(session: Session, built: RunParts) -> None:
-    """Start uploads and lock the folder on rank 0, and exchange what the first steps need. Collective.
+    """Start uploads, lock each local folder, and exchange what the first steps need. Collective.
 
     Raises:
         ConfigError: another run has the folder or the URL, or it cannot be written.
@@ -303,13 +303,13 @@ def _lock(session: Session, built: RunParts) -> None:
 
     def lock() -> list[Any]:
         skipped: list[int] = []
+        lock_folder(built)
         if built.world.is_main:
-            open_uploads(session, built)  # before the folder is made
-            lock_folder(built)
             skipped = read_skips(skips_file(built), built.plan)
         return [name_and_memory(built.world.device), skipped]
 
     try:
+        open_uploads(session, built)  # collective with a URL; before the folder is made
         devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
     except BaseException as error:
         close_uploads(session, error)

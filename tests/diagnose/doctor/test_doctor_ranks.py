@@ -173,6 +173,19 @@ def test_a_folder_that_is_not_shared(tmp_path):
     assert "rank 1 on node-1 does not see rank 0's file" in told
 
 
+def own_folders(world, folder):
+    place = os.path.join(folder, str(world.rank))
+    os.mkdir(place)
+    os.chdir(place)
+    return on_rank(world, {"save_dir": f"file://{folder}/store", "checkpoint": {"local_dir": "."}}, ("shared folder",))
+
+
+def test_nodes_without_a_shared_folder_that_upload_to_a_url(tmp_path):
+    told, failed = lines_of(own_folders, str(tmp_path))
+    assert not failed
+    assert "rank 1 on node-1 has a local folder of its own" in told
+
+
 def slow_at(world, names):
     """Both wait for a device that is not there, rank 1 for longer: what else runs on this machine cannot hide that."""
     seconds = 0.05 if world.rank else 0.001

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.fields import is_url
 from lockstep.diagnose.doctor.finding import Check, CheckContext, CheckResult, Finding, fail, ok, warn
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
@@ -189,13 +190,17 @@ def shared_folder(place: CheckContext) -> CheckResult:
 def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that see another folder."""
     blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
+    if blind and is_url(place.config.save_dir):
+        who, url = place.who(blind[0]), place.config.save_dir
+        text = f"{who} has a local folder of its own; each node uploads its part to {url}"
+        return [ok("shared folder", text)]
     if not blind:
         return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
     return [
         fail(
             "shared folder",
             f"{place.who(rank)} does not see rank 0's file: its {facts[rank]['folder']} is another folder",
-            "give the absolute path of a --save-dir that all nodes share",
+            "give the absolute path of a --save-dir that all nodes share, or the URL of an object store",
         )
         for rank in blind
     ]
