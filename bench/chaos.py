@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "chaos"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "chaos")]
 
 from chaos_more import NEEDS_ROOT, mounted, r9, r10, r13, r14, r17, r20, r21, r22, r23, r25, r26, r27, r28, r29  # noqa: E402
 from harness import BEAT, Run, arguments, end, launch, start, until_step  # noqa: E402

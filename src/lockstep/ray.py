@@ -1,6 +1,7 @@
 """Train on the nodes of a Ray cluster.
 
     folder = lockstep.ray.train(config, "task.py:Digits", nodes=2, gpus_per_node=8)
+    lockstep.ray.doctor(config, "task.py:Digits", nodes=2, gpus_per_node=8)     # checks the same nodes first
 
 Ray places one actor a node, and each starts `lockstep launch` there. If an actor or a node is lost, or a rank fails,
 all start again from the newest checkpoint. The package ray is imported here only: pip install 'torch-lockstep[ray]'.
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config import cli
 from lockstep.config.schema import Config
@@ -26,7 +27,7 @@ from lockstep.distributed.launcher import LAUNCHER_VARIABLE
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.workers import life_pipe, private_folder
 
-__all__ = ["train"]
+__all__ = ["doctor", "train"]
 
 _FINAL = (2, 3)  # exit codes of bad input, and of a difference that a check found: another start would not help
 _PATIENCE = 1800.0  # seconds until Ray has the nodes, which it may have to start
@@ -65,13 +66,45 @@ def train(
         ConfigError: ray is not installed, or an argument is invalid.
         LockstepError: the run failed; the line names the node and quotes its last line.
     """
-    for name, value, least in (
-        ("nodes", nodes, 1),
-        ("processes_per_node", processes_per_node, 0),
-        ("gpus_per_node", gpus_per_node, 0),
-        ("cpus_per_node", cpus_per_node, 0),
-        ("restarts", restarts, 0),
-    ):
+    size = _Size(nodes, processes_per_node, gpus_per_node, cpus_per_node, restarts)
+    _run("train", config, task, size, env or {})
+    return Path(config.local_dir).expanduser() / config.experiment_name
+
+
+def doctor(
+    config: Config,
+    task: type | str | None = None,
+    *,
+    nodes: int = 1,
+    processes_per_node: int = 0,
+    gpus_per_node: int = 0,
+    cpus_per_node: int = 0,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Check Ray's nodes, and what is between them, as `lockstep doctor` does; its report comes to the driver.
+
+    The arguments are those of `train`.
+
+    Raises:
+        ConfigError: ray is not installed, or an argument is invalid.
+        LockstepError: a check says FAIL, or a node was lost.
+    """
+    _run("doctor", config, task, _Size(nodes, processes_per_node, gpus_per_node, cpus_per_node, 0), env or {})
+
+
+class _Size(NamedTuple):
+    """What the user asks Ray for."""
+
+    nodes: int
+    processes_per_node: int
+    gpus_per_node: int
+    cpus_per_node: int
+    restarts: int
+
+
+def _run(command: str, config: Config, task: type | str | None, size: _Size, env: Mapping[str, str]) -> None:
+    for name, value in size._asdict().items():
+        least = int(name == "nodes")
         if value < least:
             raise ConfigError(f"{name} is {value}: it must be at least {least}")
     ray = _import_ray()
@@ -79,27 +112,29 @@ def train(
         ray.init()
     if "://" not in config.save_dir:
         config = dataclasses.replace(config, save_dir=str(Path(config.save_dir).expanduser().absolute()))
-    processes = processes_per_node or gpus_per_node or 1
-    cores = cpus_per_node or processes
+    processes = size.processes_per_node or size.gpus_per_node or 1
+    cores = size.cpus_per_node or processes
     threads = 1 if config.exact else max(1, cores // processes)  # Ray would give all of them to each process
     job = _Job(
+        command=command,
         settings=cli.to_toml(config, own_task=task is not None),
         flags=["--task", _task_name(task)] if task is not None else [],
-        nodes=nodes,
+        nodes=size.nodes,
         processes=processes,
-        bundle={"CPU": float(cores)} | ({"GPU": float(gpus_per_node)} if gpus_per_node else {}),
-        variables={"OMP_NUM_THREADS": str(threads), **(env or {})},
+        bundle={"CPU": float(cores)} | ({"GPU": float(size.gpus_per_node)} if size.gpus_per_node else {}),
+        variables={"OMP_NUM_THREADS": str(threads), **env},
         timeout=config.timeout,
     )
     earlier: list[int] = []  # launchers of lost actors
-    for attempt in range(restarts + 1):
+    for attempt in range(size.restarts + 1):
         code, line = _run_round(ray, job, earlier)
         if code == 0:
-            return Path(config.local_dir).expanduser() / config.experiment_name
-        if code in _FINAL or attempt == restarts:
+            return
+        if code in _FINAL or attempt == size.restarts:
             break
-        print(f"lockstep: {line}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
-    error = LockstepError(f"{line}; the same call goes on from the newest checkpoint, if there is one")
+        print(f"lockstep: {line}; restart {attempt + 1} of {size.restarts}", file=sys.stderr, flush=True)
+    again = "; the same call goes on from the newest checkpoint, if there is one" if command == "train" else ""
+    error = LockstepError(f"{line}{again}")
     error.exit_code = max(code, 1)
     raise error
 
@@ -109,13 +144,15 @@ class _Job:
     """The launchers that each round starts, and what Ray reserves for them.
 
     Attributes:
+        command: train or doctor.
         settings: the configuration, as a file's text.
-        flags: of `train`, besides.
+        flags: of the command, besides.
         bundle: what Ray reserves for a node.
         variables: of the launchers.
         timeout: seconds for a rank to answer.
     """
 
+    command: str
     settings: str
     flags: list[str]
     nodes: int
@@ -192,7 +229,10 @@ def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
     while not ray.wait([ready], timeout=15.0)[0]:
         what = f"{job.nodes} nodes with {' and '.join(f'{amount:g} {name}' for name, amount in job.bundle.items())}"
         if time.monotonic() >= until:
-            raise LockstepError(f"Ray had not {what} within {_PATIENCE:g} s; `ray status` shows what it has")
+            raise LockstepError(
+                f"Ray had not {what} within {_PATIENCE:g} s: add nodes (`ray status` shows what it has), or ask for "
+                "fewer; the same call goes on from the newest checkpoint, if there is one"
+            )
         print(f"lockstep: waiting until Ray has {what}", file=sys.stderr, flush=True)
 
 
@@ -261,7 +301,7 @@ class _Node:
         _wait_for_end(earlier)
         settings = self._folder / "config.toml"
         settings.write_text(job.settings, encoding="utf-8")
-        words = ["launch", *flags, "--", "train", "--config", str(settings), *job.flags]
+        words = ["launch", *flags, "--", job.command, "--config", str(settings), *job.flags]
         self._launcher = subprocess.Popen(
             [sys.executable, "-m", "lockstep", *words],
             env=os.environ | job.variables | {LAUNCHER_VARIABLE: str(self._pipe)},

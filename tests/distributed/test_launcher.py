@@ -10,7 +10,6 @@ from shell import SLURM_TASK
 import lockstep
 from lockstep.commands import train as train_command
 from lockstep.distributed import starters
-from lockstep.distributed.launcher import cores
 from lockstep.distributed.starters import SlurmTask, find_launch_mistake, node_address, read_starter
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -57,9 +56,7 @@ def test_threads_are_a_share_of_the_cores_that_slurm_grants(monkeypatch):
         environ = {**SLURM_TASK, "SLURM_CPUS_ON_NODE": granted, "SLURM_NODEID": "0"}
         read_starter(environ)
         assert environ["OMP_NUM_THREADS"] == threads
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "8")
-    assert cores() == 8
+        assert environ["LOCKSTEP_CORES"] == granted  # the doctor's count: Slurm may have bound this task to some
 
 
 def test_a_node_whose_name_does_not_resolve_has_slurms_address(tmp_path, monkeypatch):

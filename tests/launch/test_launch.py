@@ -50,6 +50,7 @@ def test_the_dry_run_is_torchruns_command(capsys, monkeypatch):
 def test_processes_share_the_cores(capsys, monkeypatch, processes, train, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr("lockstep.distributed.cpus.cpu_quota", lambda root: 0.0)
     assert f"OMP_NUM_THREADS={threads}" in shown(capsys, "--nproc-per-node", str(processes), train=train)
 
 
@@ -115,6 +116,7 @@ def test_what_is_started_and_with_how_many_threads(monkeypatch, tmp_path):
     script = str(tmp_path / "mine.py")
     (tmp_path / "mine.py").touch()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr("lockstep.distributed.cpus.cpu_quota", lambda root: 0.0)
     for rest, head, threads in (
         (["evaluate", "a"], ["-m", "lockstep"], "12"),  # its run's configuration says, when it is read
         ([script, "--lr", "1"], ["-u"], "12"),

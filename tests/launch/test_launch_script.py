@@ -1,9 +1,12 @@
 """A script of one's own under `lockstep launch`, as under torchrun: with restarts, names and codes."""
 
+import os
 import subprocess
+import sys
 
 import pytest
 import warm
+from refusals import refuses
 from shell import environment
 
 from lockstep import checkpoint, cli
@@ -70,3 +73,40 @@ def test_what_is_no_program_is_refused_at_once(tmp_path):
         ConfigError, match="launch starts `train`, `evaluate`, `profile`, `doctor` or a script, but 'bash'"
     ):
         cli.dispatch(["launch", "--", "bash"])
+
+
+RAW = """
+import os, signal, sys
+rank, mark = os.environ["RANK"], __file__ + ".dead"
+os.write(2, f"rank {rank}: may run on {sorted(os.sched_getaffinity(0))}\\n".encode())
+if rank == "1" and not os.path.exists(mark):
+    open(mark, "w").close()
+    os.write(2, b"cut o")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
+def test_each_rank_has_its_cores_in_a_slurm_step_and_its_stderr_in_a_file_that_a_restart_keeps(tmp_path):
+    script, errors = tmp_path / "raw.py", tmp_path / "deep" / "errors"
+    script.write_text(RAW)
+    cpus = sorted(os.sched_getaffinity(0))
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n1", "SLURM_CPUS_ON_NODE": str(len(cpus))}
+    flags = ["--nproc-per-node", "2", "--max-losses", "0", "--max-restarts", "1", "--stderr", str(errors)]
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "launch", *flags, "--", str(script)],
+        env=environment(**step), stderr=subprocess.PIPE, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = {path.name: path.read_text() for path in errors.iterdir()}
+    assert sorted(found) == ["rank-00000.2.err", "rank-00000.err", "rank-00001.2.err", "rank-00001.err"]
+    assert found["rank-00001.err"].endswith("cut o")
+    assert found["rank-00001.2.err"] + "cut o" == found["rank-00001.err"]
+    own = [eval(found[f"rank-0000{rank}.err"].splitlines()[0].rpartition(" on ")[2]) for rank in (0, 1)]
+    assert sorted(own[0] + own[1]) == cpus
+    shown = done.stderr.splitlines()
+    assert shown.count(found["rank-00001.2.err"].strip()) == 2  # "rank 1" is not put before it again
+    assert shown.index("rank 1: cut o") < shown.index(found["rank-00001.2.err"].strip(), 2)
+    (tmp_path / "file").touch()
+    with refuses(ConfigError, "--stderr", tmp_path / "file"):
+        cli.dispatch(["launch", "--stderr", str(tmp_path / "file"), "--", str(script)])

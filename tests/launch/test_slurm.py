@@ -50,6 +50,7 @@ def test_the_script_has_what_was_asked_for(capsys, tmp_path, monkeypatch):
     assert found["ntasks-per-node"] == "1"
     assert "exclusive" in found
     assert "lockstep launch --nproc-per-node 8 --max-restarts 2" in text
+    assert f'--stderr "{tmp_path}/runs/a/slurm"/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.stderr' in text
     assert "-- train --experiment-name a --save-dir runs --lr 1e-3" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     assert not os.listdir(tmp_path)
@@ -168,6 +169,34 @@ def test_launchers_take_node_rank_and_address_from_srun(monkeypatch):
     assert asked(monkeypatch, "--nnodes", "1").nodes == (1, 1)  # a run of each
     with refuses(ConfigError, "--nnodes", 2, 3):
         command(["--nnodes", "2", "--", "train"])
+
+
+def test_cores_are_divided_only_where_slurm_gave_them_to_this_launcher_alone(monkeypatch):
+    step = {"SLURM_STEP_NODELIST": "n1", "SLURM_CPUS_ON_NODE": "12"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr("lockstep.launch.command.numa_nodes", lambda cpus: {0, 1})
+    four = ("--nproc-per-node", "4")
+    job = asked(monkeypatch, *four)
+    assert [len(share) for share in job.shares] == [3, 3, 3, 3]
+    assert frozenset.union(*job.shares) == set(range(12))
+    assert job.environment["LOCKSTEP_CORES"] == "12"
+    assert asked(monkeypatch).shares == ()
+    for other in (
+        {"SLURM_CPUS_ON_NODE": "6"},  # nothing confines this job to its cores
+        {"SLURM_GPUS_ON_NODE": "4"},  # whose GPU is near which socket is not known
+        {"GOMP_CPU_AFFINITY": "0-11"},
+        {"SLURM_CPUS_ON_NODE": ""},
+        STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,2"},  # another launcher on this node divides the same
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in other.items():
+                patch.setenv(name, value)
+            job = asked(monkeypatch, *four)
+            assert (job.shares, job.environment.get("LOCKSTEP_CORES")) == ((), None), other
+    monkeypatch.delenv("SLURM_STEP_NODELIST")
+    assert asked(monkeypatch, *four).shares == ()
 
 
 def test_the_end_of_a_launcher_is_recorded(tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ def launched(capsys, *flags):
 
 def test_ranks_are_launched_with_them(capsys, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr("lockstep.distributed.cpus.cpu_quota", lambda root: 0.0)
     assert launched(capsys, "--nproc-per-node", "4") == {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "PYTORCH_ALLOC_CONF": GROWING,
@@ -67,6 +68,7 @@ def test_where_torch_would_warn_of_it_nothing_is_set(monkeypatch):
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(64, 8, 8), (2, 8, 1), (64, 1, 32), (12, 5, 2)])
 def test_ranks_share_the_cores_for_compilation(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr("lockstep.distributed.cpus.cpu_quota", lambda root: 0.0)
     assert compile_threads(ranks) == threads
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Case",
     "covering",
     "everything",
+    "fewest",
     "parse",
     "reference",
     "refusal",
@@ -189,6 +190,18 @@ def covering(
         chosen.append(max(few, key=lambda case: len(tuples(case, size) & missing.keys()) / work(case) ** 0.2))
         for each in tuples(chosen[-1], size):
             missing.pop(each, None)
+    return chosen
+
+
+def fewest(runs: Sequence[Case], parts: Iterable[Callable[[Case], bool]]) -> list[Case]:
+    """A few of `runs` that have each of the parts, those with most of them for their work first."""
+    missing, chosen = list(parts), []
+    while missing:
+        best = max(runs, key=lambda case: sum(part(case) for part in missing) / work(case) ** 0.2)
+        chosen.append(best)
+        left = [part for part in missing if not part(best)]
+        assert len(left) < len(missing)
+        missing = left
     return chosen
 
 

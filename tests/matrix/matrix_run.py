@@ -1,6 +1,7 @@
 """Runs the cases of the matrix on real processes: many cases in one group of processes for each world size.
 
     play([parse("..."), ...], folder)       # what each start said, and what it trained, lies in folder
+    play(cases, folder, nodes=2)            # the same, where each node's ranks have a launcher of their own
 
 A case is one to three starts of `lockstep.train`: up to where it is stopped or killed, and on to its end.
 """
@@ -9,9 +10,12 @@ import gc
 import importlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import warm
 from matrix_cases import Case
 from matrix_lightning import LIGHTNING, lightning_task
 from matrix_oracle import (
@@ -41,6 +46,7 @@ from matrix_oracle import (
 from matrix_subject import BAD, BATCH, CHANGE, HIDDEN, LIMITED, MICRO, STEPS, change, evaluates, steps_of, subject
 from ranks import RankError, run
 from shaken import shaken
+from shell import environment, free_port
 
 import lockstep
 from lockstep import checkpoint
@@ -55,7 +61,20 @@ from lockstep.guards import spike
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.transforms import precision
 
-__all__ = ["NAME", "Start", "begins", "folder_of", "play", "refused", "resumes_at", "shares", "starts", "task_of"]
+__all__ = [
+    "NAME",
+    "RANK_SECONDS",
+    "Start",
+    "begins",
+    "folder_of",
+    "play",
+    "play_all",
+    "refused",
+    "resumes_at",
+    "shares",
+    "starts",
+    "task_of",
+]
 
 NAME = "run"
 _STOPS = {"before": 5, "after": BAD + 1}
@@ -63,7 +82,7 @@ _BEFORE = {1: 1, 2: 1, 3: 2, 4: 2}  # where a run that changes its world and its
 _ANOTHER = {"single": "ddp", "ddp": "fsdp", "fsdp": "zero", "zero": "ddp"}
 _EVAL_MICRO = 3
 _SAVES = 3  # steps from one save to the next
-_SECONDS = 20.0  # that a rank may be without progress
+RANK_SECONDS = 20.0  # that a rank may be without progress
 _SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
 
 
@@ -145,15 +164,18 @@ def folder_of(root: Path, case: Case) -> Path:
     return root / str(case)
 
 
-def play(cases: list[Case], root: Path) -> None:
-    """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json."""
+def play(cases: list[Case], root: Path, nodes: int = 1) -> None:
+    """Runs the cases; what each start said lies then in its case's folder, as START-RANK.json.
+
+    With several nodes each start has as many launchers on loopback, or as many as it has ranks.
+    """
     cases = list(dict.fromkeys(cases))
     for library in ("lightning.pytorch", "torchmetrics", "peft"):  # which the ranks are forked with
         with suppress(ImportError):
             importlib.import_module(library)
     with ThreadPoolExecutor(2) as pool:
         # Who waits for the end of the killed leaves a core free.
-        for each in [pool.submit(_in_turn, _together(cases), root), pool.submit(_in_turn, _killed(cases), root)]:
+        for each in [pool.submit(_in_turn, groups, root, nodes) for groups in (_together(cases), _killed(cases))]:
             each.result()
 
 
@@ -174,16 +196,20 @@ def _killed(cases: list[Case]) -> list[list[Start]]:
     return found
 
 
-def _in_turn(groups: list[list[Start]], root: Path) -> None:
+def _in_turn(groups: list[list[Start]], root: Path, nodes: int) -> None:
     for todo in groups:
-        _group(todo[0].world, [start for start in todo if not _broken(root, start.case)], root)
+        _group(todo[0].world, [start for start in todo if not _broken(root, start.case)], root, nodes)
 
 
-def _group(world: int, todo: list[Start], root: Path) -> None:
+def _group(world: int, todo: list[Start], root: Path, nodes: int) -> None:
     """These starts, one after the other in the same processes; in new ones after a start that broke them."""
     while todo:
+        seconds = 60.0 + 10.0 * len(todo)
         try:
-            run(_all, world, todo, root, timeout=60.0 + 10.0 * len(todo))
+            if nodes == 1 or world == 1:
+                run(play_all, world, todo, root, timeout=seconds)
+            else:
+                _launch(min(nodes, world), world, todo, root, seconds)
             return
         except RankError as error:
             done = [start for start in todo if all(_said(root, start, rank).exists() for rank in range(world))]
@@ -191,6 +217,36 @@ def _group(world: int, todo: list[Start], root: Path) -> None:
             if not broken.kills:
                 (folder_of(root, broken.case) / f"{broken.number}-broken.txt").write_text(str(error))
             todo = [start for start in todo[todo.index(broken) + 1 :] if start.case != broken.case]
+
+
+def _launch(nodes: int, world: int, todo: list[Start], root: Path, seconds: float) -> None:
+    """`run` of `play_all`, with a launcher for each of the nodes, on loopback. Raises RankError as that does."""
+    port, handle, launchers = free_port(), root / f"todo-{time.monotonic_ns()}.pickle", []
+    handle.write_bytes(pickle.dumps(todo))
+    paths = os.pathsep.join(map(str, [Path(__file__).parent, Path(__file__).parents[1], *filter(None, sys.path)]))
+    for node in range(nodes):
+        ranks = world // nodes + (node < world % nodes)
+        own = [f"--nproc-per-node={ranks}", f"--node-rank={node}", f"--nnodes={nodes}", "--max-losses=0"]
+        own += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        words = [warm.python(), "-m", "lockstep", "launch", *own, "--", _RANK, str(handle), str(root)]
+        with (root / f"launcher-{node}.txt").open("w") as output:
+            launchers.append(
+                subprocess.Popen(words, env=environment(PYTHONPATH=paths), stdout=output, stderr=subprocess.STDOUT)
+            )
+    until = time.monotonic() + seconds
+    for launcher in launchers:
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(max(0.1, until - time.monotonic()))
+    codes = [launcher.poll() for launcher in launchers]
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    if any(codes) or None in codes:
+        said = "\n".join((root / f"launcher-{node}.txt").read_text() for node in range(nodes))
+        raise RankError(-1, f"the launchers ended with {codes}\n{said}")
+
+
+_RANK = str(Path(__file__).with_name("matrix_rank.py"))
 
 
 def _broken(root: Path, case: Case) -> bool:
@@ -201,10 +257,10 @@ def _said(root: Path, start: Start, rank: int) -> Path:
     return folder_of(root, start.case) / f"{start.number}-{rank}.json"
 
 
-def _all(world, todo, root):
+def play_all(world, todo, root):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    world.timeout = _SECONDS
+    world.timeout = RANK_SECONDS
     # A few norms are enough to judge a spike: the runs are short.
     spike._WINDOW, spike._LEAST, spike._EVERY = 16, 4, 1
     shaken()
@@ -381,7 +437,7 @@ def settings(start: Start, folder: Path) -> Config:
         compile=_compiles(case),
         profile="8:9" if case.task == "adapters" else "",
         report=case.task == "default",
-        timeout=_SECONDS,
+        timeout=RANK_SECONDS,
         data=Data(workers=case.workers, drop_last=case.task == "options"),
         optim=Optim(
             clip=0.0 if case.task == "manual" else CLIP,  # which clips itself

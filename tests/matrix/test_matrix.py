@@ -17,10 +17,23 @@ import matrix_oracle
 import numpy as np
 import pytest
 import torch
-from matrix_cases import FACTORS, SEED, Case, covering, everything, parse, reference, refusal, sample, tuples, valid
+from matrix_cases import (
+    FACTORS,
+    SEED,
+    Case,
+    covering,
+    everything,
+    fewest,
+    parse,
+    reference,
+    refusal,
+    sample,
+    tuples,
+    valid,
+)
 from matrix_lightning import manual_oracle, manual_rounding
 from matrix_oracle import oracle
-from matrix_run import NAME, play, refused
+from matrix_run import NAME, play, refused, starts
 from matrix_subject import BAD, STEPS, Own
 from matrix_verdict import compared, compared_evaluations, verdict
 from ranks import run
@@ -31,19 +44,46 @@ PAIRS = covering(RUNS, 2)
 ALIVE = [case for case in RUNS if case.fault != "killed"]
 TRIPLES = covering(ALIVE, 3, having=PAIRS)
 
+# Again over two launchers, as on two nodes. A few show each part that several nodes may meet.
+SPREAD = [case for case in PAIRS if case.world > 1]
+PARTS = {
+    "exact": lambda case: case.exact,
+    "shards": lambda case: case.engine == "fsdp",
+    "BatchNorm": lambda case: case.model == "batchnorm",
+    "a resume on other ranks": lambda case: len({start.world for start in starts(case)}) > 1,
+    "a rollback": lambda case: case.leaves_out and case.policy == "rollback",
+    "float16": lambda case: case.precision == "fp16",
+    "loader processes": lambda case: case.workers > 0,
+}
+CHEAP = [case for case in SPREAD if case.world == 2 and case.fault != "killed" and case.task in ("default", "options")]
+FEW = fewest(CHEAP, PARTS.values())
+
 ASKED = [parse(line) for line in os.environ.get("MATRIX_CASES", "").split()]
 DRAWN = ASKED or sample(int(os.environ.get("MATRIX_COUNT") or 120), SEED)
 
 pytestmark = pytest.mark.timeout(1800)  # the first test of a session plays the cases of all
 
 
+def asked_for(request, name):
+    """The cases of this session's tests, and the exact runs with whose bits they are compared."""
+    found = [item.callspec.params.get(name) for item in request.session.items if hasattr(item, "callspec")]
+    cases = [case for case in found if isinstance(case, Case)]
+    return cases + [reference(case) for case in cases if case.exact]
+
+
 @pytest.fixture(scope="module")
 def played(request, tmp_path_factory):
     """The folder in which the cases of this session's tests were played, many in each group of processes."""
     root = tmp_path_factory.mktemp("matrix")
-    found = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
-    cases = [case for case in found if isinstance(case, Case)]
-    play(cases + [reference(case) for case in cases if case.exact], root)
+    play(asked_for(request, "case"), root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def spread(request, tmp_path_factory):
+    """The same over two launchers."""
+    root = tmp_path_factory.mktemp("matrix")
+    play(asked_for(request, "over_two"), root, nodes=2)
     return root
 
 
@@ -56,6 +96,13 @@ def judge(case, root, how):
 @pytest.mark.parametrize("case", [] if ASKED else PAIRS, ids=str)
 def test_every_pair_of_parts(case, played):
     judge(case, played, "of the covering set")
+
+
+@pytest.mark.parametrize(
+    "over_two", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in SPREAD], ids=str
+)
+def test_the_pairs_of_several_ranks_over_two_launchers(over_two, spread):
+    judge(over_two, spread, "over two launchers")
 
 
 @pytest.mark.slow
@@ -112,7 +159,7 @@ _BESIDE += [("task", task) for task in FACTORS["task"][1:]]
 
 def test_contributing_says_how_many_they_are():
     said = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for number in (f"({len(PAIRS)} runs)", f"({len(TRIPLES)})", f"sample of all {len(RUNS):,} by"):
+    for number in (f"({len(PAIRS)} runs)", f"({len(SPREAD)})", f"({len(TRIPLES)})", f"sample of all {len(RUNS):,} by"):
         assert number in " ".join(said.split()), number
 
 

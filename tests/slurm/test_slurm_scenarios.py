@@ -103,6 +103,11 @@ def test_a_signal_ahead_of_the_limit_saves_and_requeues_to_the_end(slurm, tmp_pa
     assert run.steps == sorted(set(run.steps))  # no step twice: it went on where it was saved
     assert json.loads((run.folder / "state.json").read_text())
     assert "the run goes on in the next job" in run.output()
+    assert "rank 1: raw words of 1" in run.output()
+    for start in (0, 1):
+        for rank in (0, 1):
+            own = run.folder / "slurm" / f"{run.job}.{start}.stderr" / f"rank-{rank:05d}.err"
+            assert re.findall("raw words of .", own.read_text()) == [f"raw words of {rank}"]
 
 
 def test_srun_alone_starts_any_number_of_ranks(slurm, tmp_path):
@@ -175,20 +180,24 @@ def test_scancel_saves_and_does_not_requeue(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_in_the_last_line(slurm, tmp_path):
-    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=5000, seconds=0.05, more=["--timeout", "8"])
+def test_a_killed_rank_is_named_and_replaced(slurm, tmp_path):
+    run = Submitted(slurm, tmp_path, "--nodes", 2, steps=200, seconds=0.05, more=["--timeout", "8"])
     run.until_step(5)
     rank = run.processes()["train"][-1][1]
     environ = Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0")
     number = next(each[5:] for each in environ if each.startswith("RANK="))
     os.kill(rank, signal.SIGKILL)
-    slurm.wait(run.job, "FAILED")
-    assert names(run.last_line, f"rank {number}", "SIGKILL")
+    slurm.wait(run.job, "COMPLETED")
+    assert names(run.output(), f"rank {number} was the first to end", "SIGKILL", "2 ranks go on", "1 of them new")
+    assert run.steps == [*range(1, 201)]
+    files = sorted(path.name for path in (run.folder / "slurm" / f"{run.job}.0.stderr").iterdir())
+    assert files == sorted(["rank-00000.err", "rank-00001.err", f"rank-0000{number}.2.err"])
 
 
 @pytest.mark.slow
 def test_an_error_of_the_task_is_the_last_line_and_ends_a_chain(slurm, tmp_path):
-    run = Submitted(slurm, tmp_path, "--nodes", 2, "--chain", 2, steps=50, seconds=0.02, FAIL_AT="40")
+    once = ("--max-losses", 0)
+    run = Submitted(slurm, tmp_path, "--nodes", 2, "--chain", 2, *once, steps=50, seconds=0.02, FAIL_AT="40")
     slurm.wait(run.job, "FAILED")
     assert names(run.last_line, "rank 1", "ValueError", "planted")
     slurm.wait(run.jobs[1], "CANCELLED", "")

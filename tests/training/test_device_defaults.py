@@ -15,7 +15,6 @@ from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, ResumeError
-from lockstep.training import defaults
 from lockstep.transforms import precision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
@@ -38,7 +37,7 @@ def written(folder, name="r"):
 
 @pytest.fixture
 def new_gpu(monkeypatch):
-    monkeypatch.setattr(defaults, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precision, "compute_capability", lambda device: (9, 0))
     with counting.counted() as seen:
         yield seen
 
@@ -107,14 +106,14 @@ def test_what_is_given_wins(tmp_path, capfd, new_gpu, given, wanted, line):
 
 @pytest.mark.parametrize("capability", [(7, 5), None])
 def test_an_older_device_has_neither(tmp_path, monkeypatch, capability):
-    monkeypatch.setattr(defaults, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(precision, "compute_capability", lambda device: capability)
     lockstep.train(settings(tmp_path), task())
     assert written(tmp_path) == ("float32", False)
 
 
 def test_a_run_keeps_what_it_was_begun_with_on_another_device(tmp_path, capfd, monkeypatch):
     lockstep.train(settings(tmp_path, stop_at=1), task())
-    monkeypatch.setattr(defaults, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precision, "compute_capability", lambda device: (9, 0))
     lockstep.train(settings(tmp_path), task())
     assert written(tmp_path) == ("float32", False)
     line = "as the run was started: --precision float32 --no-compile; the default of this device is --precision bf16"
@@ -136,17 +135,17 @@ def test_a_run_without_a_word_about_it_was_begun_without(tmp_path, monkeypatch):
     def older(path):
         return {name: value for name, value in read(path).items() if name != "compile"}
 
-    monkeypatch.setattr(defaults, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precision, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(checkpoint, "read_state", older)
     lockstep.train(settings(tmp_path), task())
     assert written(tmp_path) == ("float32", False)
 
 
 def on_unequal(world, folder):
-    defaults.compute_capability = lambda device: [(9, 0), (7, 5)][world.rank]
+    precision.compute_capability = lambda device: [(9, 0), (7, 5)][world.rank]
     lockstep.train(settings(folder, "unequal"), task(), world)
     with counting.counted():
-        defaults.compute_capability = lambda device: (8, 0)
+        precision.compute_capability = lambda device: (8, 0)
         lockstep.train(settings(folder, "equal", exact=True), task(), world)
     return [written(folder, name) for name in ("unequal", "equal")]
 
@@ -182,7 +181,7 @@ def test_what_must_compile_and_cannot_is_one_line_before_anything_is_written(tmp
 
 @pytest.mark.parametrize("scope", ["whole", "blocks"])
 def test_where_it_may_fail_the_bits_are_those_of_an_eager_run(tmp_path, broken, capfd, monkeypatch, scope):
-    monkeypatch.setattr(defaults, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(precision, "compute_capability", lambda device: (9, 0))
     lockstep.train(settings(tmp_path, scope, compile_scope=scope), task())
     assert names(capfd.readouterr().err, "--compile auto", "rank 0", "NoCompiler", "no compiler here")
     assert written(tmp_path, scope) == ("bf16", False)
@@ -194,7 +193,7 @@ def test_where_it_may_fail_the_bits_are_those_of_an_eager_run(tmp_path, broken, 
 
 def on_one(world, folder):
     """Rank 1 alone has no compiler."""
-    defaults.compute_capability = lambda device: (9, 0)
+    precision.compute_capability = lambda device: (9, 0)
     precision.HOW = {"backend": "eager" if world.rank == 0 else failing}
     found = []
     for engine in ("ddp", "zero"):

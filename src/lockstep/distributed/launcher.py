@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+from lockstep.distributed.cpus import cores
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -32,7 +33,6 @@ __all__ = [
     "check_reachable",
     "choose_interface",
     "compile_threads",
-    "cores",
     "die_with_launcher",
     "end_with_launcher",
     "interface_at",
@@ -164,16 +164,6 @@ def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
 OPENCV_THREADS = "OPENCV_FOR_THREADS_NUM"  # read when OpenCV is imported
 
 _MAX_COMPILERS = 32  # torch's own limit
-
-
-def cores() -> int:
-    """Count the cores that this process may run on.
-
-    A Slurm without a task plugin binds nothing, so its count for this node is a limit too.
-    """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    return min(count, int(granted)) if granted.isdecimal() and int(granted) else count
 
 
 def compile_threads(ranks: int) -> int:

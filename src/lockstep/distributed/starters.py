@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
-from lockstep.distributed.launcher import OPENCV_THREADS, cores
+from lockstep.distributed.cpus import CORES_VARIABLE, cores
+from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.errors import ConfigError
 
 __all__ = ["SlurmTask", "find_launch_mistake", "node_address", "read_starter"]
@@ -150,6 +151,8 @@ def read_starter(environ: MutableMapping[str, str]) -> None:
         LOCAL_RANK=str(task.local_rank),
         LOCAL_WORLD_SIZE=str(task.local_size),
     )
+    if node := _count(environ, "SLURM_CPUS_ON_NODE"):
+        environ.setdefault(CORES_VARIABLE, str(node))  # of which Slurm may have bound this task to a part
 
 
 def _threads(environ: Mapping[str, str], task: SlurmTask) -> int:

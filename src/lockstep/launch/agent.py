@@ -31,10 +31,11 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
 
+from lockstep.distributed.cpus import bind
 from lockstep.distributed.descriptors import descriptors_of, ensure_descriptors
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE, ROUND_VARIABLE
@@ -52,6 +53,7 @@ from lockstep.launch.job import Job, count_oom_kills
 from lockstep.launch.losses import REPEATED
 from lockstep.launch.nodes import Decisions, Seat, open_decisions
 from lockstep.launch.rendezvous import local_address, open_rendezvous
+from lockstep.launch.stderr import RankStderr
 from lockstep.launch.workers import Preloaded, life_pipe, private_folder
 from lockstep.report.goodput import ENDED_VARIABLE
 
@@ -170,6 +172,7 @@ class _Agent(LocalElasticAgent):
     """
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
+        self._stderr = RankStderr(str(folder), job.stderr)
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.processes,
@@ -180,7 +183,7 @@ class _Agent(LocalElasticAgent):
             monitor_interval=_POLL,
             local_addr=local_address(job),
         )
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)), start_method="spawn")
+        super().__init__(spec, self._stderr, start_method="spawn")
         self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
         self.stop_signal: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
@@ -256,10 +259,17 @@ class _Agent(LocalElasticAgent):
             token, names = os.environ[ROUND_VARIABLE], list(self._names.values())
             self._membership = self._decisions if self._decisions.begin(token, names, worker_group) else None
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        for local, pid in pids.items():
+            self._bind(local, pid)
         os.environ.pop(ENDED_VARIABLE, None)
         for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
+
+    def _bind(self, local: int, pid: int) -> None:
+        """Pin a process to its share of the node's cores, before it starts threads."""
+        if self._job.shares:
+            bind(pid, self._job.shares[local])
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         """Describe an event for nobody: torch's own asks the name server for this host's name each time."""
@@ -300,6 +310,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
+        self._stderr.show()
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
             self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
@@ -376,15 +387,18 @@ class _Agent(LocalElasticAgent):
             args=context.args[local],
             env=context.envs[local] | {MEMBER_VARIABLE: name},
             stdout=context.stdouts[local],
-            stderr=context.stderrs[local],
+            stderr=self._stderr.open(slot),
             local_rank_id=local,
             numa_options=None,
         )
-        group.workers[local].id = context.subprocess_handlers[local].proc.pid  # compared by torch's watch
+        pid = context.subprocess_handlers[local].proc.pid
+        self._bind(local, pid)
+        group.workers[local].id = pid  # compared by torch's watch
         if self._membership:
             self._membership.add_new(name)
 
     def _print(self, line: str) -> None:
+        self._stderr.show()
         with contextlib.suppress(OSError):  # a closed terminal must not end the run
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
@@ -516,6 +530,7 @@ class _Agent(LocalElasticAgent):
     def end(self) -> None:
         """End all processes and notify other nodes."""
         self._shutdown(signal.SIGKILL)
+        self._stderr.close()
         if self._decisions:
             self._decisions.close()
         leaving = threading.Thread(target=self._worker_group.spec.rdzv_handler.shutdown, daemon=True)
@@ -533,7 +548,8 @@ class _Handler(SubprocessHandler):
         super().__init__(**options)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        forked = self._preloaded.start(args[1:], env) if self._preloaded else None
+        stderr = self._stderr.name if self._stderr else ""
+        forked = self._preloaded.start(args[1:], env, stderr) if self._preloaded else None
         return forked or super()._popen(args, env)
 
 

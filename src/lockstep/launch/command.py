@@ -21,17 +21,18 @@ import shlex
 import signal
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.hints import FOREIGN
+from lockstep.distributed.cpus import CORES_VARIABLE, cores, numa_nodes, share_cores
 from lockstep.distributed.launcher import (
     OPENCV_THREADS,
     check_reachable,
     choose_interface,
-    cores,
     is_own_address,
     torch_variables,
 )
@@ -165,6 +166,8 @@ def _parser() -> Parser:
     )
     text = "NCCL's logs, one file per process, into DIR (default: logs in the run's folder)"
     add("--nccl-debug", nargs="?", const="", metavar="DIR", help=text)
+    text = "each rank's standard error also into a file of its own in DIR (so it is not a terminal)"
+    add("--stderr", metavar="DIR", help=text)
     text = "print the closest torchrun command, or the manifest or script of --kubernetes or --slurm; start nothing"
     add("--dry-run", action="store_true", help=text)
     kubernetes.add_flags(parser)
@@ -215,6 +218,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
     host, port = _endpoint(args, nodes)
     restartable = target[0] != "doctor"  # a restart would not fix its findings
     is_host = args.node_rank == 0 and (not args.rdzv_endpoint or is_own_address(host))
+    shares = _shares(args.nproc_per_node, os.environ)
     return Job(
         command=["-u", *target] if target[0].endswith(".py") else ["-m", "lockstep", *target],
         processes=args.nproc_per_node,
@@ -227,8 +231,32 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         restarts=args.max_restarts if restartable else 0,
         least=args.min_ranks,
         losses=_losses(args, nodes) if restartable else 0,
-        environment=_environment(args.nproc_per_node, "" if nodes[1] == 1 else host, exact),
+        environment=_environment(args.nproc_per_node, "" if nodes[1] == 1 else host, exact)
+        | ({CORES_VARIABLE: str(sum(map(len, shares)))} if shares else {}),
+        shares=shares,
+        stderr=Path(args.stderr).expanduser().absolute() if args.stderr else None,
     )
+
+
+_OWN_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")  # by which the user binds threads
+
+
+def _shares(processes: int, environ: Mapping[str, str]) -> tuple[frozenset[int], ...]:
+    """Divide this node's cores among its processes; () unless Slurm gave them to this launcher alone.
+
+    Elsewhere another run on this machine may divide the same cores. With GPUs on several NUMA nodes the right share
+    depends on where each process's GPU is, which is not known here.
+    """
+    task, granted = SlurmTask.read(environ), environ.get("SLURM_CPUS_ON_NODE", "")
+    is_alone = "SLURM_STEP_NODELIST" in environ and (task is None or task.local_size == 1)
+    if sys.platform != "linux" or not is_alone or processes == 1 or any(name in environ for name in _OWN_BINDING):
+        return ()
+    own = os.sched_getaffinity(0)
+    if str(len(own)) != granted:  # Slurm confines nothing, so these are not this job's cores
+        return ()
+    if environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and len(numa_nodes(own)) > 1:
+        return ()
+    return tuple(map(frozenset, share_cores(own, processes)))
 
 
 def _losses(args: argparse.Namespace, nodes: tuple[int, int]) -> int:

@@ -133,6 +133,8 @@ class Job:
         restarts: how often the processes are restarted after a failure.
         environment: variables for the processes; those that the user set win.
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
+        shares: the cores of each process, by local rank; () if they are not bound.
+        stderr: folder for a file of each rank's standard error; None: it is the launcher's.
     """
 
     command: list[str]
@@ -147,3 +149,5 @@ class Job:
     environment: dict[str, str]
     least: int = 1
     losses: int = 0
+    shares: tuple[frozenset[int], ...] = ()
+    stderr: Path | None = None

@@ -265,10 +265,10 @@ def _fill(
             raise ConfigError(f"--slurm {args.slurm}: cannot read the template: {error}") from error
         holes = {name: values[name] for name in _HOLE.findall(text) if name in values}
     lines = [f"#SBATCH --{key}" + (f"={_quote(value)}" if value else "") for key, value in options.items()]
-    seed = "$SLURM_ARRAY_TASK_ID"
+    quoted = f'"{folder}"'.replace("%a", "$SLURM_ARRAY_TASK_ID")
     holes = {
-        "command": _command(args, target, options["job-name"] if args.seeds else ""),
-        "folder": f'"{folder}"'.replace("%a", seed),
+        "command": _command(args, target, quoted, options["job-name"] if args.seeds else ""),
+        "folder": quoted,
         "label": " --label" if (args.nodes or 1) > 1 else "",
         "options": "\n".join(line for line in lines if line.partition("--")[2].partition("=")[0] not in holes),
         "script": shlex.quote(str(script)),
@@ -285,12 +285,13 @@ def _quote(value: str) -> str:
     return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + value.replace('"', '\\"') + '"'
 
 
-def _command(args: argparse.Namespace, target: Sequence[str], name: str) -> str:
+def _command(args: argparse.Namespace, target: Sequence[str], folder: str, name: str) -> str:
     """Return the shell command of a node's launcher.
 
     Args:
         args: flags of `launch`.
         target: the command after `--`.
+        folder: of the job's output, quoted for the shell.
         name: of the runs of an array, which adds its seed; "" for a single run.
     """
     words = [sys.executable, "-m", "lockstep", "launch"]
@@ -300,7 +301,8 @@ def _command(args: argparse.Namespace, target: Sequence[str], name: str) -> str:
             words += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     if args.nccl_debug is not None:
         words += ["--nccl-debug", *([args.nccl_debug] if args.nccl_debug else [])]
-    text = f"{shlex.join(words)} \\\n    -- {shlex.join(target)}"
+    errors = shlex.quote(args.stderr) if args.stderr else f"{folder}/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.stderr"
+    text = f"{shlex.join(words)} --stderr {errors} \\\n    -- {shlex.join(target)}"
     if name:
         text += f' --experiment-name {shlex.quote(name)}-seed"$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID"'
     return text

@@ -119,8 +119,11 @@ class Preloaded:
                 self._ready = self._socket.recv(1) == _READY
         return self._ready and self.process.poll() is None
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | None:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], stderr: str = "") -> ForkedProcess | None:
         """Start `python COMMAND` by a fork.
+
+        Args:
+            stderr: file for its standard error; "": the launcher's.
 
         Returns:
             None if the command cannot be forked, loading has not finished, or no answer comes in time.
@@ -131,7 +134,8 @@ class Preloaded:
         with own_end:
             own_end.settimeout(_ANSWER)
             with child_end:
-                if not self._request({"argv": list(command[2:]), "environment": dict(environment)}, child_end.fileno()):
+                request = {"argv": list(command[2:]), "environment": dict(environment), "stderr": stderr}
+                if not self._request(request, child_end.fileno()):
                     return None
             try:
                 pid = own_end.recv(_PID)
@@ -198,13 +202,17 @@ def _serve(own: socket.socket) -> list[str]:
             own.close()
             while os.getppid() == middle:
                 time.sleep(0.001)
-            _reset_process(request["environment"])
+            _reset_process(request["environment"], request["stderr"])
             launcher.sendall(str(os.getpid()).encode())
             return list(request["argv"]) if launcher.recv(1) == _BEGIN else []
 
 
-def _reset_process(environment: dict[str, str]) -> None:
-    """Give a forked process the environment of a newly started one."""
+def _reset_process(environment: dict[str, str], stderr: str) -> None:
+    """Give a forked process the environment of a newly started one, and the file for its standard error."""
+    if stderr:
+        file = os.open(stderr, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 2)
+        os.close(file)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()

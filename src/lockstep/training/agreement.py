@@ -37,9 +37,9 @@ from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, check_contents
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task
-from lockstep.training.defaults import is_fast
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
+from lockstep.transforms.precision import is_fast
 
 __all__ = [
     "check_samples",

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.schema import Config, default_micro_batch_size, is_auto
+from lockstep.config.schema import Config, default_micro_batch_size
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
@@ -52,7 +52,6 @@ __all__ = [
     "find_largest_micro_batch",
     "find_misplaced",
     "is_device_default",
-    "is_fast",
     "plan_warnings",
 ]
 
@@ -173,26 +172,10 @@ def batchnorm_names(model: nn.Module) -> list[str]:
 
 # --- device
 
-_MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 matrix units
-
-
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None for any other device."""
-    # ROCm reports numbers with another meaning.
-    if device.type != "cuda" or torch.version.hip:
-        return None
-    return torch.cuda.get_device_capability(device)
-
 
 def is_device_default(config: Config, name: str) -> bool:
     """Whether the devices decide precision or compile."""
     return is_auto(config, name) or getattr(config, name) == "auto"
-
-
-def is_fast(device: torch.device) -> bool:
-    """Whether a device suits bf16 and compilation."""
-    own = compute_capability(device)
-    return own is not None and own >= _MIN_CAPABILITY
 
 
 def all_devices_fast(config: Config, world: World, every: Sequence[bool]) -> bool:

@@ -45,7 +45,7 @@ from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
 from lockstep.training.build import notify
 from lockstep.training.build_engine import build_model
-from lockstep.training.defaults import all_devices_fast, is_fast
+from lockstep.training.defaults import all_devices_fast
 from lockstep.training.evaluation import build_evaluation_batches, evaluate_all, sets_by_name
 from lockstep.training.named_task import load_task, make_task, replace_data
 from lockstep.training.resolve import StartFacts, draft_of
@@ -54,6 +54,7 @@ from lockstep.training.run_dir import RunFolder, read_sources
 from lockstep.training.task_check import restore_findings
 from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
+from lockstep.transforms.precision import is_fast
 
 __all__ = [
     "ExportRequest",

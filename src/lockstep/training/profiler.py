@@ -43,6 +43,7 @@ from lockstep.config.fields import parse_profile
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
 from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
+from lockstep.distributed.cpus import usable_cores
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
@@ -115,11 +116,6 @@ class ThreadUsage(NamedTuple):
         """Return the mean use per step since this reading."""
         now = ThreadUsage.now()
         return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
-
-
-def cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _local_ranks(world_size: int) -> int:
@@ -402,8 +398,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
         self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
         ranks = _local_ranks(self._built.world.size)
-        fewer = max(1, cores() // ranks)
-        if device.type == "cpu" and torch.get_num_threads() * ranks > cores() and torch.get_num_threads() > fewer:
+        fewer, threads = max(1, usable_cores(os.environ) // ranks), torch.get_num_threads()
+        if device.type == "cpu" and threads * ranks > usable_cores(os.environ) and threads > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
         if device.type == "cpu" and self._marks and len(self._untraced) > 2:
             step = ThreadUsage.median_step(self._untraced)
@@ -480,7 +476,7 @@ class StepProfiler:
             "steps": [self._first, self._done],
             "device": world.device.type,
             "host": socket.gethostname(),
-            "cores": cores(),
+            "cores": usable_cores(os.environ),
             "local_ranks": _local_ranks(world.size),
             "micro_batches": config.micro_batches,
             "micro_batch_size": config.micro_size,

@@ -25,10 +25,28 @@ __all__ = [
     "checkpointed",
     "compiled",
     "eager",
+    "is_fast",
     "parameters_in",
     "uncompiled",
     "without_autocast",
 ]
+
+
+_MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 matrix units
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for any other device."""
+    # ROCm reports numbers with another meaning.
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def is_fast(device: torch.device) -> bool:
+    """Whether a device suits bf16 and compilation."""
+    own = compute_capability(device)
+    return own is not None and own >= _MIN_CAPABILITY
 
 
 _ATEN = torch.ops.aten

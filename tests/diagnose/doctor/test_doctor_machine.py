@@ -25,27 +25,17 @@ def test_every_process_taking_every_core():
     silent([machine.judge_cores(2, 0, 1, place(LAUNCHED))])
 
 
-def test_a_container_that_may_take_less_than_it_sees(tmp_path):
-    folder = tmp_path / "sys/fs/cgroup"
-    folder.mkdir(parents=True)
-    (folder / "cpu.max").write_text("200000 100000\n")
-    assert machine.quota_of(tmp_path) == 2.0
+def test_a_container_that_may_take_less_than_it_sees():
     found = machine.judge_cores(64, 2.0, 64, place())
     wrong([found], "cores", "1 x 64 threads on the container's quota of 2 cores", "OMP_NUM_THREADS=2")
-    (folder / "cpu.max").write_text("max 100000\n")
-    assert machine.quota_of(tmp_path) == 0.0
 
 
-def test_the_same_of_version_one(tmp_path):
-    folder = tmp_path / "sys/fs/cgroup/cpu,cpuacct/docker/abc"
-    folder.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/docker/abc\n3:memory:/docker/abc\n")
-    (folder / "cpu.cfs_quota_us").write_text("150000\n")
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert machine.quota_of(tmp_path) == 1.5
-    (folder / "cpu.cfs_quota_us").write_text("-1\n")
-    assert machine.quota_of(tmp_path) == 0.0
+def test_ranks_that_are_each_bound_to_their_own_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(machine, "cpu_quota", lambda root: 0.0)
+    monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 2)
+    wrong(machine.cores(place(LAUNCHED)).findings, "cores", "2 x 2 threads on 2 cores")
+    silent(machine.cores(place(LAUNCHED | {"LOCKSTEP_CORES": "4"})).findings)
 
 
 def test_more_loader_processes_than_cores():

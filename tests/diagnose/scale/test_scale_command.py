@@ -113,16 +113,18 @@ def test_devices_that_are_not_there(monkeypatch):
 
 def test_cores_and_threads(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    monkeypatch.setattr(machine, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    quota = tmp_path / "sys/fs/cgroup/cpu.max"
+    quota.parent.mkdir(parents=True)
     assert machine_for("cpu", (1, 2, 4), exact=False) == Machine(0, 12, 3)
     assert machine_for("cpu", (1, 4), exact=True).threads == 1
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    quota.write_text("150000 100000\n")
     found = machine_for("cpu", (1, 2, 4), exact=False)
     assert found == Machine(0, 1.5, 1)
     assert [found.allowed(size) for size in (1, 2, 4)] == [1, 1.5, 1.5]
     assert not found.shared(1)
     assert found.shared(2)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
+    quota.write_text("max 100000\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert machine_for("cpu", (1, 2), exact=False) == Machine(0, 12, 5)
 

@@ -5,7 +5,6 @@ findings = judge_versions([facts, ...], place)
 """
 
 import hashlib
-import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from lockstep.config import cli
 from lockstep.config.secrets import mask
 from lockstep.diagnose.doctor.board import interfaces
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, advice_on, chosen, fail, ok, warn
+from lockstep.distributed.cpus import node_cores
 from lockstep.distributed.launcher import address_of
 from lockstep.distributed.starters import find_launch_mistake
 from lockstep.training.guards import describe_unequal_devices, name_and_memory
@@ -122,7 +122,7 @@ def slurm(place: CheckContext) -> CheckResult:
     environ = place.environ
     if "SLURM_JOB_ID" not in environ:
         return CheckResult()
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = node_cores(environ)
     cores, gpus = (_whole(environ, f"SLURM_{name}_ON_NODE") for name in ("CPUS", "GPUS"))
     findings = list(_slurm_findings(place, bound, cores, gpus))
     summary = f"job {environ['SLURM_JOB_ID']}: {cores or bound} cores and {gpus} GPUs on this node"

@@ -25,6 +25,7 @@ import torch
 
 from lockstep.config.fields import is_url
 from lockstep.diagnose.doctor.finding import Check, CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.distributed.cpus import cgroup_folders, cpu_quota, node_cores
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
 from lockstep.training.run_dir import RunFolder
@@ -266,15 +267,15 @@ _PER_WORKER = 32
 
 def cores(place: CheckContext) -> CheckResult:
     """Compare the threads and loader processes of this node's ranks with the container's cores."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return CheckResult([judge_cores(usable, quota_of(place.root), torch.get_num_threads(), place)])
+    usable = node_cores(place.environ)
+    return CheckResult([judge_cores(usable, cpu_quota(place.root), torch.get_num_threads(), place)])
 
 
 def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) -> Finding:
     """Judge `threads` threads a rank.
 
     Args:
-        usable: cores that this process may run on.
+        usable: cores that the ranks of this node may run on.
         quota: cores whose time the container may use; 0: no limit.
     """
     share, ranks = min(usable, quota or usable), place.local_size
@@ -293,39 +294,6 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
     return ok(
         "cores", f"{share:g} cores for {ranks} x {threads} thread{'s' * (threads > 1)}, {workers} loader processes"
     )
-
-
-def quota_of(root: Path) -> float:
-    """Return the container's CPU quota in cores, by cgroup v2 or v1; 0: none."""
-    lowest = 0.0
-    for folder in _cgroups(root, "cpu"):
-        pair = _words(folder / "cpu.max")
-        if len(pair) < 2:
-            pair = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-        if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() and int(pair[1]):
-            quota = int(pair[0]) / int(pair[1])
-            lowest = min(lowest or quota, quota)
-    return lowest
-
-
-def _cgroups(root: Path, kind: str) -> list[Path]:
-    """The folders of this process's cgroups, innermost first.
-
-    v2 has one tree, v1 one for each kind.
-    """
-    base, folders = root / "sys/fs/cgroup", []
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in [*lines, f"0:{kind}:/"]:
-        number, kinds, path = [*line.split(":", 2), "", ""][:3]
-        if number != "0" and kind not in kinds.split(","):
-            continue
-        for tree in (base, base / kind, base / "cpu,cpuacct", base / "unified"):
-            inner = tree / path.lstrip("/")
-            folders += [inner, *(above for above in inner.parents if above.is_relative_to(tree))]
-    return list(dict.fromkeys(folders))
 
 
 def _words(path: Path) -> list[str]:
@@ -355,7 +323,7 @@ def _free(place: CheckContext) -> tuple[int, int, str]:
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
     sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
     free, total, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "machine"
-    for folder in _cgroups(place.root, "memory"):
+    for folder in cgroup_folders(place.root, "memory"):
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             most, now = _words(folder / limit), _words(folder / usage)
             if not most or not now or not most[0].isdigit() or not now[0].isdigit() or int(most[0]) >= total > 0:

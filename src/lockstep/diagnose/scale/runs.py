@@ -30,6 +30,7 @@ from lockstep.config.engine_options import ENGINES, PLAIN
 from lockstep.config.fields import parse_shares
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
+from lockstep.distributed.cpus import cpu_quota
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.logging import jsonl
 from lockstep.run_state import RunState
@@ -54,8 +55,8 @@ __all__ = [
 ]
 
 
+_ROOT = Path("/")  # parent of /proc and /sys
 _LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
                 f"--world-sizes has {sizes[-1]}, but this node shows {devices} devices: give {devices} at most, and "
                 f"--extrapolate {sizes[-1]} to estimate more"
             )
-    cores = usable_cores()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(float(count), max(1.0, cpu_quota(_ROOT) or count))
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = (
         1
@@ -121,16 +123,6 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
         else max(1, int(cores) // sizes[-1])
     )
     return Machine(devices, cores, threads)
-
-
-def usable_cores() -> float:
-    """Return the cores that this process may use, within its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = _QUOTA.read_text(encoding="ascii").split()[:2]
-        return min(float(cores), max(1.0, int(quota) / int(period)))
-    except (OSError, ValueError, ZeroDivisionError):  # "max", or no such system
-        return float(cores)
 
 
 STRONG, WEAK = "strong", "weak"

@@ -1,0 +1,140 @@
+"""Count the cores that processes of this node may use, and share them out.
+
+cores()                     # of this process: its affinity, Slurm's count, the container's quota
+usable_cores(os.environ)    # of all ranks of this node, also where each is bound to its own
+share_cores({0, 1, 2}, 2)   # [{0, 1}, {2}]; neighbours stay together
+
+`bind` pins a process, with its threads, to its share.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+__all__ = [
+    "CORES_VARIABLE",
+    "bind",
+    "cgroup_folders",
+    "cores",
+    "cpu_quota",
+    "node_cores",
+    "numa_nodes",
+    "share_cores",
+    "usable_cores",
+]
+
+CORES_VARIABLE = "LOCKSTEP_CORES"  # cores of this node's ranks together, set where each is bound to its share
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Count the cores that this process may run on.
+
+    A Slurm without a task plugin binds nothing, so its count for this node is a limit too, as a container's quota is.
+
+    Args:
+        root: parent of /proc and /sys.
+    """
+    granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    count = min(_affinity(), int(granted)) if granted.isdecimal() and int(granted) else _affinity()
+    return _within_quota(count, root)
+
+
+def node_cores(environ: Mapping[str, str]) -> int:
+    """Count the cores that the ranks of this node may run on together, whatever a container's quota."""
+    text = environ.get(CORES_VARIABLE, "")
+    return int(text) if text.isdecimal() and int(text) else _affinity()
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cores(environ: Mapping[str, str]) -> int:
+    """Count the cores of all ranks of this node, within a container's quota."""
+    return _within_quota(node_cores(environ), Path("/"))
+
+
+def _within_quota(count: int, root: Path) -> int:
+    quota = cpu_quota(root)
+    return max(1, min(count, int(quota))) if quota else count
+
+
+def cpu_quota(root: Path) -> float:
+    """Return the container's CPU quota in cores, by cgroup v2 or v1; 0: none."""
+    lowest = 0.0
+    for folder in cgroup_folders(root, "cpu"):
+        pair = _words(folder / "cpu.max")
+        if len(pair) < 2:
+            pair = [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
+        if len(pair) == 2 and pair[0].isdigit() and pair[1].isdigit() and int(pair[1]):
+            quota = int(pair[0]) / int(pair[1])
+            lowest = min(lowest or quota, quota)
+    return lowest
+
+
+def cgroup_folders(root: Path, kind: str) -> list[Path]:
+    """Return the folders of this process's cgroups, innermost first.
+
+    v2 has one tree, v1 one for each kind.
+
+    Args:
+        root: parent of /proc and /sys.
+        kind: such as "cpu" or "memory".
+    """
+    base, folders = root / "sys/fs/cgroup", []
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in [*lines, f"0:{kind}:/"]:
+        number, kinds, path = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and kind not in kinds.split(","):
+            continue
+        for tree in (base, base / kind, base / "cpu,cpuacct", base / "unified"):
+            inner = tree / path.lstrip("/")
+            folders += [inner, *(above for above in inner.parents if above.is_relative_to(tree))]
+    return list(dict.fromkeys(folders))
+
+
+def share_cores(cpus: Iterable[int], shares: int, root: Path = Path("/")) -> list[set[int]]:
+    """Divide logical CPUs into shares of neighbours, alike to one core; [] if there are fewer CPUs than shares.
+
+    The order is NUMA node, socket, core; hyperthreads of a core stay together unless there are more shares than cores.
+    """
+    places = sorted((_place(cpu, root), cpu) for cpu in cpus)
+    together: dict[tuple[int, ...], list[int]] = {}
+    for place, cpu in places:
+        together.setdefault(place, []).append(cpu)
+    groups = list(together.values()) if len(together) >= shares else [[cpu] for _, cpu in places]
+    if len(groups) < shares:
+        return []
+    ends = [round(len(groups) * (share + 1) / shares) for share in range(shares)]
+    return [{cpu for group in groups[begin:end] for cpu in group} for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def numa_nodes(cpus: Iterable[int], root: Path = Path("/")) -> set[int]:
+    """Return the numbers of the NUMA nodes that these CPUs belong to."""
+    return {_place(cpu, root)[0] for cpu in cpus}
+
+
+def _place(cpu: int, root: Path) -> tuple[int, ...]:
+    """Return a logical CPU's NUMA node, socket and core; a core of its own where the system does not tell."""
+    folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+    node = next((int(each.name[4:]) for each in folder.glob("node[0-9]*")), 0)
+    socket, core = (_words(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
+    return (node, *(int(words[0]) for words in (socket, core))) if socket and core else (node, 0, cpu)
+
+
+def bind(pid: int, cpus: Iterable[int]) -> None:
+    """Pin a process and the threads that it has to these CPUs; its children inherit them."""
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cpus)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except OSError:
+        return []
