@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.schema import Config, default_micro_batch_size
+from lockstep.config.schema import Config, default_micro_batch_size, is_auto
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
