@@ -15,6 +15,7 @@ from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, is_n
 from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
+from lockstep_lint.events.norms import normalises
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
 
 __all__ = ["Marks"]
@@ -100,6 +101,8 @@ class Marks:
         full = self.full(site)
         if fetches(self.analysis.view(site.module), site, full):
             yield "fetch", None, "fetch"
+        if normalises(self.analysis.view(site.module), site, full):
+            yield "norm", None, ""
         if WRITES.search(name) and path_written(site, full) is None:
             yield "hand", None, name
         if not known and SEED.search(name) and name not in SEEDS:

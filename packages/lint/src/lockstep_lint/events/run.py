@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import dotted, last
+from lockstep_lint.analysis.nodes import constant, dotted, last
 from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import Analysis, View
@@ -23,7 +23,7 @@ from lockstep_lint.events.event import (
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Run", "runs"]
+__all__ = ["Run", "run_from", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -59,6 +59,11 @@ class Run:
 def runs(view: View) -> tuple[Run, ...]:
     """The runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
     return _programs(view.analysis).of(view.module)
+
+
+def run_from(view: View, entry: Scope) -> Run:
+    """The run of one function by itself."""
+    return _programs(view.analysis).run(entry)
 
 
 @kept
@@ -278,9 +283,13 @@ def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
 def compared(test: ast.Compare, known: Known) -> bool | None:
     """Evaluate a comparison of a parameter with a literal."""
     name, op, right = test.left, test.ops[0], test.comparators[0]
-    if not isinstance(name, ast.Name) or name.id not in known or not isinstance(right, ast.Constant):
+    if not isinstance(name, ast.Name) or name.id not in known:
         return None
     value = known[name.id]
+    if isinstance(op, ast.In | ast.NotIn) and value is not OBJECT and isinstance(right, ast.Tuple | ast.List | ast.Set):
+        return (value in [constant(item) for item in right.elts]) is isinstance(op, ast.In)
+    if not isinstance(right, ast.Constant):
+        return None
     if isinstance(op, ast.Eq | ast.Is):
         return (value == right.value) if value is not OBJECT or right.value is None else None
     if isinstance(op, ast.NotEq | ast.IsNot):
