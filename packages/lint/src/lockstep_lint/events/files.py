@@ -70,7 +70,9 @@ def handled(site: Site) -> bool:
 WRITERS = {
     **dict.fromkeys(("torch.save", "torch.jit.save"), (1, "f")),
     "safetensors.torch.save_file": (1, "filename"),
-    **dict.fromkeys(("numpy.save", "numpy.savez", "save_to_disk*", "to_csv*", "to_parquet*", "to_pickle*"), (0, "file")),
+    **dict.fromkeys(
+        ("numpy.save", "numpy.savez", "save_to_disk*", "to_csv*", "to_parquet*", "to_pickle*"), (0, "file")
+    ),
     **dict.fromkeys(("shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.rename"), (1, "dst")),
     "shutil.unpack_archive": (1, "extract_dir"),
 }

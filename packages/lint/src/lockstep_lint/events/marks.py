@@ -15,8 +15,8 @@ from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, is_n
 from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
-from lockstep_lint.events.norms import normalises
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
+from lockstep_lint.events.norms import normalises
 
 __all__ = ["Marks"]
 
@@ -31,13 +31,17 @@ SHUFFLES = ("shuffle",)
 MAKES = Words(r"model|net|^(make|build|create|from_config)|^instantiate$", re.IGNORECASE)
 LIBRARIES = ("torchvision.models.", "timm.create_model", "transformers.AutoModel", "segmentation_models_pytorch.")
 ASKS = Words(r"^(list|is)_|^get_(?!model$)|[Ww]eights|from_pretrained|Loader$")
-BESIDE = Words(r"Loader$|Dataset$|DataModule$|Processor$|Tokenizer(Fast)?$|(?i:loss|criterion)|^(load|prepare)|from_pretrained")
+BESIDE = Words(
+    r"Loader$|Dataset$|DataModule$|Processor$|Tokenizer(Fast)?$|(?i:loss|criterion)|^(load|prepare)|from_pretrained"
+)
 # What may write to a file what it is given, by its name alone.
 WRITES = Words(
     r"^_*(torch_|async_)?(save|dump|write)(_|[A-Z]|$)|_save$|(write|dump|store|make|create)_(checkpoint|ckpt)"
 )
 # What else seeds, by its name alone.
-SEED = Words(r"(^|_)(seed|set_determinis\w*|fix_random\w*|reproducib\w*)(_|$|s$|ing$)|seed_?(all|everything)", re.IGNORECASE)
+SEED = Words(
+    r"(^|_)(seed|set_determinis\w*|fix_random\w*|reproducib\w*)(_|$|s$|ing$)|seed_?(all|everything)", re.IGNORECASE
+)
 
 # They read or write the parts of all ranks, some only if they are torch.distributed's.
 DISTRIBUTED = (
@@ -95,24 +99,27 @@ class Marks:
             yield "initialise", whole(site.call.args[0]), ""
         if name[:1].isupper() and self.makes_optimizer(site):
             yield "optimizer", optimized(site.call), ""
-        if name[:1].isupper() or MAKES.search(name) or not isinstance(site.call.func, ast.Name | ast.Attribute):
-            if self.makes_model(site, known):
-                yield "make", None, ""
-        full = self.full(site)
-        if fetches(self.analysis.view(site.module), site, full):
-            yield "fetch", None, "fetch"
-        if normalises(self.analysis.view(site.module), site, full):
+        if SCALER.search(name) and self.steps.helps(site):
+            yield "backward", argument(site.call, 0, "loss"), "scaled"
+            yield "step", argument(site.call, 1, "optimizer"), ""
+        yield from self.named(site, known)
+
+    def named(self, site: Site, known: bool) -> Found:
+        """Return the kinds of events that are told by a full name, or by what a name sounds like."""
+        name, full, view = site.name, self.full(site), self.analysis.view(site.module)
+        if self.makes_model(site, known):
+            yield "make", None, ""
+        if normalises(view, site, full):
             yield "norm", None, ""
+        if fetches(view, site, full):
+            yield "fetch", None, "fetch"
         if WRITES.search(name) and path_written(site, full) is None:
             yield "hand", None, name
         if not known and SEED.search(name) and name not in SEEDS:
             yield "seed", None, "all"
-        if SCALER.search(name) and self.steps.helps(site):
-            yield "backward", argument(site.call, 0, "loss"), "scaled"
-            yield "step", argument(site.call, 1, "optimizer"), ""
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
-            if isinstance(func, ast.Name | ast.Attribute) and not self.full(site):
+            if isinstance(func, ast.Name | ast.Attribute) and not full:
                 yield "forward", func, ""
 
     @kept
@@ -139,7 +146,9 @@ class Marks:
 
     def makes_model(self, site: Site, known: bool) -> bool:
         """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
-        owner = site.scope.owner
+        func, owner = site.call.func, site.scope.owner
+        if isinstance(func, ast.Name | ast.Attribute) and not site.name[:1].isupper() and not MAKES.search(site.name):
+            return False
         if owner is not None and owner.kind == "class" and self.kinds.is_module_class(owner):
             return False
         full, made = self.full(site), self.calls.names.definition(site.call.func, site.scope)
@@ -150,7 +159,7 @@ class Marks:
         called = [bind.key.rpartition(".")[2] for bind in site.scope.bound(site.stmt) if bind.value is site.call]
         if not any(MODEL.search(key) for key in called) or self.analysis.wrappers.wrapper(site):
             return False
-        return full.startswith("torch.nn.") or not full and not BESIDE.search(site.name)
+        return full.startswith("torch.nn.") or (not full and not BESIDE.search(site.name))
 
     def full(self, site: Site) -> str:
         """The full name of what a call calls."""
@@ -261,9 +270,9 @@ class Marks:
     def pretrained(self, site: Site) -> Found:
         """A model of transformers is written to a folder, by the process that comes there."""
         made = (last(call) for call, _, _ in self.analysis.origins.calls_of(site.receiver, site.scope))
-        if keyword(site.call, "is_main_process") is None:
-            if self.kinds.is_model(site.receiver, site.scope) or "unwrap_model" in made:
-                yield "save", argument(site.call, 0, "save_directory"), "save_pretrained"
+        model = self.kinds.is_model(site.receiver, site.scope) or "unwrap_model" in made
+        if model and keyword(site.call, "is_main_process") is None:
+            yield "save", argument(site.call, 0, "save_directory"), "save_pretrained"
 
     def shuffle(self, site: Site) -> Found:
         """A data set or a list of files is put in another order; the detail says whose random numbers give it."""

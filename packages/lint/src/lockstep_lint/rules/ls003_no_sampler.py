@@ -29,7 +29,9 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
-    fed = {call for run in runs(view) if wraps(view, run) for event in run.of("backward") for call in feeds(view, event)}
+    fed = {
+        call for run in runs(view) if wraps(view, run) for event in run.of("backward") for call in feeds(view, event)
+    }
     for site in view.sites("DataLoader"):
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
             yield Found(site.call, SAME, proposal=sampler_given(view, site))
@@ -70,8 +72,9 @@ def sources(loop: LoopBlock) -> Iterator[ast.expr]:
     """What a loop runs over, and what it asks for the next item."""
     if isinstance(loop.node, ast.For):
         yield loop.node.iter
-    asked = (site for site in loop.scope.named("next") if site.call.args) if isinstance(loop.node, ast.stmt) else ()
-    yield from (site.call.args[0] for site in asked if inside(site.stmt, loop.node, loop.scope.module))
+    if isinstance(loop.node, ast.stmt):
+        asked = [site for site in loop.scope.named("next") if inside(site.stmt, loop.node, loop.scope.module)]
+        yield from (site.call.args[0] for site in asked if site.call.args)
 
 
 def divided(view: View, site: Site) -> bool:

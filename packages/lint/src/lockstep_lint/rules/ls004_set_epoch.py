@@ -7,7 +7,7 @@ from lockstep_lint.analysis.context import above, inside
 from lockstep_lint.analysis.drafts import epoch_set
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
+from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.query import given_as, shown_at, things
@@ -47,9 +47,10 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
     for run in programs:
         for event in run.of("sampler"):
             site, made = shown_at(view, event), event.mark.site
-            if site is not None and made is not None and shuffles(event) and event.node not in set_on:
-                if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
-                    yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
+            if site is None or made is None or not shuffles(event) or event.node in set_on:
+                continue
+            if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
+                yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
 
 
 def given_names(stmt: ast.stmt) -> Iterator[str]:
@@ -98,7 +99,7 @@ def stays(event: Event) -> bool:
     key = dotted(node)
     if key is None:
         return isinstance(constant(node), int)
-    around = [loop.node for loop in event.loops if loop.scope is scope]
+    around = [loop.node for loop in event.loops if loop.scope is scope and isinstance(loop.node, ast.stmt)]
     if not around or key in scope.globals or (key.partition(".")[0] not in OPTIONS and "." in key):
         return False
     changes = [bind.stmt for bind in scope.binds.get(key, [])]

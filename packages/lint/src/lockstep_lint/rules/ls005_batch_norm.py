@@ -39,24 +39,28 @@ def check(view: View) -> Iterator[Found]:
         return
     for run in runs(view):
         for wrap in run.of("wrap"):
-            site = wrap.mark.site
-            if wrap.module is view.module and wrap.detail == "ddp" and site is not None and not view.on_cpu(site):
-                if has_norm(view, run, wrap) and not stays(view, wrap):
-                    yield Found(wrap.node, MESSAGE)
+            site = wrap.mark.site if wrap.module is view.module and wrap.detail == "ddp" else None
+            if site is not None and not view.on_cpu(site) and has_norm(view, run, wrap) and not stays(view, wrap):
+                yield Found(wrap.node, MESSAGE)
 
 
 @kept
 def converts(module: Module) -> bool:
     """Whether a file converts BatchNorm layers, or may make others."""
     text = IDLE.sub("", module.text) if any(word in module.text for word in (*CONVERSIONS, "SyncB", "ABN")) else ""
-    return any(word in text for word in CONVERSIONS) or len(SHARED.findall(text)) > sum(
-        not site.call.keywords and site.scope.owner is not None for site in module.sites("SyncBatchNorm")
-    )
+    own = sum(map(own_layer, module.sites("SyncBatchNorm")))
+    return any(word in text for word in CONVERSIONS) or len(SHARED.findall(text)) > own
+
+
+def own_layer(site: Site) -> bool:
+    """Whether a call makes a layer of a class that knows no other kind: the model's other layers are not converted."""
+    owner = site.scope.owner
+    return owner is not None and not re.search(r"(?<!Sync)BatchNorm", ast.unparse(owner.node))
 
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
     """Whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
-    makers = {call: scope for call, scope in made(view, *subject(wrap), 0)}
+    makers = dict(made(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
         if norm.place < wrap.place and any(call in makers for call in calls):

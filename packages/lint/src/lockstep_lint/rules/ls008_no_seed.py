@@ -82,8 +82,8 @@ if __name__ == "__main__":
     moot=frozenset({"lockstep", "transformers", "trl"}),
     note=(
         "It is told at the line where a script first makes a model, itself or by a function that it calls, if its "
-        "program computes gradients and steps, or has a Trainer of Lightning fit. A seed that comes after the model, or "
-        "one of Python's, numpy's or CUDA's random numbers alone, makes no weights repeatable. The Trainers of "
+        "program computes gradients and steps, or has a Trainer of Lightning fit. A seed that comes after the model, "
+        "or one of Python's, numpy's or CUDA's random numbers alone, makes no weights repeatable. The Trainers of "
         "transformers and trl seed when they are made."
     ),
 )

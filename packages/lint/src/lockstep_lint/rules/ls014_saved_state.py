@@ -32,7 +32,10 @@ SAVES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORE
 COPIES = re.compile(r"^(dict|list|OrderedDict|deepcopy|copy|asdict|vars|update|setdefault|append|.*cpu|[A-Z].*)$")
 # What takes the wrapper's names off near a state, and what tests for the wrapper or takes the model out of it.
 STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix", "[7:]")
-TESTS = re.compile(r"(hasattr|isinstance)\(.*(module|Parallel|DDP)|\.module (if|\.state_dict)|module else|not (args\.)?distributed(?! or)")
+TESTS = re.compile(
+    r"(hasattr|isinstance)\(.*(module|Parallel|DDP)|\.module (if|\.state_dict)|module else"
+    r"|not (args\.)?distributed(?! or)"
+)
 OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|mem_|^te?mp", re.IGNORECASE)
 NEAR = 10
 
@@ -212,7 +215,8 @@ def own_path(view: View, event: Event) -> bool:
             return True
         keys = {key: part for part in walk(node) if (key := dotted(part)) is not None}
         queue += [(b.value, scope) for key in keys for b in scope.binds.get(key, []) if b.value is not None]
-        queue += [(part, scope) for key, part in keys.items() if key in scope.params and part is not node]
+        params = (part for key, part in keys.items() if key in scope.params and part is not node)
+        queue += [(part, scope) for part in params if isinstance(part, ast.expr)]
     return False
 
 
@@ -220,7 +224,7 @@ def read_early(view: View, run: Run) -> Iterator[Found]:
     """The reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
     for read in run.of("read") if view.distributed else ():
         site = shown_at(view, read)
-        if site is None or read.module is not view.module and called(view, read) is None or sides(view, read):
+        if site is None or (read.module is not view.module and called(view, read) is None) or sides(view, read):
             continue
         saves = [e for e in run.of("save") if e.place < read.place and not apart(e, read) and one_file(e, read)]
         if not saves or alone(view, read) or [side for _, side in sides(view, saves[-1])] != [1]:
@@ -248,7 +252,6 @@ def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
     binds = scope.binds.get(dotted(path) or "", [])
     plain = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path and dotted(path) not in scope.params
     return (binds[0].value, scope) if plain and binds[0].value is not None else (path, scope)
-
 
 
 RULE = Rule(

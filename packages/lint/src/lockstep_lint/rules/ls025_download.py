@@ -42,16 +42,20 @@ def check(view: View) -> Iterator[Found]:
         return
     for run in runs(view):
         for event in run.of("fetch", "folder"):
-            site = event.mark.site
-            if site is not None and event.module is view.module and by_all(view, site) and not own(site):
-                if not alone(view, event) and not in_turn(view, run, event):
-                    yield at(site, MESSAGES[event.detail])
-            call = shown_at(view, event) if event.module is not view.module and event.detail in ("make", "ask") else None
-            if call is not None and event.scope in view.calls.runs(call) and by_all(view, call) and not own(call):
-                if not alone(view, event) and not in_turn(view, run, event):
-                    yield at(call, HELPED)
-            if site is not None and event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
-                yield from unwaited(view, site)
+            site, made = shown_at(view, event), event.mark.site
+            helped = site is not made
+            if site is None or made is None or (helped and not helps(view, site, event)):
+                continue
+            at_once = by_all(view, site) and not own(site) and not alone(view, event)
+            if at_once and not in_turn(view, run, event):
+                yield at(site, HELPED if helped else MESSAGES[event.detail])
+            if event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
+                yield from unwaited(view, made)
+
+
+def helps(view: View, site: Site, event: Event) -> bool:
+    """Whether a call is of a function of another file that makes the folder which it is given."""
+    return event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
 
 
 def by_all(view: View, site: Site) -> bool:
@@ -91,8 +95,9 @@ def orders(view: View, block: ast.expr, scope: Scope) -> bool:
 def same_work(one: Event, other: Event) -> bool:
     """Whether two events are of one call in a helper, or of calls with the same arguments in their places."""
     first, second = one.node, other.node
-    alike = isinstance(first, ast.Call) and isinstance(second, ast.Call)
-    return first is second or (alike and [*map(ast.dump, first.args)] == [*map(ast.dump, second.args)])
+    if isinstance(first, ast.Call) and isinstance(second, ast.Call):
+        return [*map(ast.dump, first.args)] == [*map(ast.dump, second.args)]
+    return False
 
 
 def unwaited(view: View, fetch: Site) -> Iterator[Found]:
