@@ -8,7 +8,8 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
-from lockstep_lint.analysis.evaluation import MODELS, RUNS, evaluations
+from lockstep_lint.analysis.evaluation import MODELS, evaluations
+from lockstep_lint.analysis.evaluation import RUNS as RUNS_MODEL
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, is_none, keyword, last, walk
@@ -38,6 +39,8 @@ BESIDE = Words(
 WRITES = Words(
     r"^_*(torch_|async_)?(save|dump|write)(_|[A-Z]|$)|_save$|(write|dump|store|make|create)_(checkpoint|ckpt)"
 )
+# Calls that run a function that they are given, with the other arguments.
+RUNS = {"Thread", "Process", "submit", "apply_async", "partial", "run_in_executor"}
 # What else seeds, by its name alone.
 SEED = Words(
     r"(^|_)(seed|set_determinis\w*|fix_random\w*|reproducib\w*)(_|$|s$|ing$)|seed_?(all|everything)", re.IGNORECASE
@@ -113,7 +116,9 @@ class Marks:
             yield "norm", None, ""
         if fetches(view, site, full):
             yield "fetch", None, "fetch"
-        if WRITES.search(name) and path_written(site, full) is None:
+        hands = name in RUNS and any(WRITES.search(last(item.value)) for item in site.call.keywords)
+        hands = hands or (name in RUNS and any(WRITES.search(last(value)) for value in site.call.args))
+        if (hands or WRITES.search(name)) and path_written(site, full) is None:
             yield "hand", None, name
         if not known and SEED.search(name) and name not in SEEDS:
             yield "seed", None, "all"
@@ -130,7 +135,7 @@ class Marks:
     def run_by(self, site: Site) -> ast.expr:
         """The model that a call runs, itself or by a method."""
         func = site.call.func
-        return func.value if isinstance(func, ast.Attribute) and RUNS.search(func.attr) else func
+        return func.value if isinstance(func, ast.Attribute) and RUNS_MODEL.search(func.attr) else func
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """Return the project's functions among the arguments of an unknown call, which may run them."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import argument, constant, is_none, keyword, last, strings
+from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.view import View
 
 __all__ = ["normalises"]
@@ -34,8 +35,10 @@ def normalises(view: View, site: Site, full: str) -> bool:
     named = isinstance(func, ast.Name | ast.Attribute) and not full and "BatchNorm" in site.module.text
     if not named or site.name[:1].isupper() or "norm" not in site.name.lower():
         return False
-    made = [o for o in view.origins.of(func, scope) if not is_none(o.node) and o.node is not func]
-    return bool(made) and all(is_norm(view, origin.node, origin.scope) for origin in made)
+    made = [(o.node, o.scope) for o in view.origins.of(func, scope) if not is_none(o.node) and o.node is not func]
+    usual = default(scope, site.name, site.call) if site.name in scope.params and not made else None
+    made += [(usual, scope)] if usual is not None else []
+    return bool(made) and all(is_norm(view, node, home) for node, home in made)
 
 
 def is_norm(view: View, node: ast.expr, scope: Scope) -> bool:

@@ -7,7 +7,7 @@ from lockstep_lint.analysis.context import above, inside
 from lockstep_lint.analysis.drafts import epoch_set
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last
+from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.query import given_as, shown_at, things
@@ -55,7 +55,8 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
 
 def given_names(stmt: ast.stmt) -> Iterator[str]:
     """The words in a statement that makes a sampler."""
-    return idents(stmt) if isinstance(stmt, ast.Assign | ast.Return | ast.Expr) else iter(())
+    plain = isinstance(stmt, ast.Assign | ast.Return | ast.Expr) and not isinstance(stmt.value, ast.DictComp)
+    return iter((*idents(stmt), *strings(stmt))) if plain else iter(())
 
 
 def shuffles(event: Event) -> bool:

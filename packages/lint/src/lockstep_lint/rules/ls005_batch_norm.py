@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
 from lockstep_lint.analysis.lookups import looked_up
-from lockstep_lint.analysis.nodes import dotted
+from lockstep_lint.analysis.nodes import dotted, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import subject
@@ -65,7 +66,8 @@ def has_norm(view: View, run: Run, wrap: Event) -> bool:
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
         if norm.place < wrap.place and any(call in makers for call in calls):
             return True
-    return any(mostly(view, looked_up(view, call.func, scope)) for call, scope in makers.items())
+    unknown = ((call, scope) for call, scope in makers.items() if view.names.definition(call.func, scope) is None)
+    return any(mostly(view, looked_up(view, call.func, scope)) for call, scope in unknown)
 
 
 def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
@@ -78,9 +80,20 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
         for value, home in found:
             if isinstance(value, ast.Call):
                 yield value, home
-                parts = (part for part in value.args if isinstance(part, ast.Name | ast.Attribute | ast.Call))
-                for part in parts if depth < 2 else ():
+                for part in held(view, value, home) if depth < 2 else ():
                     yield from made(view, part, home, depth + 1)
+
+
+def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
+    """The arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
+    start = view.calls.target(call, scope)
+    if start is None:
+        yield from call.args if last(call) == "Sequential" else ()
+        return
+    kept = {dotted(bind.value) for key, binds in start.binds.items() if key.startswith("self.") for bind in binds}
+    tuples = [bind.value for key, binds in start.binds.items() if key.startswith("self.") for bind in binds]
+    kept |= {dotted(part) for value in tuples if isinstance(value, ast.Tuple) for part in value.elts}
+    yield from filter(None, (given(call, start, name) for name in start.params[1:] if name in kept))
 
 
 def mostly(view: View, models: list[Scope]) -> bool:

@@ -30,7 +30,9 @@ def trains(view: View, run: Run) -> bool:
 
 
 def seeds(run: Run) -> bool:
-    """Whether the generators of weights are seeded before a model of a program is made."""
+    """Whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
+    if run.entry.kind == "function" and not run.of("make", "backward"):
+        return False
     made = next((event.place for event in run.of("make")), len(run.events))
     return any(seed.detail in WEIGHTS and seed.place < made for seed in run.of("seed"))
 

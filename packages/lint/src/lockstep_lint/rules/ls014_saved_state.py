@@ -60,7 +60,7 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
                 yield at(site, OBJECT.format(kind=kind), severity=Severity.HINT)
         elif site.name == "state_dict" and site.receiver is not None:
             kind = wrapped(view, site.receiver, event)
-            if kind and saved(run, event):
+            if kind and saved(view, event):
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 change = () if kind == ACCELERATE else plain_state(view, site)
                 yield at(site, STATE.format(kind=kind, plain=plain), severity=Severity.HINT, proposal=change)
@@ -74,8 +74,8 @@ def parts(view: View, site: Site) -> Iterator[ast.expr]:
 
 def wrapped(view: View, node: ast.expr, event: Event) -> str:
     """The wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is plain."""
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SAME:
-        node = node.func.value
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*SAME, "deepcopy"):
+        node = node.func.value if node.func.attr in SAME or not node.args else node.args[0]
     if dotted(node) is None and not isinstance(node, ast.Subscript):
         return ""
     model, scope = given_as(event, node, event.scope)
@@ -112,12 +112,12 @@ def knows_wrapper(view: View, site: Site) -> bool:
     )
 
 
-def saved(run: Run, event: Event) -> bool:
+def saved(view: View, event: Event) -> bool:
     """Whether a state gets into a file: in the call that writes it, by a name, or by what its function returns."""
     node, stmt, scope = event.node, event.mark.stmt, event.scope
     for block in (*reversed(event.path), None):
         names = holders(scope, stmt, node)
-        if any(holds(value, node, names, home, scope) for value, home in written(run, scope)):
+        if any(holds(value, node, names, home, scope) for value, home in written(view, scope)):
             return True
         if not isinstance(block, CallBlock):
             continue
@@ -127,9 +127,9 @@ def saved(run: Run, event: Event) -> bool:
     return False
 
 
-def written(run: Run, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """What the calls of a run write to files, as it stands in one function."""
-    for event in run.of("save", "hand"):
+def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """What the calls of all runs write to files, as it stands in one function."""
+    for event in (event for run in runs(view) for event in run.of("save", "hand")):
         call = event.node
         for value in (*call.args, *(item.value for item in call.keywords)) if isinstance(call, ast.Call) else ():
             given, home = given_as(event, value, event.scope, scope)
@@ -141,12 +141,12 @@ def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
     """The names of a function that hold a value, by themselves, copied, or in a table."""
     names: set[str] = set()
     for other in (stmt, *(each for each in scope.stmts if each.lineno > stmt.lineno)):
-        value = getattr(other, "value", None)
-        if not isinstance(other, ast.Assign | ast.AnnAssign | ast.Expr) or value is None:
+        value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
+        if not isinstance(other, ast.Assign | ast.AnnAssign | ast.Expr | ast.For) or value is None:
             continue
         copies = not isinstance(value, ast.Call) or COPIES.search(last(value))
         if any(part is node for part in walk(value)) or (copies and any(mentions(value, name) for name in names)):
-            names |= {bind.key for bind in scope.bound(other) if bind.how == "assign"}
+            names |= {bind.key for bind in scope.bound(other) if bind.how in ("assign", "for")}
             tables = other.targets if isinstance(other, ast.Assign) else [getattr(value, "func", value)]
             names |= {key for t in tables if isinstance(t, ast.Subscript | ast.Attribute) and (key := dotted(t.value))}
     return names - {"self"}
@@ -241,8 +241,8 @@ def one_file(save: Event, read: Event) -> bool:
         return False
     if isinstance(written, ast.Constant):
         return written.value == constant(asked)
-    keys = {key for part in walk(written) if (key := dotted(part)) is not None}
-    changed = any(len(home.binds.get(key, [])) > (key not in home.params) for key in keys)
+    keys = {key for node in (subject(save)[0], written) if node for p in walk(node) if (key := dotted(p)) is not None}
+    changed = any(len(home.binds.get(key, [])) > (key not in home.params and "." not in key) for key in keys)
     known = home is place or (home.module is place.module and not keys & (home.binds.keys() | place.binds.keys()))
     return known and not changed and ast.dump(written) == ast.dump(asked)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, strings, walk
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
@@ -25,6 +25,8 @@ OWN = Words(
 # What processes hold one after the other, and what waits out of sight.
 LOCKS = Words(r"(?<!b)(?<!c)lock(ed|file)?$|process_first|rank_first|zero_first", re.IGNORECASE)
 HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
+# What a data set is given beside its place and its part.
+OPTIONS = {"download", "transform", "target_transform", "transforms", "exist_ok"}
 MESSAGES = {
     "fetch": "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
     "remove": "every rank removes this folder, also what another has put there since: do it on rank 0, then a barrier",
@@ -96,8 +98,14 @@ def same_work(one: Event, other: Event) -> bool:
     """Whether two events are of one call in a helper, or of calls with the same arguments in their places."""
     first, second = one.node, other.node
     if isinstance(first, ast.Call) and isinstance(second, ast.Call):
-        return [*map(ast.dump, first.args)] == [*map(ast.dump, second.args)]
+        return given_alike(first) == given_alike(second)
     return False
+
+
+def given_alike(call: ast.Call) -> list[str]:
+    """What a call is given, without what says nothing of the files that it writes."""
+    words = [k for k in call.keywords if k.arg not in OPTIONS and not (k.arg == "train" and is_true(k.value))]
+    return [*map(ast.dump, call.args), *sorted(map(ast.dump, words))]
 
 
 def unwaited(view: View, fetch: Site) -> Iterator[Found]:
