@@ -56,11 +56,16 @@ def wraps(view: View, run: Run) -> bool:
 
 def feeds(view: View, event: Event) -> Iterator[ast.Call]:
     """The loaders that the innermost loop around a backward runs over, or asks for the next batch."""
-    for loop in event.loops[-2:]:
-        for source in sources(loop) if not evaluates(loop.scope.name) else ():
-            made = view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
-            if made is not None:
-                yield made[0]
+    for loop in event.loops[:-3:-1]:
+        found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
+        yield from () if evaluates(loop.scope.name) else found
+        if found:
+            return  # what an outer loop asks for is not what the model trains on
+
+
+def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
+    """The loader that certainly is behind what a loop runs over."""
+    return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
 
 
 def evaluates(name: str) -> bool:
