@@ -16,118 +16,6 @@ def lines(folder, files, code, name="run.py"):
     return [finding.line for finding in check_paths([str(folder / name)], configure({}, code, ""))]
 
 
-MODELS = """
-import importlib
-
-def create_model(options):
-    name = "models." + options.model + "_model"
-    return getattr(importlib.import_module(name), "Model")(options)
-"""
-MODEL = """
-import torch
-from torch import nn
-
-class Model:
-    def __init__(self, options):
-        self.net = nn.Linear(2, 2)
-
-    def backward_all(self):
-        {backward}
-
-    def improve(self):
-        self.backward_all()
-        self.optimizer.step()
-
-    def show(self):
-        return self.net(None)
-"""
-PLAY = """
-import torch
-from models import create_model
-
-def main(options, loader):
-    {before}
-    model = create_model(options)
-    for batch in loader:
-        model.{call}()
-
-if __name__ == "__main__":
-    main(None, [])
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "call", "backward", "expected"),
-    [
-        ("pass", "improve", "self.loss.backward()", [7]),
-        ("pass", "improve", "pass", []),
-        ("pass", "show", "self.loss.backward()", []),
-        ("torch.manual_seed(1)", "improve", "self.loss.backward()", []),
-    ],
-)
-def test_a_seed_for_a_model_whose_file_is_imported_by_its_name(tmp_path, before, call, backward, expected):
-    files = {"models/__init__.py": MODELS, "models/plain_model.py": MODEL.format(backward=backward)}
-    assert lines(tmp_path, files | {"run.py": PLAY.format(before=before, call=call)}, "LS008") == expected
-
-
-AGENT = """
-import torch
-
-class Agent:
-    def __init__(self, net):
-        self.__start(20)
-
-    def __start(self, number):
-        torch.manual_seed(number)
-
-def valid(net):
-    return Agent(net)
-"""
-TRAIN = """
-import torch
-from torch import nn
-from agent import valid, Agent
-
-def main(loader):
-    {before}
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-    valid(model)
-    {after}
-
-if __name__ == "__main__":
-    main([])
-"""
-OTHER = "from agent import Agent\nimport torch\n\nAgent(None)\n"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ("pass", "model.forward_deterministic(None)", [8]),
-        ("pass", "torch.use_deterministic_algorithms(True)", [8]),
-        ("torch.use_deterministic_algorithms(True)", "pass", []),
-        ("Agent(None)", "pass", []),
-    ],
-)
-def test_a_seed_that_only_another_program_sets_before_the_model(tmp_path, before, after, expected):
-    files = {"agent.py": AGENT, "test.py": OTHER, "run.py": TRAIN.format(before=before, after=after)}
-    assert lines(tmp_path, files, "LS008") == expected
-
-
-@pytest.mark.parametrize(("what", "expected"), [("random.seed(s)", [7]), ("torch.manual_seed(s)", []), ("go(s)", [])])
-def test_a_helper_that_is_called_like_a_seed_is_one_by_what_it_does(tmp_path, what, expected):
-    text = "import random\nimport torch\nfrom torch import nn\nfrom away import go\nset_up = 1\nset_seed(1)\n"
-    text += "model = nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    text += "model(None).backward()\noptimizer.step()\n"
-    text = text.replace("set_up = 1", "from tools import set_seed")
-    tools = f"import random\nimport torch\nfrom away import go\n\ndef set_seed(s):\n    {what}\n"
-    assert lines(tmp_path, {"run.py": text, "tools.py": tools}, "LS008") == expected
-
-
 SETS = """
 import numpy as np
 import torch
@@ -198,7 +86,6 @@ def ensure_dir(path{options}):
         ("", "path", "ensure_dir(f'{out}/{rank}')", []),
         ("", "path", "rank == 0 and ensure_dir(out)", []),
         ("", "path", "dist.barrier() if rank else ensure_dir(out)", []),
-        ("", "'cache'", "ensure_dir(out)", []),
     ],
 )
 def test_a_folder_that_a_helper_makes_on_every_rank(tmp_path, options, made, call, expected):

@@ -163,8 +163,6 @@ def main(rank):
 @pytest.mark.parametrize(
     ("body", "given", "number"),
     [
-        ("base_encoder(width)", "Block", 1),
-        ("base_encoder(width)", "models.resnet50", 1),
         ("base_encoder(width)", "Plain", 0),
         ("base_encoder(width)", "models.vit_b_16", 0),
         ("[base_encoder]", "Block", 0),

@@ -97,7 +97,6 @@ OTHER = "class MyParallel(nn.Module):\n    pass\n"
         main("state = ddp.state_dict()", "whole = {'net': state}", "torch.save(whole, 'x.pt')"),
         main("whole = {}", "whole['net'] = ddp.state_dict()", "torch.save(whole, 'x.pt')"),
         main("whole = {}", "whole.update({'net': ddp.state_dict()})", "torch.save(whole, 'x.pt')"),
-        main("on_cpu = {}", "for k, v in ddp.state_dict().items(): on_cpu[k] = v.cpu()", "torch.save(on_cpu, 'x.pt')"),
         main("with open('x', 'wb') as f: pickle.dump(ddp.state_dict(), f)"),
         main("threading.Thread(target=torch.save, args=(ddp.state_dict(), 'x.pt')).start()"),
         main("torch.save(ddp.cpu().state_dict(), 'x.pt')"),
@@ -109,16 +108,8 @@ OTHER = "class MyParallel(nn.Module):\n    pass\n"
         main("mine = MyParallel(net)", "torch.save(mine.state_dict(), 'x.pt')", before=MINE),
         work(last="torch.save(self.state(), 'x.pt')"),
         work(last="torch.save(self.best, 'x.pt')"),
-        work(wrapped="DDP(model) if rank > 3 else FSDP(model)", last="torch.save(self.best, 'x.pt')"),
         work(wrapped="model", last="torch.save(self.best, 'x.pt')")
         + "work = Work(1, 2)\nwork.model = DDP(work.model)\n",
-        ACCELERATE.format(
-            last="torch.save(self.model.state_dict(), path)",
-            prepare="model, optimizer = accelerator.prepare(model, optimizer)",
-        ),
-        ACCELERATE.format(
-            last="torch.save(self.model, path)", prepare="model, optimizer = accelerator.prepare(model, optimizer)"
-        ),
         ACCELERATE.format(last="pass", prepare="plain = accelerator.unwrap_model(model); plain.save_pretrained(path)"),
     ],
 )

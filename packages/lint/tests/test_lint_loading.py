@@ -146,7 +146,6 @@ def main(args, rank):
         ("root = f'data{os.getpid()}'", "root", False),
         ("root = tempfile.mkdtemp()", "root + '/cifar'", False),
         ("root = args.data", "os.path.join(root, 'cifar')", True),
-        ("args = make(rank)", "os.path.join(args.data, 'cifar')", True),
         ("pass", "args.rootTemp", False),
         ("pass", "args.contemporary", True),
         ("pass", "args.ranker_dir", True),

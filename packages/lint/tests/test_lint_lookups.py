@@ -39,7 +39,6 @@ MADE = [
     ("get_model(name)()", "return getattr(importlib.import_module(f'models.{name}'), 'Net')"),
     ("get_model(name)()", "return MODELS.get(name)"),
     ("MODELS[name]()", "pass"),
-    ("Outer(name)", "pass"),
 ]
 
 

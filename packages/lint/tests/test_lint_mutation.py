@@ -257,7 +257,9 @@ def test_the_pitfall_is_found_after(code, name, edits):
     graph = (
         {"LS016"} if any("no_grad" in str(getattr(edit, "old", "")) for edit in edits) else set()
     )  # its sum keeps what is built
-    assert {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))} == {code} | graph
+    beside = {"LS003": {"LS004"}, "LS024": {"LS008"}}.get(code, set())  # a sampler of its own; made before the seed
+    told = {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))}
+    assert {code} | graph <= told <= {code} | graph | beside
 
 
 def test_every_rule_has_a_mutation():

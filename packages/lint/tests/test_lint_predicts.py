@@ -197,40 +197,6 @@ def test_lists_of_several_losses_and_lists_that_are_emptied_now_and_then(change,
     assert told(LISTS.format(**usual | change), "LS016") == found
 
 
-MADE = """
-import torch
-
-class Net(torch.nn.Module):
-    pass
-
-def Dense67(name, given=None):
-    {body}
-
-def main(loader):
-    model = Dense67("x", open("x"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in loader:
-        model(x).sum().backward()
-        optimizer.step()
-
-if __name__ == "__main__":
-    main([])
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        ("return Net()", 1),
-        ("kind = get_class(name); return kind()", 1),
-        ("kind = open(name); return kind.read()", 0),
-        ("return given", 0),
-    ],
-)
-def test_functions_that_give_a_model(body, found):
-    assert told(MADE.format(body=body), "LS008") == found
-
-
 MEANS = """
 import torch
 import torch.distributed as dist

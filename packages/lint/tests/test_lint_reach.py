@@ -252,59 +252,7 @@ def test_a_helper_that_seeds_counts_where_it_is_called(tmp_path, called):
     assert bool(found) is not called
 
 
-def test_a_training_in_a_file_without_a_start_of_its_own(tmp_path):
-    part = SEEDED.partition("if __name__")[0]
-    paths = project(tmp_path, part=part, start="from part import main\nmain([])\n")
-    assert [finding.rule for finding in check_paths([paths["part"]], configure({}, "LS008", ""))] == ["LS008"]
-    paths = project(tmp_path, part=part, start="from part import main\ntorch.manual_seed(1)\nmain([])\n")
-    assert check_paths([paths["part"]], configure({}, "LS008", "")) == []
-
-
-TRAINER = """
-class Trainer:
-    def __init__(self, net, optimizer):
-        self.model = DDP(net)
-        self.optimizer = optimizer
-
-    def run(self, loader):
-        for x in loader:
-            self.optimizer.zero_grad()
-            self.model(x).mean().backward()
-            self.optimizer.step()
-"""
-RUNS = """from trainer import Trainer
-
-def main(optimizer):
-    {first}
-    Trainer(model, optimizer).run([])
-
-{start}
-"""
-MAIN = "if __name__ == '__main__':\n    main(None)"
 # What the script that runs the trainer says, and which of the two files is told.
-STARTED = {
-    "it makes the model": ("model = nn.Linear(2, 2)", MAIN, ["script"]),
-    "it makes a model of its own class": ("model = Net()", MAIN, ["script"]),
-    "it wraps the model": ("model = DDP(nn.Linear(2, 2))", MAIN, ["script"]),
-    "it is handed the model": ("model = optimizer.model", MAIN, ["trainer"]),
-    "it is no script": ("model = nn.Linear(2, 2)", "", ["trainer"]),
-    "it seeds": ("torch.manual_seed(1)\n    model = nn.Linear(2, 2)", MAIN, []),
-    "it seeds in a helper": ("fix_seed()\n    model = nn.Linear(2, 2)", MAIN, []),
-}
-NETS = "class Net(nn.Module):\n    pass\n\n"
-SEEDING = "def fix_seed():\n    torch.manual_seed(1)\n\n"
-
-
-@pytest.mark.parametrize("name", STARTED)
-def test_a_trainer_of_another_file_is_told_where_its_model_is_made(tmp_path, name):
-    first, start, told = STARTED[name]
-    before = NETS * ("Net()" in first) + SEEDING * ("fix_seed()" in first)
-    paths = project(tmp_path, trainer=TRAINER, script=before + RUNS.format(first=first, start=start))
-    for order in (["script", "trainer"], ["trainer", "script"]):
-        found = check_paths([paths[each] for each in order], configure({}, "LS008", ""))
-        assert [finding.path for finding in found] == [paths[each] for each in told]
-    alone = [finding.path for each in paths.values() for finding in check_paths([each], configure({}, "LS008", ""))]
-    assert alone == [paths[each] for each in told]
 
 
 @pytest.mark.parametrize("guarded", [False, True])

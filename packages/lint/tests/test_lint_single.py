@@ -128,30 +128,6 @@ def test_a_sum_that_begins_anew_with_each_step_keeps_no_graphs(reset, found):
     assert bool(lines(text, "LS016")) == found
 
 
-LAYERS = """
-class Scale(torch.nn.Module):
-    pass
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        scale = Scale()
-
-def main(loader, criterion):
-    {made}
-    for x, y in loader:
-        criterion(model(x), y).backward()
-
-if __name__ == "__main__":
-    main(None, None)
-"""
-
-
-@pytest.mark.parametrize(("made", "found"), [("model = Block()", True), ("from somewhere import model", False)])
-def test_a_layer_is_no_model(made, found):
-    assert bool(lines(START + LAYERS.format(made=made), "LS008")) == found
-
-
 EVALUATES = """
 def evaluate(model, attack, test_loader):
     for x, y in test_loader:

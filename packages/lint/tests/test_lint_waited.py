@@ -218,7 +218,6 @@ PATH = 'os.path.join(args.out, "last.pt")'
 @pytest.mark.parametrize(
     ("write", "between", "read", "told"),
     [
-        (f"helpers.save_on_master(net, {PATH})", "pass", f"helpers.load_weights(net, {PATH})", True),
         (f"helpers.keep(net, {PATH})", "pass", f"net = torch.load({PATH})", True),
         (f"path = {PATH}; helpers.keep(net, path)", "pass", f"net = torch.load({PATH})", True),
         (f"path = {PATH}; helpers.keep(net, path)", "pass", "net = torch.load(path)", True),

@@ -1,19 +1,23 @@
 """Say what each call and assignment of a program does in its training."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
-from lockstep_lint.analysis.evaluation import MODELS, RUNS, evaluations
+from lockstep_lint.analysis.evaluation import MODELS, evaluations
+from lockstep_lint.analysis.evaluation import RUNS as RUNS_MODEL
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import argument, constant, dotted, is_none, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, is_none, keyword, last, walk
 from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
+from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
+from lockstep_lint.events.norms import normalises
 
 __all__ = ["Marks"]
 
@@ -21,9 +25,26 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_wi
 MOVES = ("to", "cuda", "xpu", "npu")
 SHARDS = ("fully_shard",)
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "set_seed", "seed_everything")
-SAVED = ("torch.save", "torch.jit.save", "safetensors.torch.save_file")
 # What the data set of datasets or webdataset is put in another order by.
 SHUFFLES = ("shuffle",)
+
+# Functions that may make a model, libraries whose models they are, and what only tells of these.
+MAKES = Words(r"model|net|^(make|build|create|from_config)|^instantiate$", re.IGNORECASE)
+LIBRARIES = ("torchvision.models.", "timm.create_model", "transformers.AutoModel", "segmentation_models_pytorch.")
+ASKS = Words(r"^(list|is)_|^get_(?!model$)|[Ww]eights|from_pretrained|Loader$")
+BESIDE = Words(
+    r"Loader$|Dataset$|DataModule$|Processor$|Tokenizer(Fast)?$|(?i:loss|criterion)|^(load|prepare)|from_pretrained"
+)
+# What may write to a file what it is given, by its name alone.
+WRITES = Words(
+    r"^_*(torch_|async_)?(save|dump|write)(_|[A-Z]|$)|_save$|(write|dump|store|make|create)_(checkpoint|ckpt)"
+)
+# Calls that run a function that they are given, with the other arguments.
+RUNS = {"Thread", "Process", "submit", "apply_async", "partial", "run_in_executor"}
+# What else seeds, by its name alone.
+SEED = Words(
+    r"(^|_)(seed|set_determinis\w*|fix_random\w*|reproducib\w*)(_|$|s$|ing$)|seed_?(all|everything)", re.IGNORECASE
+)
 
 # They read or write the parts of all ranks, some only if they are torch.distributed's.
 DISTRIBUTED = (
@@ -84,9 +105,26 @@ class Marks:
         if SCALER.search(name) and self.steps.helps(site):
             yield "backward", argument(site.call, 0, "loss"), "scaled"
             yield "step", argument(site.call, 1, "optimizer"), ""
+        yield from self.named(site, known)
+
+    def named(self, site: Site, known: bool) -> Found:
+        """Return the kinds of events that are told by a full name, or by what a name sounds like."""
+        name, full, view = site.name, self.full(site), self.analysis.view(site.module)
+        if self.makes_model(site, known):
+            yield "make", None, ""
+        if normalises(view, site, full):
+            yield "norm", None, ""
+        if fetches(view, site, full):
+            yield "fetch", None, "fetch"
+        hands = name in RUNS and any(WRITES.search(last(item.value)) for item in site.call.keywords)
+        hands = hands or (name in RUNS and any(WRITES.search(last(value)) for value in site.call.args))
+        if (hands or WRITES.search(name)) and path_written(site, full) is None:
+            yield "hand", None, name
+        if not known and SEED.search(name) and name not in SEEDS:
+            yield "seed", None, "all"
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
-            if isinstance(func, ast.Name | ast.Attribute) and not self.full(site):
+            if isinstance(func, ast.Name | ast.Attribute) and not full:
                 yield "forward", func, ""
 
     @kept
@@ -97,7 +135,7 @@ class Marks:
     def run_by(self, site: Site) -> ast.expr:
         """The model that a call runs, itself or by a method."""
         func = site.call.func
-        return func.value if isinstance(func, ast.Attribute) and RUNS.search(func.attr) else func
+        return func.value if isinstance(func, ast.Attribute) and RUNS_MODEL.search(func.attr) else func
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """Return the project's functions among the arguments of an unknown call, which may run them."""
@@ -110,6 +148,23 @@ class Marks:
     def makes_optimizer(self, site: Site) -> bool:
         """Whether a call makes an optimizer of torch."""
         return TORCH_OPTIMIZERS.match(self.full(site)) is not None
+
+    def makes_model(self, site: Site, known: bool) -> bool:
+        """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
+        func, owner = site.call.func, site.scope.owner
+        if isinstance(func, ast.Name | ast.Attribute) and not site.name[:1].isupper() and not MAKES.search(site.name):
+            return False
+        if owner is not None and owner.kind == "class" and self.kinds.is_module_class(owner):
+            return False
+        full, made = self.full(site), self.calls.names.definition(site.call.func, site.scope)
+        if made is not None and made.kind == "class":
+            return self.kinds.is_module_class(made) and not BESIDE.search(site.name)
+        if known or full.startswith(LIBRARIES):
+            return not known and not ASKS.search(site.name)
+        called = [bind.key.rpartition(".")[2] for bind in site.scope.bound(site.stmt) if bind.value is site.call]
+        if not any(MODEL.search(key) for key in called) or self.analysis.wrappers.wrapper(site):
+            return False
+        return full.startswith("torch.nn.") or (not full and not BESIDE.search(site.name))
 
     def full(self, site: Site) -> str:
         """The full name of what a call calls."""
@@ -210,15 +265,19 @@ class Marks:
         """The process group is ended."""
         yield "end", None, ""
 
-    def save(self, site: Site) -> Found:
-        """A file of a model or a checkpoint is written, under a path."""
-        if self.full(site) in SAVED:
-            yield "save", argument(site.call, 1, "f") or keyword(site.call, "filename"), site.name
+    def file(self, site: Site) -> Found:
+        """A file is written or read, under a path; the detail says by what."""
+        full = self.full(site)
+        for kind, path in (("save", path_written(site, full)), ("read", path_read(site, full))):
+            if path is not None:
+                yield kind, path, full or site.name
 
-    def read_file(self, site: Site) -> Found:
-        """A file of a model or a checkpoint is read."""
-        if self.full(site) == "torch.load":
-            yield "read", argument(site.call, 0, "f"), ""
+    def pretrained(self, site: Site) -> Found:
+        """A model of transformers is written to a folder, by the process that comes there."""
+        made = (last(call) for call, _, _ in self.analysis.origins.calls_of(site.receiver, site.scope))
+        model = self.kinds.is_model(site.receiver, site.scope) or "unwrap_model" in made
+        if model and keyword(site.call, "is_main_process") is None:
+            yield "save", argument(site.call, 0, "save_directory"), "save_pretrained"
 
     def shuffle(self, site: Site) -> Found:
         """A data set or a list of files is put in another order; the detail says whose random numbers give it."""
@@ -239,6 +298,16 @@ class Marks:
         root = self.full(site).partition(".")[0]
         if site.name != "seed" or root in ("random", "numpy", "torch"):
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
+
+    def folder(self, site: Site) -> Found:
+        """A folder is made, filled or removed, in a way that only one process may."""
+        for way in folder(self.analysis.view(site.module), site, self.full(site)):
+            yield "folder", None, way
+
+    def fit(self, site: Site) -> Found:
+        """The Trainer of a library trains."""
+        if self.calls.target(site.call, site.scope) is None and last(site.receiver).endswith("trainer"):
+            yield "fit", next(iter(site.call.args), None), ""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of an assignment: `p.grad = None` clears gradients."""
@@ -267,11 +336,13 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
     Marks.start: STARTS,
     Marks.end: ("destroy_process_group",),
-    Marks.save: ("save", "save_file"),
-    Marks.read_file: ("load",),
+    Marks.file: tuple(OPENS),
+    Marks.pretrained: ("save_pretrained",),
     Marks.shuffle: SHUFFLES,
     Marks.seed: SEEDS,
     Marks.state: STATES,
+    Marks.fit: ("fit",),
+    Marks.folder: FOLDERS,
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():

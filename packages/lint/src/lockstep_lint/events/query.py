@@ -4,12 +4,12 @@ import ast
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, dotted, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
 
-__all__ = ["alone", "calls_after", "many", "same", "side", "sides", "subject", "things"]
+__all__ = ["alone", "calls_after", "given_as", "many", "same", "shown_at", "side", "sides", "subject", "things"]
 
 # A decorator that keeps its function to the main rank (`@rank_zero_only`, `@accelerator.on_main_process`).
 ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)?main_process$|^only_on_(main|rank)")
@@ -99,7 +99,13 @@ def owner_of(node: ast.expr, scope: Scope) -> object:
 
 def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None, Scope]:
     """Return the objects an event acts on; a parameter stands for what the calls before it pass."""
-    node, scope = event.mark.subject, event.scope
+    return given_as(event, event.mark.subject, event.scope, within)
+
+
+def given_as(
+    event: Event, node: ast.expr | None, scope: Scope, within: Scope | None = None
+) -> tuple[ast.expr | None, Scope]:
+    """Return an expression in an event's function, as the calls on the way there pass it."""
     for block in reversed(event.path):
         if isinstance(block, CallBlock) and block.function is scope and isinstance(node, ast.Name):
             if scope is within or node.id not in scope.params or node.id in scope.binds:
@@ -117,6 +123,14 @@ def same(view: View, one: Event, other: Event) -> bool:
     if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True
     return bool(things(view, first, here) & things(view, second, there))
+
+
+def shown_at(view: View, event: Event) -> Site | None:
+    """Return the call by which a file brings an event about: its own, or of the function of another file."""
+    if event.module is view.module:
+        return event.mark.site
+    calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
+    return calls[-1] if calls else None
 
 
 def calls_after(event: Event, block: Block) -> list[CallBlock]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import dotted, last
+from lockstep_lint.analysis.nodes import constant, dotted, last
 from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import Analysis, View
@@ -23,7 +23,7 @@ from lockstep_lint.events.event import (
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Run", "runs"]
+__all__ = ["Run", "run_from", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -37,7 +37,7 @@ MAX_LONE = 60
 # What a parameter is that is given an object.
 OBJECT = object()
 # What a call brings about in the function that it runs: the literals of its parameters, and the class of `self`.
-Known = dict[str, object]
+Known = dict[str | None, object]
 
 
 @dataclass(eq=False)
@@ -59,6 +59,11 @@ class Run:
 def runs(view: View) -> tuple[Run, ...]:
     """The runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
     return _programs(view.analysis).of(view.module)
+
+
+def run_from(view: View, entry: Scope) -> Run:
+    """The run of one function by itself."""
+    return _programs(view.analysis).run(entry)
 
 
 @kept
@@ -248,10 +253,13 @@ def literals(call: ast.Call, function: Scope, known: Known) -> Known:
         value = given(call, function, name) or default(function, name, call)
         if isinstance(value, ast.Constant):
             found[name] = value.value
-        elif isinstance(value, ast.Name) and value.id in known:
-            found[name] = known[value.id]
+        elif (key := dotted(value)) in known:
+            found[name] = known[key]
         elif isinstance(value, ast.Call | ast.List | ast.Dict | ast.Tuple):
             found[name] = OBJECT
+    for key, binds in function.binds.items():  # `self.kind = kind`
+        if key.startswith("self.") and len(binds) == 1 and (source := dotted(binds[0].value)) in found:
+            found[key] = found[source]
     return found
 
 
@@ -265,10 +273,10 @@ def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
     if isinstance(test, ast.BoolOp):
         found, ends = {outcome(value, scope, known) for value in test.values}, isinstance(test.op, ast.Or)
         return ends if ends in found else not ends if found == {not ends} else None
-    if isinstance(test, ast.Name) and test.id in known:
-        value = known[test.id]
+    if (key := dotted(test)) in known:
+        value = known[key]
         return None if value is OBJECT else bool(value)
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return compared(test, known)
     if last(test) == "TYPE_CHECKING":
         return False
@@ -277,10 +285,14 @@ def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
 
 def compared(test: ast.Compare, known: Known) -> bool | None:
     """Evaluate a comparison of a parameter with a literal."""
-    name, op, right = test.left, test.ops[0], test.comparators[0]
-    if not isinstance(name, ast.Name) or name.id not in known or not isinstance(right, ast.Constant):
+    key, op, right = dotted(test.left), test.ops[0], test.comparators[0]
+    if key not in known:
         return None
-    value = known[name.id]
+    value = known[key]
+    if isinstance(op, ast.In | ast.NotIn) and value is not OBJECT and isinstance(right, ast.Tuple | ast.List | ast.Set):
+        return (value in [constant(item) for item in right.elts]) is isinstance(op, ast.In)
+    if not isinstance(right, ast.Constant):
+        return None
     if isinstance(op, ast.Eq | ast.Is):
         return (value == right.value) if value is not OBJECT or right.value is None else None
     if isinstance(op, ast.NotEq | ast.IsNot):

@@ -4,23 +4,24 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.context import guards, inside
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, idents, is_true, keyword, last, strings
-from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.nodes import argument, dotted, has_star, idents, is_true, keyword, last, strings
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event, LoopBlock
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-SAMPLERS = ("sampler", "batch_sampler")
 # Words that say that the data is divided among the ranks in some other way.
 DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
 )
+SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
 def check(view: View) -> Iterator[Found]:
@@ -28,103 +29,87 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
+    fed = {
+        call for run in runs(view) if wraps(view, run) for event in run.of("backward") for call in feeds(view, event)
+    }
     for site in view.sites("DataLoader"):
-        if not view.ranks.every(site.stmt, site.scope) or divided(view, site):
-            continue
-        if any(feeds(view, site, t) and trains_wrapped(view, t) for t in view.trainings.near(view.module)):
-            yield Found(
-                site.call,
-                "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)",
-                proposal=sampler_given(view, site),
-            )
+        if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
+            yield Found(site.call, SAME, proposal=sampler_given(view, site))
 
 
 def samples(view: View, site: Site) -> bool:
     """Whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
     value = keyword(site.call, "sampler")
-    if isinstance(value, ast.Call):
-        return True
-    if value is None or (isinstance(value, ast.Name) and value.id in site.scope.params):
-        return False
+    if value is None or isinstance(value, ast.Call):
+        return value is not None
     asked = any(set(idents(guard.test)) & set(idents(value)) for guard in guards(site.stmt, site.module))
-    return not asked and any("sampler" in full.lower() for _, _, full in view.origins.calls_of(value, site.scope))
+    parameter = isinstance(value, ast.Name) and value.id in site.scope.params
+    made = view.origins.calls_of(value, site.scope)
+    return not asked and not parameter and any("sampler" in full.lower() for _, _, full in made)
 
 
-def trains_wrapped(view: View, training: Training) -> bool:
-    """Whether the program of a training loop wraps its model in DDP."""
-    return any(
-        kind in ("ddp", "fsdp") and not view.ranks.single(site.stmt, site.scope)
-        for member in view.project.family(training.module)
-        for kind, site in view.wrappers.made(member)
-    )
+def wraps(view: View, run: Run) -> bool:
+    """Whether a program wraps its model in DDP or FSDP."""
+    kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
+    return bool(kinds & {"ddp", "fsdp", "fsdp2"})
+
+
+def feeds(view: View, event: Event) -> Iterator[ast.Call]:
+    """The loaders that the innermost loop around a backward runs over, or asks for the next batch."""
+    for loop in event.loops[:-3:-1]:
+        found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
+        yield from () if evaluates(loop.scope.name) else found
+        if found:
+            return  # what an outer loop asks for is not what the model trains on
+
+
+def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
+    """The loader that certainly is behind what a loop runs over."""
+    return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
+
+
+def evaluates(name: str) -> bool:
+    """Whether a function evaluates by its name: it may call the method that trains, and tell it not to."""
+    return EVALUATION.search(name) and "train" not in name.lower()
+
+
+def sources(loop: LoopBlock) -> Iterator[ast.expr]:
+    """What a loop runs over, and what it asks for the next item."""
+    if isinstance(loop.node, ast.For):
+        yield loop.node.iter
+    if isinstance(loop.node, ast.stmt):
+        asked = [site for site in loop.scope.named("next") if inside(site.stmt, loop.node, loop.scope.module)]
+        yield from (site.call.args[0] for site in asked if site.call.args)
 
 
 def divided(view: View, site: Site) -> bool:
     """Whether the loader's arguments divide the data, or may."""
-    call = site.call
-    if any(keyword(call, name) is not None for name in SAMPLERS) or not known(site) or len(call.args) > 3:
-        return True
-    data = call.args[0] if call.args else keyword(call, "dataset")
-    if data is None or DIVIDED.search(ast.unparse(data)):
+    call, data = site.call, argument(site.call, 0, "dataset")
+    given = any(keyword(call, name) is not None for name in ("sampler", "batch_sampler"))
+    if given or has_star(call) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
         return True
     return not whole(view, data, site.scope)
 
 
-def known(site: Site) -> bool:
-    """Whether what a loader is given is seen, with no sampler in it: `**options` are written out and left alone."""
-    if any(isinstance(value, ast.Starred) for value in site.call.args):
-        return False
-    for item in site.call.keywords:
-        if item.arg is not None:
-            continue
-        name = item.value.id if isinstance(item.value, ast.Name) else ""
-        binds = site.scope.binds.get(name, [])
-        if not binds or any(bind.value is None or not plain(bind.value) for bind in binds):
-            return False
-        if any(dotted(other.receiver) == name for other in site.scope.sites) or f"{name}[" in site.module.text:
-            return False  # updated, or set by key
-    return True
-
-
-def plain(table: ast.expr) -> bool:
-    """Whether an expression is a dictionary that is written out, without a sampler."""
-    if isinstance(table, ast.Dict):
-        keys = [constant(key) if key is not None else None for key in table.keys]
-    elif (
-        isinstance(table, ast.Call) and isinstance(table.func, ast.Name) and table.func.id == "dict" and not table.args
-    ):
-        keys = [item.arg for item in table.keywords]
-    else:
-        return False
-    return all(isinstance(key, str) and key not in SAMPLERS for key in keys)
-
-
-def whole(view: View, data: ast.expr, scope: Scope, depth: int = 0) -> bool:
+def whole(view: View, data: ast.expr, scope: Scope) -> bool:
     """Whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all alike."""
-    for origin in view.origins.of(data, scope):
-        if isinstance(origin.node, ast.List) and not origin.node.elts:
-            continue  # `data = []`, before one of several is chosen
-        split = split_of(view, origin.node, origin.scope)
-        if split is not None and depth < 2:
-            if not whole(view, split, origin.scope, depth + 1):
-                return False
-        elif not isinstance(origin.node, ast.Call) or divides(view, origin.node, origin.scope):
-            return False
-    return True
+    made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
+    made = [(node, home) for node, home in made if not (isinstance(node, ast.List) and not node.elts)]
+    return all(alike(view, node, home) for node, home in made)
 
 
-def split_of(view: View, node: ast.expr, scope: Scope) -> ast.expr | None:
-    """The data set of which a name is a part (`train, val = random_split(data, ...)`)."""
-    key = dotted(node)
-    made = [bind.value for bind, _ in view.origins.binds(key, scope, node.lineno)] if key is not None else []
-    call = made[0] if len(made) == 1 else None
-    if not isinstance(call, ast.Call) or last(call) != "random_split" or not call.args:
-        return None
-    return None if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))) else call.args[0]
+def alike(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether what makes a data set knows nothing of ranks."""
+    if not isinstance(node, ast.Call):
+        binds = view.origins.binds(dotted(node) or "", scope, node.lineno)
+        split = binds[0][0].value if len(binds) == 1 else None
+        named = isinstance(split, ast.Call) and last(split) == "random_split" and bool(split.args)
+        return named and not divides(view, split, scope) and whole(view, split.args[0], scope)  # type: ignore
+    return not divides(view, node, scope)
 
 
 def divides(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether the code that makes a dataset knows of ranks."""
+    """Whether the code that makes a data set knows of ranks."""
     if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
         return True
     owner = view.names.definition(call.func, scope)
@@ -133,27 +118,6 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
     names = " ".join(view.names.bases_of(owner)) if owner.kind == "class" else ""
     start, end = owner.node.lineno, owner.node.end_lineno or owner.node.lineno  # type: ignore[attr-defined]
     return bool(DIVIDED.search(names + "\n".join(owner.module.lines[start - 1 : end])))
-
-
-def feeds(view: View, site: Site, training: Training) -> bool:
-    """Whether the training loop certainly runs over this loader."""
-    name = training.scope.name.lower()
-    if EVALUATION.search(name) and "train" not in name:
-        return False  # `evaluate` may call the method that trains, and tell it not to
-    return any(
-        made[0] is site.call
-        for source in sources(view, training)
-        if (made := view.kinds.loader_call(view.kinds.iterated(source, training.scope), training.scope))
-    )
-
-
-def sources(view: View, training: Training) -> list[ast.expr]:
-    """What a training loop takes its batches from: its header, or else the iterator that it asks for the next one."""
-    header = [training.loop.iter] if isinstance(training.loop, ast.For) else []
-    if any(view.kinds.is_loader(view.kinds.iterated(source, training.scope), training.scope) for source in header):
-        return header
-    body = view.trainings.body(training.loop, training.scope)
-    return header + [s.call.args[0] for s in body if s.name == "next" and s.call.args and s.scope is training.scope]
 
 
 RULE = Rule(

@@ -3,211 +3,108 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import above, guards, inside, loops
+from lockstep_lint.analysis.context import above, inside
 from lockstep_lint.analysis.drafts import epoch_set
-from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, is_none, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
+from lockstep_lint.events.query import given_as, shown_at, things
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.steps import step_loops
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
+from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
+FIXED = "set_epoch always gets the same number: pass the epoch, or every epoch has the same order"
+NEVER = "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)"
+# What keeps a program's options.
+OPTIONS = ("args", "cfg", "config", "opt")
+
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for set_epoch in the programs that use a DistributedSampler for training over epochs."""
-    for site in view.sites("set_epoch"):
-        value = site.call.args[0] if site.call.args else None
-        fixed = isinstance(value, ast.Constant) and isinstance(constant(value), int) and loops(site.stmt, view.module)
-        if (fixed and not set_elsewhere(view, site)) or (value is not None and stays(view, site, value)):
-            yield at(site, "set_epoch always gets the same number: pass the epoch, or every epoch has the same order")
-    if any(map(sets_epoch, view.project.family(view.module))):
-        yield from renamed(view)
-        return
-    near = view.trainings.near(view.module)
-    if not any(list(view.trainings.epochs(t)) for t in near) and not (near and endless(view)):
-        return
-    for site in view.sites():
-        if site.name != "DistributedSampler" and from_helper(view, site):
-            yield at(site, "set_epoch is never called on this sampler, so every epoch has the first one's order")
-        elif site.name == "DistributedSampler" and trains(view, site):
-            yield at(
-                site,
-                "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)",
-                proposal=epoch_set(view, site),
-            )
+    """Looks for samplers of epochs that no set_epoch is called on, and for set_epoch with one number."""
+    programs = runs(view)
+    calls = [event for run in programs for event in run.of("set_epoch")]
+    alike = {event.node: all(stays(e) for e in calls if e.node is event.node) for event in calls}
+    changed = {dotted(event.mark.subject) for event in calls if not alike[event.node]}
+    for event in calls:
+        if event.module is view.module and alike[event.node] and dotted(event.mark.subject) not in changed:
+            yield Found(event.node, FIXED)
+    if any(f"{quote}set_epoch{quote}" in m.text for m in view.project.family(view.module) for quote in "'\""):
+        return  # called by its name, out of sight
+    set_on = [made for event in calls for made in things(view, event.mark.subject, event.scope) or (None,)]
+    if all(isinstance(made, ast.Call) and last(made) != "getattr" for made in set_on):
+        keys = {key for event in calls if "." in (key := dotted(event.mark.subject) or "")}
+        told = never(view, [run for run in programs if has_epochs(run) or endless(view)], set_on)
+        yield from (found for site, found in told if not keys & {bind.key for bind in site.scope.bound(site.stmt)})
 
 
-@kept
-def sets_epoch(module: Module) -> bool:
-    """Whether a file calls `set_epoch`, or hands it on: more than that a class of samplers has such a method."""
-    if "'set_epoch'" in module.text or '"set_epoch"' in module.text:
-        return True  # by its name (`getattr(sampler, "set_epoch")`)
-    own = [scope for scope in module.scopes if scope.name == "set_epoch"]
-    inner = sum(len(scope.named("set_epoch")) for scope in own)  # super().set_epoch(epoch)
-    return module.words["set_epoch"] > len(own) + inner
+def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tuple[Site, Found]]:
+    """The samplers that train in several epochs, without those that set_epoch is called on."""
+    for run in programs:
+        for event in run.of("sampler"):
+            site, made = shown_at(view, event), event.mark.site
+            if site is None or made is None or not shuffles(event) or event.node in set_on:
+                continue
+            if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
+                yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
 
 
-def renamed(view: View) -> Iterator[Found]:
-    """Looks for samplers whose name is another sampler's before any epoch: `set_epoch` is called on the other one."""
-    calls = [site for member in view.project.family(view.module) for site in member.sites("set_epoch")]
-    if not calls or not all(by_name(view, site) for site in calls):
-        return
-    for site in view.sites():
-        makes, names = site.name == "DistributedSampler", [bind.key for bind in site.scope.bound(site.stmt)]
-        if not any("sampler" in name for name in names) or any(map(EVALUATION.search, strings(site.call))):
-            continue
-        if lost(site) and (trains(view, site) if makes else from_helper(view, site)):
-            yield at(site, "its name is given to another sampler before set_epoch is called on it: keep both")
+def given_names(stmt: ast.stmt) -> Iterator[str]:
+    """The words in a statement that makes a sampler."""
+    plain = isinstance(stmt, ast.Assign | ast.Return | ast.Expr) and not isinstance(stmt.value, ast.DictComp)
+    return iter((*idents(stmt), *strings(stmt))) if plain else iter(())
 
 
-def by_name(view: View, site: Site) -> bool:
-    """Whether set_epoch is called on a sampler by a name of its own, which certainly is not that of a loader
-    (`loader.sampler`, or a name or an argument that it is given as).
-    """
-    receiver = site.receiver
-    if not isinstance(receiver, ast.Name | ast.Attribute) or "sampler" not in last(receiver):
-        return False
-    if not isinstance(receiver, ast.Name) and dotted(receiver.value) != "self":
-        return False
-    found = [origin.node for origin in view.origins.of(receiver, site.scope) if not is_none(origin.node)]
-    return bool(found) and all(isinstance(node, ast.Call) and last(node) != "getattr" for node in found)
+def shuffles(event: Event) -> bool:
+    """Whether a sampler gives each epoch another order."""
+    call = event.node
+    return isinstance(call, ast.Call) and constant(keyword(call, "shuffle")) is not False
 
 
-def lost(site: Site) -> bool:
-    """Whether the name that a sampler is given gets another one for certain, where nothing but a loader has read it,
-    which is not gone through before (once, with the sampler's first order).
-    """
-    scope, stmt = site.scope, site.stmt
-    key = next((bind.key for bind in scope.bound(stmt) if "sampler" in bind.key), "")
-    later = [bind.stmt for bind in scope.binds.get(key, []) if bind.stmt.lineno > stmt.lineno]
-    if not later or "." in key or above(later[0], site.module)[:1] != above(stmt, site.module)[:1]:
-        return False
-    start, end = stmt.end_lineno or stmt.lineno, later[0].end_lineno or later[0].lineno
-    loads = [call for call in scope.named("DataLoader") if start < call.line <= end]
-    taken = {id(keyword(call.call, "sampler")) for call in loads}
-    taken |= {id(node) for call in scope.named("len") for node in call.call.args}
-    held = {bind.key for call in loads for bind in scope.bound(call.stmt)}
-    between = [node for node in walk(scope.node) if isinstance(node, ast.Name) and start < node.lineno <= end]
-    return not any(
-        isinstance(node.ctx, ast.Load) and id(node) not in taken and (node.id == key or node.id in held)
-        for node in between
-    )
-
-
-def set_elsewhere(view: View, site: Site) -> bool:
-    """Whether another call gives the same sampler an epoch that is no literal (the literal is for an evaluation)."""
-    key = dotted(site.receiver)
-    return any(
-        dotted(other.receiver) == key and other.call.args and not isinstance(other.call.args[0], ast.Constant)
-        for other in view.sites("set_epoch")
-    )
-
-
-def stays(view: View, site: Site, value: ast.expr) -> bool:
-    """Whether set_epoch is given a name that no epoch changes, or a parameter that all callers give a literal."""
-    key = dotted(value)
-    scope = site.scope
-    if key is None:
-        return False
-    if key in scope.params and key not in scope.binds:
-        callers = view.calls.callers(scope)
-        given = [passed(caller, scope, key) for caller in callers]
-        fixed = bool(given) and all(isinstance(constant(v), int) for v in given)
-        again = bool(callers) and bool(loops(callers[0].stmt, callers[0].module))
-        if not loops(site.stmt, view.module):
-            return fixed and again
-        if again and not fixed:
-            return False  # each call is an epoch, or some
-    if "." in key and not key.startswith(("args.", "cfg.", "config.", "opt.")):
-        return False  # an attribute may change anywhere
-    epochs = {
-        id(loop)
-        for t in view.trainings.near(view.module)
-        for loop, home, _ in view.trainings.epochs(t)
-        if home is scope
-    }
-    around = [loop for loop in loops(site.stmt, view.module) if id(loop) in epochs]
-    if not around or key.split(".")[-1] in scope.globals:
-        return False
-    changed = [bind.stmt for other in view.scopes for bind in other.binds.get(key, []) if other is scope or "." in key]
-    return not any(stmt is around[-1] or inside(stmt, around[-1], view.module) for stmt in changed)
+def has_epochs(run: Run) -> bool:
+    """Whether a program's loop of steps stands in another one."""
+    found = step_loops(run)
+    deep = not found and any(len(event.loops) > 1 for event in run.of("backward"))
+    return deep or any(each.backwards[0].loops[0] is not each.loop for each in found)
 
 
 def endless(view: View) -> bool:
-    """Whether the programs feed themselves from `while True: for batch in loader: yield batch`."""
-    for member in view.project.family(view.module):
-        for scope in member.scopes:
-            for stmt in scope.stmts if scope.kind == "function" else ():
-                inner = stmt.body[0] if isinstance(stmt, ast.While) else None
-                if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):
-                    return True
-        if "StopIteration" in member.text and any(restarts(view, scope) for scope in member.scopes):
+    """Whether the programs take a loader up again when it has run out: in an endless loop, or by another `iter`."""
+    scopes = [scope for member in view.project.family(view.module) for scope in member.scopes]
+    for scope in (scope for scope in scopes if scope.kind == "function"):
+        for stmt in scope.stmts:
+            inner = stmt.body[0] if isinstance(stmt, ast.While) else None
+            if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):
+                return True
+        renewed = [site for site in scope.named("iter") if site.call.args and handles(site.stmt, scope)]
+        if any(view.kinds.is_loader(site.call.args[0], scope) for site in renewed):
             return True
     return False
 
 
-def restarts(view: View, scope: Scope) -> bool:
-    """Whether a function takes its loader up anew when it has run out (`except StopIteration: it = iter(loader)`)."""
-    return any(
-        isinstance(handler, ast.ExceptHandler) and last(handler.type) == "StopIteration"
-        for site in scope.named("iter")
-        if site.call.args and view.kinds.is_loader(site.call.args[0], scope)
-        for node, place in above(site.stmt, scope.module)
-        if isinstance(node, ast.Try) and place == "handlers"
-        for handler in node.handlers
-    )
+def handles(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a statement stands in the handler of an exception."""
+    return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
-def from_helper(view: View, site: Site) -> bool:
-    """Whether a call has a function of another file make a DistributedSampler for training, or a loader with one."""
-    function = view.calls.target(site.call, site.scope)
-    if function is None or function.module is view.module or function.owner is not None:
+def stays(event: Event) -> bool:
+    """Whether set_epoch gets a literal, or a name that no turn of the loops around changes."""
+    call = event.node
+    if not isinstance(call, ast.Call) or not call.args or not event.loops:
         return False
-    if constant(keyword(site.call, "shuffle")) is False or not trains(view, site):
+    node, scope = given_as(event, call.args[0], event.scope)
+    key = dotted(node)
+    if key is None:
+        return isinstance(constant(node), int)
+    around = [loop.node for loop in event.loops if loop.scope is scope and isinstance(loop.node, ast.stmt)]
+    if not around or key in scope.globals or (key.partition(".")[0] not in OPTIONS and "." in key):
         return False
-    made = [s for s in function.named("DistributedSampler") if trains(view, s) and not switched_off(view, site, s)]
-    if "sampler" in site.name:
-        return any(s.call is value for value in function.returns() for s in made)
-    loads = [s for s in function.named("DataLoader") if view.full(s).endswith("DataLoader")]
-    return bool(made and loads) and view.ranks.every(site.stmt, site.scope)
-
-
-def switched_off(view: View, site: Site, made: Site) -> bool:
-    """Whether a call gives its function a flag that is False, under which a sampler is made."""
-    around = guards(made.stmt, made.module)
-    flags = {guard.test.id for guard in around if guard.when and isinstance(guard.test, ast.Name)}
-    for flag in (flags & set(made.scope.params)) - made.scope.binds.keys():
-        found = view.origins.of(passed(site, made.scope, flag), site.scope)
-        if found and all(constant(origin.node) is False for origin in found):
-            return True
-    return False
-
-
-def trains(view: View, site: Site) -> bool:
-    """Whether a sampler shuffles and is not for evaluation."""
-    if isinstance(keyword(site.call, "shuffle"), ast.Constant) and constant(keyword(site.call, "shuffle")) is False:
-        return False
-    names = [
-        bind.key
-        for binds in site.scope.binds.values()
-        for bind in binds
-        if bind.value is not None and holds(bind.value, site.call)
-    ]
-    data = site.call.args[0] if site.call.args else keyword(site.call, "dataset")
-    given = [dotted(data) or "", site.scope.name]
-    held = [EVALUATION.search(name.split(".")[-1]) for name in names]
-    return not (held and all(held)) and not any(EVALUATION.search(name.split(".")[-1]) for name in given)
-
-
-def holds(value: ast.expr, call: ast.Call) -> bool:
-    """Whether an assigned value is the sampler, or a conditional or tuple with it."""
-    if isinstance(value, ast.IfExp):
-        return holds(value.body, call) or holds(value.orelse, call)
-    return value is call
+    changes = [bind.stmt for bind in scope.binds.get(key, [])]
+    return not any(stmt is around[0] or inside(stmt, around[0], scope.module) for stmt in changes)
 
 
 RULE = Rule(

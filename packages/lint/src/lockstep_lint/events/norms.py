@@ -1,0 +1,93 @@
+"""Say which calls make BatchNorm layers, or a library's model that has some."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.nodes import argument, constant, is_none, keyword, last, strings
+from lockstep_lint.analysis.origins import default
+from lockstep_lint.analysis.view import View
+
+__all__ = ["normalises"]
+
+# Families of torchvision and timm whose layers hold BatchNorm; a few of their members normalise otherwise.
+FAMILIES = re.compile(
+    r"^(wide_|tf_|csp|se|ecas?|sk|legacy_)?(?!resnetv2)(resnet|resnext|resnest|densenet|darknet|mobilenet|mnasnet"
+    r"|shufflenet|efficientnet|regnet|googlenet|inception|xception|hrnet|repvgg|ghostnet|mixnet|res2net|dla\d|rexnet"
+    r"|vgg\d+_bn|fcn_resnet|deeplabv3_|lraspp_|r3d_|mc3_|r2plus1d_|s3d)(?!.*_gn)"
+)
+# Segmentation models whose decoders hold BatchNorm, whatever their encoder is.
+DECODERS = {"Unet", "UnetPlusPlus", "MAnet", "Linknet", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet"}
+# Arguments that choose another normalisation.
+CHOICES = {"norm_layer", "decoder_use_batchnorm", "decoder_use_norm"}
+NORM = re.compile(r"^(Lazy)?BatchNorm[123]d$")
+# Layers that share their statistics, which may go by the name of those that do not.
+OTHERS = re.compile(r"ABN|SyncB")
+
+
+def normalises(view: View, site: Site, full: str) -> bool:
+    """Whether a call makes a BatchNorm layer, also by a name that is given one, or a library's model with some."""
+    func, scope = site.call.func, site.scope
+    if is_norm(view, func, scope) or of_library(view, site, full):
+        return True
+    named = isinstance(func, ast.Name | ast.Attribute) and not full and "BatchNorm" in site.module.text
+    if not named or site.name[:1].isupper() or "norm" not in site.name.lower():
+        return False
+    made = [(o.node, o.scope) for o in view.origins.of(func, scope) if not is_none(o.node) and o.node is not func]
+    usual = default(scope, site.name, site.call) if site.name in scope.params and not made else None
+    made += [(usual, scope)] if usual is not None else []
+    return bool(made) and all(is_norm(view, node, home) for node, home in made)
+
+
+def is_norm(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether a name stands for a BatchNorm class, not for another one that was given its name."""
+    full = view.names.qualify(node, scope)
+    if not full and isinstance(node, ast.Name) and OTHERS.search(scope.module.text):
+        return False
+    return bool(NORM.match(full.rpartition(".")[2] or last(node)))
+
+
+def of_library(view: View, site: Site, full: str) -> bool:
+    """Whether a call makes a library's model with BatchNorm, by its name or by the default of an option."""
+    call, name = site.call, site.name
+    if any(item.arg in CHOICES for item in call.keywords):
+        return False
+    if full.startswith("segmentation_models_pytorch.") and name in DECODERS:
+        return True
+    if full.startswith("efficientnet_pytorch.EfficientNet.") or (
+        full.startswith("torchvision.models.") and FAMILIES.match(full.rsplit(".", 1)[-1])
+    ):
+        return True
+    if isinstance(call.func, ast.Subscript | ast.Call) and "models" in ast.unparse(call.func):
+        func = call.func
+        wanted = func.slice if isinstance(func, ast.Subscript) else next(iter(func.args[1:] or func.args), None)
+        return any(map(FAMILIES.match, chosen(view, wanted, site.scope)))
+    if full == "torch.hub.load" or name in ("create_model", "get_model"):
+        wanted = call.args[1] if full == "torch.hub.load" and len(call.args) > 1 else argument(call, 0, "model_name")
+        return any(FAMILIES.match(text.partition("/")[2] or text) for text in chosen(view, wanted, site.scope))
+    return False
+
+
+def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
+    """The names that a look-up may be of: written out, or the defaults of the option that it asks, or of any model."""
+    texts = [text for origin in view.origins.of(wanted, scope) if isinstance(text := constant(origin.node), str)]
+    if texts or wanted is None:
+        return iter(texts)
+    inner = constant(wanted.slice) if isinstance(wanted, ast.Subscript) else None  # `config["arch"]`
+    flag = inner if isinstance(inner, str) else last(wanted)
+    found = [pair for member in view.project.family(scope.module) for pair in defaults(member)]
+    own = [value for name, value in found if name == flag]
+    return iter(own or [value for name, value in found if "arch" in name.lower() or "model" in name.lower()])
+
+
+@kept
+def defaults(module: Module) -> tuple[tuple[str, str], ...]:
+    """The names and the defaults of a program's options that are texts."""
+    found = []
+    for site in module.sites("add_argument", "option") if "default" in module.text else ():
+        value = constant(keyword(site.call, "default"))
+        if isinstance(value, str):
+            found += [(text.lstrip("-").replace("-", "_"), value) for text in strings(site.call)]
+    return tuple(found)
