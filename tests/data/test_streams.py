@@ -1,8 +1,12 @@
 """Streams: the same samples in the same micro-batches, whoever reads them; seeks, ends, failures, other libraries."""
 
 import itertools
+import os
 import random
+import tempfile
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +17,13 @@ from hypothesis import strategies as st
 from toys import Partial
 
 from lockstep.data.batches import Loading, StepPlan
-from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.stream_adapters import source_of
 from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.streams import Lanes
-from lockstep.distributed.balance import ShareSchedule, Shares, equal_shares
+from lockstep.distributed.balance import Shares, ShareSchedule
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
+from lockstep.run_state import Position
 
 
 class Parts:
@@ -94,8 +99,6 @@ def joined(own):
 
 
 def resumed(state, step):
-    from dataclasses import replace
-
     return step, replace(state.place, cursors=state.cursors)
 
 
@@ -158,5 +161,140 @@ def test_loader_processes_read_the_same(workers, lengths):
     assert before + play(stream, 1, 9, workers=workers, place=resumed(state, 5))[0] == wanted
 
 
-def test_unused_imports():
-    assert is_stream and equal_shares and ConfigError and DataError
+class Failing(Parts):
+    """Part 2 fails at its third sample, as often as there are files to take away."""
+
+    def __init__(self, lengths, folder, noise=False):
+        super().__init__(lengths, noise)
+        self.folder = folder
+
+    def iter(self, part, start):
+        for sample in super().iter(part, start):
+            left = list(self.folder.iterdir())
+            if sample[:2] == (2, 2) and left:
+                left[0].unlink()
+                raise OSError(5, "Input/output error", "2.tar")
+            yield sample
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_part_that_fails_is_opened_again_and_nothing_is_lost(tmp_path, workers, noise):
+    wanted, _ = play(Parts([9, 9, 9, 9], noise), 1, 6)
+    for number in range(2):
+        (tmp_path / str(number)).touch()
+    assert play(Failing([9, 9, 9, 9], tmp_path, noise), 1, 6, workers=workers, retries=2)[0] == wanted
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_part_that_fails_for_ever_is_one_line(tmp_path, workers):
+    for number in range(9):
+        (tmp_path / str(number)).touch()
+    with pytest.raises(DataError, match=r"rank 0, step \d.*part 2, sample 2.*OSError.*--guards.retries") as caught:
+        play(Failing([9, 9, 9, 9], tmp_path), 1, 6, workers=workers, retries=1)
+    assert "\n" not in str(caught.value)
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+class Unopened(Parts):
+    def iter(self, part, start):
+        raise FileNotFoundError(2, "No such file", "a.tar")
+
+
+def test_a_stream_that_cannot_be_opened_or_is_empty_is_one_line():
+    with pytest.raises(DataError, match=r"part \d, sample 0: FileNotFoundError"):
+        play(Unopened([3]), 1, 1)
+    with pytest.raises(DataError, match="none of the 2 parts"):
+        play(Parts([0, 0]), 2, 1)
+    with pytest.raises(DataError, match="none of the 2 parts"):
+        batches_of(Parts([0, 0]), World()).own_samples(0)
+
+
+def test_a_part_that_became_shorter_is_one_line():
+    class Iterable:
+        def __init__(self, size):
+            self.size = size
+
+        def __iter__(self):
+            return iter(range(self.size))
+
+    _, state = play(Iterable(40), 1, 3, micro=2)
+    with pytest.raises(DataError, match="ends after 5 samples"):
+        play(Iterable(5), 1, 1, micro=2, place=resumed(state, 3))
+
+
+class Endless(Parts):
+    def iter(self, part, start):
+        for offset in itertools.count(start):
+            yield part, offset
+
+
+def test_endless_parts_never_end_and_one_among_others_goes_on_alone():
+    steps, state = play(Endless([0] * 4), 2, 50, workers=1)
+    assert state.place.epoch == 0
+    assert all(len(step) == 4 for step in steps)
+
+    class Mixed(Endless):
+        def iter(self, part, start):
+            return super().iter(part, start) if part == 1 else iter([(part, 0)][start:])
+
+    steps, state = play(Mixed([0] * 4), 2, 20)
+    assert (state.place.epoch, [len(step) for step in steps[2:]]) == (0, [1] * 18)
+
+
+def test_a_stream_shorter_than_a_step_is_a_step_an_epoch():
+    steps, state = play(Parts([1, 2]), 2, 3, micro=4)
+    assert [sorted(sample for batch in step.values() for sample in batch) for step in steps] == [
+        [(0, 0), (1, 0), (1, 1)]
+    ] * 3
+    assert (state.place.epoch, state.place.samples) == (2, 9)
+
+
+def test_a_micro_batch_too_short_for_batchnorm_is_left_out():
+    steps, _ = play(Parts([5, 4]), 1, 3, micro=2, least=2)
+    assert [sorted(map(len, step.values())) for step in steps] == [[2, 2], [2, 2], [2, 2]]
+
+
+def test_the_place_of_a_run_has_epochs_and_samples():
+    everyone = batches_of(Parts([5, 4, 6, 3]), World())
+    loader = everyone.from_step(0)
+    found = [everyone.place(Position(next(loader)[0] + 1)) for _ in range(7)]
+    assert [(each.epoch, each.epoch_step, each.position) for each in found[:4]] == [
+        (0, 1, 8),
+        (0, 2, 15),
+        (0, 3, 18),
+        (1, 1, 26),
+    ]
+    assert [each.epoch_progress for each in found[2:4]] == [None, 1 / 3]
+
+
+def test_a_trial_reads_parts_and_halves_and_leaves_the_stream_where_it_is():
+    everyone = batches_of(Parts([1, 5, 3], noise=True), World(rank=1, size=2))
+    loader = everyone.from_step(0)
+    assert everyone.own_samples(0) == 2
+    whole, first, second = (batch.held for batch, _ in everyone.parts(0, [(0, 6), (0, 3), (3, 6)]))
+    assert whole == first + second
+    with pytest.raises(DataError, match="fewer than 12 samples"):
+        everyone.parts(0, [(0, 12)])
+    loader.close()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_lane_stays_in_one_process():
+    """Five lanes for three processes: each lane is opened once."""
+
+    class Told(Parts):
+        def iter(self, part, start):
+            with open(self.file, "a") as file:
+                file.write(f"{part} {start} {os.getpid()}\n")
+            yield from super().iter(part, start)
+
+    stream = Told([40] * 5)
+    with tempfile.TemporaryDirectory() as folder:
+        stream.file = f"{folder}/opened"
+        play(stream, 1, 12, micro=5, workers=3)
+        opened = [line.split() for line in Path(stream.file).read_text().splitlines()]
+    assert sorted(part for part, _, _ in opened) == list("01234")
+    assert {start for _, start, _ in opened} == {"0"}
+    assert len({pid for _, _, pid in opened}) == 3

@@ -1,18 +1,13 @@
 """Runs whose training set is a stream: the same bits on any ranks, after a resume, and what is refused."""
 
-import json
-
 import pytest
-import torch
 from ranks import run
-from refusals import refuses
-from small_runs import config, mark
-from toys import Ragged, Sentences, taken
+from small_runs import config
+from toys import Ragged, Sentences
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.sections import Data, Guards
-from lockstep.errors import ConfigError, DataError, ResumeError
+from lockstep.config.sections import Data
 
 
 class Rows:

@@ -9,8 +9,8 @@ No library is imported here before an object of it is given.
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Generator, Iterator
+from typing import Any, cast, final
 
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
@@ -104,13 +104,17 @@ class _Resumable:
     """An iterator over a Hugging Face dataset, with the dataset whose state it moves."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self._iterator = dataset, iter(dataset)
+        self.dataset, self._iterator = dataset, cast(Generator[Any, None, None], iter(dataset))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         return next(self._iterator)
+
+    def close(self) -> None:
+        """Close the iterator's files."""
+        self._iterator.close()
 
 
 @final
@@ -160,14 +164,15 @@ class WebSource(StreamSource):
         super().__init__(len(urls), type(inner).__name__, bool(getattr(inner, "draws_random", True)))
         self._inner, self._urls = inner, urls
         shards = importlib.import_module("webdataset.shardlists")
-        self._splitters = (shards.split_by_node, shards.single_node_only, shards.split_by_worker)
+        check_empty = importlib.import_module("webdataset.compat").check_empty  # a part may be empty
+        self._left_out = (shards.split_by_node, shards.single_node_only, shards.split_by_worker, check_empty)
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         first, *rest = self._inner.pipeline
         pipeline = copy.copy(self._inner)
         one = copy.copy(first)
         one.urls = [self._urls[part]]
-        pipeline.pipeline = [one, *(each for each in rest if each not in self._splitters)]  # lockstep splits
+        pipeline.pipeline = [one, *(each for each in rest if each not in self._left_out)]  # lockstep splits
         return Opened(iter(pipeline), 0)
 
 

@@ -131,6 +131,10 @@ class StreamFetch(Fetch):
         data, items = self.finish(samples, key)
         return _StreamBatch(data, len(samples), after), items
 
+    def close(self) -> None:
+        """Close the parts that are open in this process."""
+        self._reader.close()
+
     def seed_collate(self, key: Key) -> None:
         read = _Read(*(key.read or ()))
         self.seed("collate", read.epoch, read.turn, key.micro)  # a turn's step may still change
@@ -167,7 +171,9 @@ class StreamBatches(Batches):
     ) -> None:
         self.lanes, self.size = lanes, 2**62
         self._make_fetch = partial(StreamFetch, data, lanes, task, world.rank)
-        self.set_up(task, self._make_fetch(), step_plan, world, loading or Loading(), sharing)
+        fetch = self._make_fetch()
+        self.close = fetch.close
+        self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
         self._asked_workers = self._loading.workers
         self._loading = dataclasses.replace(self._loading, workers=min(self._loading.workers, self._own_lanes()))
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
@@ -238,8 +244,8 @@ class StreamBatches(Batches):
             self._own_samples = content.samples
         if not self._own_samples:
             raise DataError(
-                f"the training set is empty: none of the {self.lanes.parts} parts of the task's dataset('train') yields "
-                "a sample"
+                f"the training set is empty: none of the {self.lanes.parts} parts of the task's dataset('train') "
+                "yields a sample"
             )
         return self._own_samples
 
@@ -297,6 +303,7 @@ class StreamBatches(Batches):
         with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
             for _, (content, drew), items in stream:
                 found.append(((_StreamBatch(*content), drew), items))
+        fetch.close()
         return found
 
     def stream_state(self, done: int, world: World) -> StreamState:
@@ -398,6 +405,7 @@ class StreamLoader(StepLoader):
         self._ready.clear()
         self._loaded.clear()
         self._loads.close()
+        self._batches.close()
 
     def ahead(self, turn: int) -> Turn:
         """Return this rank's part of a turn that is not settled; may load it."""

@@ -15,6 +15,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -300,7 +301,15 @@ class LaneReader:
         Raises:
             DataError: a part cannot be read.
         """
-        before = self._cursor(lane, epoch, first, cursor)
+        try:
+            return self._read(lane, first, count, self._cursor(lane, epoch, first, cursor), epoch, step)
+        finally:
+            set_worker_info(None)
+
+    def _read(
+        self, lane: int, first: int, count: int, before: Cursor, epoch: int, step: int
+    ) -> tuple[list[Any], Cursor]:
+        """Read samples from the place `before` on, with retries."""
         for attempt in range(self._retries + 1):
             if attempt:
                 self._count_retry()
@@ -314,8 +323,17 @@ class LaneReader:
                 raise
             except Exception as error:
                 problem = error
-                del self._open[lane]
+                self._drop(lane)
         raise self._failure(opened, problem, step) from problem
+
+    def close(self) -> None:
+        """Close all open parts."""
+        for lane in list(self._open):
+            self._drop(lane)
+
+    def _drop(self, lane: int) -> None:
+        if opened := self._open.pop(lane, None):
+            _close(opened.iterator)
 
     def _cursor(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
         """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
@@ -329,6 +347,7 @@ class LaneReader:
         """Return the lane, opened at `cursor` unless it stands there."""
         opened = self._open.get(lane)
         if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
+            self._drop(lane)
             opened = self._open[lane] = _OpenLane(epoch, lane, self._lanes.parts_of(epoch, lane), cursor)
         return opened
 
@@ -432,7 +451,8 @@ class LaneReader:
 def _close(iterator: Iterator[Any] | None) -> None:
     close = getattr(iterator, "close", None)
     if callable(close):
-        close()
+        with suppress(Exception):  # it may have failed already
+            close()
 
 
 def merge_cursors(rows: Sequence[Sequence[Any]]) -> dict[int, Cursor]:
