@@ -1,13 +1,18 @@
 """Runs whose training set is a stream: the same bits on any ranks, after a resume, and what is refused."""
 
+import json
+import os
+
 import pytest
 from ranks import run
+from refusals import refuses
 from small_runs import config
 from toys import Ragged, Sentences
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.config.sections import Data
+from lockstep.config.sections import Data, Guards
+from lockstep.errors import ConfigError, DataError, ResumeError
 
 
 class Rows:
@@ -60,7 +65,10 @@ def reference(tmp_path_factory):
 
 
 def test_one_rank_counts_epochs_and_samples(reference):
-    assert reference[2]["epoch"] == 1
+    _, _, stream = reference
+    assert stream["epoch"] == 1
+    assert stream["samples"] == sum(UNEVEN) + stream["epoch_samples"]
+    assert stream["last_steps"] + stream["epoch_steps"] == 16
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (3, 1)])
@@ -74,3 +82,83 @@ def test_a_resume_on_other_ranks_has_the_same_bits(tmp_path, reference):
     run(train, 3, tmp_path, EXACT | {"stop_at": 8})
     run(train, 1, tmp_path, EXACT)
     assert ended(tmp_path) == reference
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    epochs = [each["epoch"] for each in records if "epoch" in each]
+    assert (len(epochs), epochs, epochs[0], epochs[-1]) == (8, sorted(epochs), 0, 1)
+    assert f"epoch 0 of the stream: {sum(UNEVEN)} samples in" in (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
+
+
+class OneRow(Streamed):
+    def order(self, samples, seed):
+        return range(samples)
+
+
+class Random(Rows):
+    """Two readings differ."""
+
+    def iter(self, part, start):
+        return iter([self.rows[os.urandom(1)[0] % 30] for _ in range(9)])
+
+
+class Drawn(Streamed):
+    def dataset(self, split):
+        return Random([9] * 4) if split == "train" else None
+
+
+class Evaluated(Streamed):
+    def dataset(self, split):
+        return Rows([5])
+
+
+BAD = [
+    (Streamed(), {"max_steps": 0, "num_epochs": 2}, ConfigError, "--max-steps"),
+    (Streamed(), {"eval_freq": "1epochs"}, ConfigError, "--eval-freq"),
+    (Streamed(), {"limit_train_batches": 2}, ConfigError, "--limit-train-batches"),
+    (Streamed(), {"guards": Guards(bad_samples=1)}, ConfigError, "--guards.bad-samples 1"),
+    (Streamed(), {"guards": Guards(audit=0.1)}, ConfigError, "--guards.audit 0.1"),
+    (OneRow(), {}, ConfigError, "`order`"),
+    (Drawn(), {}, DataError, "two readings"),
+    (Streamed([0, 0]), {}, DataError, "none of the 2 parts"),
+    (Streamed([]), {}, DataError, "parts = 0"),
+    (Evaluated(), {}, DataError, "list"),
+]
+
+
+@pytest.mark.parametrize(("task", "changes", "kind", "words"), BAD, ids=[each[3] for each in BAD])
+def test_what_a_stream_cannot_have_is_one_line_and_nothing_is_written(tmp_path, task, changes, kind, words):
+    with refuses(kind, words) as caught:
+        lockstep.train(config(tmp_path, **changes), task)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths", "words"),
+    [
+        ({"batch_size": 16}, UNEVEN, "--batch-size 8 (now 16)"),
+        ({"micro_batch_size": 4}, UNEVEN, "--micro-batch-size 2 (now 4)"),
+        ({"seed": 1}, UNEVEN, "--seed 0 (now 1)"),
+        ({}, [*UNEVEN, 5], "parts 8 (now 9)"),
+    ],
+)
+def test_a_resume_that_divides_the_stream_in_another_way_is_refused(started, changes, lengths, words):
+    for anyway in (False, True):
+        with refuses(ResumeError, words.partition(" (")[0].split()[-1]) as caught:
+            lockstep.train(config(started, **changes, resume_anyway=anyway), Streamed(lengths))
+        assert "\n" not in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("started")
+    lockstep.train(config(folder, stop_at=3), Streamed())
+    return folder
+
+
+def test_a_longer_plan_goes_on_in_the_stream(tmp_path):
+    lockstep.train(config(tmp_path, max_steps=6), Streamed())
+    lockstep.train(config(tmp_path, max_steps=6, extend_to=14), Streamed())
+    assert ended(tmp_path)[2]["epoch"] == 1
+    lockstep.train(config(tmp_path / "whole", max_steps=14), Streamed())
+    assert ended(tmp_path)[2] == ended(tmp_path / "whole")[2]

@@ -297,8 +297,7 @@ class RunRecorder:
                 "epoch_progress": place.epoch_progress,
                 "num_batches_remaining": place.num_batches_remaining,
             }
-            position = {name: value for name, value in position.items() if value is not None}  # a stream has no end
-            self._sinks.arrived({**position, "lr": built.lr * record.factor, **numbers, **repairs})
+            self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
 
     def _repair_counts(self) -> dict[str, float]:
         """Return the counts of repaired failures so far that are not 0, over all ranks. Collective."""
@@ -455,7 +454,7 @@ class RunRecorder:
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
-                **dataclasses.asdict(built.place(self.saved_step)),
+                **_known(dataclasses.asdict(built.place(self.saved_step))),
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
@@ -518,6 +517,11 @@ def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> 
     if size >= initial_size:
         return f"after {ranks} lost and replaced: {losses[0]}{more}"
     return f"on {size} of {initial_size} ranks: {losses[0]}{more}"
+
+
+def _known(position: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a stream does not know: how long its epoch is."""
+    return {name: value for name, value in position.items() if value is not None}
 
 
 def _write_state(folder: RunFolder, state: RunState) -> None:
