@@ -85,7 +85,9 @@ def test_a_resume_on_other_ranks_has_the_same_bits(tmp_path, reference):
     records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     epochs = [each["epoch"] for each in records if "epoch" in each]
     assert (len(epochs), epochs, epochs[0], epochs[-1]) == (8, sorted(epochs), 0, 1)
-    assert f"epoch 0 of the stream: {sum(UNEVEN)} samples in" in (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
+    assert (
+        f"epoch 0 of the stream: {sum(UNEVEN)} samples in" in (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
+    )
 
 
 class OneRow(Streamed):

@@ -546,10 +546,11 @@ class StreamLoader(StepLoader):
             generation, epoch, turn, step = self._generation, self._epoch, self._turn, self._asked
             self._turn, self._asked = turn + 1, step + 1
             for key in self._turn_keys(generation, epoch, turn, step):
-                lane = _Read(*(key.read or ())).lane
-                while workers > 1 and index % workers != homes.setdefault(lane, index % workers):
-                    yield _PADDING
-                    index += 1
+                if workers > 1:
+                    home = homes.setdefault(_Read(*(key.read or ())).lane, index % workers)
+                    while index % workers != home:
+                        yield _PADDING
+                        index += 1
                 if generation != self._generation:
                     break
                 yield key

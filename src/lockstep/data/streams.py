@@ -316,7 +316,8 @@ class LaneReader:
                 time.sleep(_PAUSE)
             opened = self._opened(lane, epoch, before)
             try:
-                self._pass(opened, first - opened.number)
+                if opened.number < first:
+                    self._pass(opened, first - opened.number)
                 samples = self._take(opened, count)
                 return samples, self._mark(opened)
             except LockstepError:
@@ -340,6 +341,8 @@ class LaneReader:
         cursors = [START] if known is None else [START, known]
         opened = self._open.get(lane)
         if opened and opened.epoch == epoch:
+            if opened.number == first:  # the usual case
+                return Cursor(first, opened.place, opened.offset, opened.state)
             cursors.append(Cursor(opened.number, opened.place, opened.offset, opened.state))
         return max((each for each in cursors if each.number <= first), key=lambda each: each.number)
 
