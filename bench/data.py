@@ -2,7 +2,7 @@
 
     python bench/data.py streams [--samples 1000000]
 
-Each pair is timed in turns, in processor time of the one process, and its ratio is the median of the turns. Lines are JSON.
+Each pair is timed in turns, in processor time of the one process; its ratio is the median of the turns. Lines are JSON.
 """
 
 import argparse

@@ -325,8 +325,10 @@ def shares(case: Case, engine: str, world: int) -> tuple[int, ...]:
 
 
 def by_speed(case: Case, engine: str, world: int) -> bool:
-    """Whether the shares change with every exchange: with the tasks "muon" and "stream", where an engine can and nothing
-    follows from who computed what."""
+    """Whether the shares change with every exchange.
+
+    With the tasks "muon" and "stream", where an engine can and nothing follows from who computed what.
+    """
     able = engine in ("ddp", "zero") and world in (2, 3)
     return case.task in ("muon", "stream") and able and case.model != "buffer"
 
