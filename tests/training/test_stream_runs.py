@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
+import warm
 from ranks import run
 from refusals import refuses
 from small_runs import config
@@ -164,3 +167,48 @@ def test_a_longer_plan_goes_on_in_the_stream(tmp_path):
     assert ended(tmp_path)[2]["epoch"] == 1
     lockstep.train(config(tmp_path / "whole", max_steps=14), Streamed())
     assert ended(tmp_path)[2] == ended(tmp_path / "whole")[2]
+
+
+LOST = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path[:0] = {paths}
+from test_stream_runs import Streamed
+
+
+class Lost(Streamed):
+    \"\"\"Rank 1 is killed in its eleventh forward, once.\"\"\"
+
+    forwards = 0
+
+    def loss(self, model, batch):
+        self.forwards += model.training
+        once = Path({once!r})
+        if os.environ.get("RANK") == "1" and self.forwards == 11 and once.exists():
+            once.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+"""
+
+
+def test_a_lost_rank_s_slots_are_read_by_the_others(tmp_path, reference):
+    """The survivors open its lanes at the last save, and read past the rest; a new process takes some over."""
+    (tmp_path / "once").touch()
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent)]
+    (tmp_path / "lost.py").write_text(LOST.format(paths=paths, once=str(tmp_path / "once")), encoding="utf-8")
+    flags = (
+        "--experiment-name r --batch-size 8 --micro-batch-size 2 --log-freq 2 --ckpt-freq 3 --max-steps 16 --lr 0.01"
+    )
+    command = [warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "3", "--max-losses", "2", "--", "train"]
+    command += ["--task", f"{tmp_path / 'lost.py'}:Lost", "--save-dir", str(tmp_path), *flags.split()]
+    command += ["--precision", "float64", "--exact", "--eval-freq", "4"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert not (tmp_path / "once").exists()
+    assert ended(tmp_path)[0] == reference[0]
+    assert ended(tmp_path)[2] == reference[2]
+    assert checkpoint.read_state(checkpoint.newest(tmp_path / "r", say=print))["losses"] == 1
