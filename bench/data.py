@@ -14,7 +14,7 @@ import time
 import tracemalloc
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import lockstep
 from lockstep.data.batches import StepPlan
@@ -73,6 +73,25 @@ def bare(stream, samples):
     return time.process_time() - began
 
 
+class Iterated(IterableDataset):
+    """The same samples for torch's DataLoader."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        for part in itertools.cycle(range(self.stream.parts)):
+            yield from self.stream.iter(part, 0)
+
+
+def dataloader(stream, samples):
+    """Seconds of the same samples in a DataLoader, in one process."""
+    began = time.process_time()
+    for _ in itertools.islice(DataLoader(Iterated(stream), MICRO), samples // MICRO):
+        pass
+    return time.process_time() - began
+
+
 def loaded(stream, samples):
     """Seconds of the same samples as a run loads them, in one process."""
     size = MICRO * STEP
@@ -91,18 +110,16 @@ def streams(args):
     """The speed of a plain iterable, and the memory over many samples."""
     for kind, draws in ((Counted, False), (Parsed, False), (Parsed, True)):
         stream, count = kind(64, 10**6, draws), 100 * MICRO * STEP
-        ratios, rates = [], []
+        ratios, others, rates = [], [], []
         bare(stream, count), loaded(stream, count)  # imports
         for _ in range(TURNS):
-            first, second = bare(stream, count), loaded(stream, count)
+            first, second, third = bare(stream, count), loaded(stream, count), dataloader(stream, count)
             ratios.append(first / second)
+            others.append(third / second)
             rates.append(count / second)
-        say(
-            "streams",
-            draws_random=draws,
-            of_bare=statistics.median(ratios),
-            samples_per_second=statistics.median(rates),
-        )
+        values = {"of_bare": ratios, "of_dataloader": others, "samples_per_second": rates}
+        medians = {name: statistics.median(each) for name, each in values.items()}
+        say("streams", kind=kind.__name__, draws_random=draws, **medians)
     stream = Counted(8, 10**4, False)
     peaks = []
     for count in (args.samples // 10, args.samples):

@@ -134,9 +134,11 @@ def test_hugging_face_streams_have_their_files_as_parts_and_seek_by_their_state(
     assert sorted(numbers(wanted)[:27]) == sorted(
         100 * n + k for n, c in enumerate([5, 3, 8, 1, 4, 6]) for k in range(c)
     )
-    before, state = play(hugging, 2, 3, micro=2, workers=workers)
-    with caplog.at_level(logging.INFO, "lockstep"):
-        assert before + play(hugging, 1, 11, micro=2, place=resumed(state, 3))[0] == wanted
+    for stop in (3, 11):  # the latter in the second epoch
+        before, state = play(hugging, 2, stop, micro=2, workers=workers)
+        assert state.place.epoch == (stop == 11)
+        with caplog.at_level(logging.INFO, "lockstep"):
+            assert before + play(hugging, 1, 14 - stop, micro=2, place=resumed(state, stop))[0] == wanted
     assert "cannot seek" not in caplog.text
 
 
@@ -191,6 +193,7 @@ def test_a_webdataset_has_its_urls_as_parts(tmp_path, workers, monkeypatch):
 
 def test_what_is_a_stream_and_what_is_refused():
     assert not is_stream([1, 2])
+    assert not is_stream(torch.utils.data.DataLoader([1, 2]))  # which is refused by name
     assert not is_stream(torch.utils.data.TensorDataset(torch.zeros(3)))
     assert is_stream(Count(3))
     assert is_stream(Parts([1]))

@@ -132,6 +132,19 @@ def test_each_sample_comes_once_in_an_epoch(lengths, micro, size):
         assert Counter(flat[epoch * total : (epoch + 1) * total]) == everything
 
 
+@pytest.mark.parametrize("lengths", [[5, 9, 2, 7, 1, 0, 3, 3, 8], [9, 4]])
+def test_a_resume_between_any_two_numbers_of_ranks_at_any_step(lengths):
+    stream, steps = Parts(lengths, noise=True), 11
+    wanted, _ = play(stream, 1, steps)
+    for ranks, others in itertools.product(range(1, 5), repeat=2):
+        stop = 1 + (3 * ranks + others) % (steps - 1)
+        before, state = play(stream, ranks, stop)
+        assert before + play(stream, others, steps - stop, place=resumed(state, stop))[0] == wanted, (ranks, others)
+    for stop in range(1, steps):
+        before, state = play(stream, 2, stop)
+        assert before + play(stream, 3, steps - stop, place=resumed(state, stop))[0] == wanted, stop
+
+
 def shifting(micro, ranks):
     """Shares that change with the step."""
 

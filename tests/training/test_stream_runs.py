@@ -9,6 +9,7 @@ import pytest
 import warm
 from ranks import run
 from refusals import refuses
+from shaken import shaken
 from small_runs import config
 from toys import Ragged, Sentences
 
@@ -212,3 +213,19 @@ def test_a_lost_rank_s_slots_are_read_by_the_others(tmp_path, reference):
     assert ended(tmp_path)[0] == reference[0]
     assert ended(tmp_path)[2] == reference[2]
     assert checkpoint.read_state(checkpoint.newest(tmp_path / "r", say=print))["losses"] == 1
+
+
+def shaken_train(world, folder, changes, lengths):
+    shaken()
+    return train(world, folder, changes, lengths)
+
+
+def test_shares_that_change_at_the_ends_of_epochs_lose_and_double_nothing(tmp_path):
+    """Epochs of two to four steps, and turns without samples, which were divided for another step."""
+    lengths, changes = [3, 1, 6, 2, 0, 5, 1, 9], EXACT | {"max_steps": 40, "engine": "ddp"}
+    run(train, 1, tmp_path / "one", changes | {"engine": "single"}, lengths)
+    run(shaken_train, 3, tmp_path / "three", changes | {"shares": "auto", "data": Data(workers=1)}, lengths)
+    assert ended(tmp_path / "three") == ended(tmp_path / "one")
+    assert ended(tmp_path / "one")[2]["epoch"] > 3
+    records = map(json.loads, (tmp_path / "three" / "r" / "metrics.jsonl").read_text().splitlines())
+    assert len({record["shares"] for record in records if "shares" in record}) > 1

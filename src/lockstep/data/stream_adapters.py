@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Generator, Iterator
 from typing import Any, cast, final
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.streams import Opened, SplitStream, Stream, StreamSource, set_worker_info
@@ -26,7 +26,7 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset | SplitStream) or _is_own(dataset):
         return True
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return hasattr(dataset, "__iter__") and not indexed
+    return hasattr(dataset, "__iter__") and not indexed and not isinstance(dataset, DataLoader)
 
 
 def source_of(dataset: Any) -> StreamSource:

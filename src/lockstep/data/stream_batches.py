@@ -102,6 +102,12 @@ class _LoadedTurn(NamedTuple):
     cursors: dict[int, Cursor]
 
 
+def _read_of(key: Key) -> _Read:
+    """Return what a key reads; it keeps its type through queues and pinned memory."""
+    assert isinstance(key.read, _Read)
+    return key.read
+
+
 _Probed = tuple[tuple[_StreamBatch, bool], float]  # (content, whether the collation drew), items
 _PADDING = Key(-1, -1, 0.0, [], [])  # for a process that is not the lane's
 
@@ -118,10 +124,9 @@ class StreamFetch(Fetch):
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         if key.read is None or key.read[0] == _NO_LANE:
             return _StreamBatch(None, 0, START), 0
-        read = _Read(*key.read)
-        cursor = None if read.cursor is None else Cursor(*read.cursor)
+        read = _read_of(key)
         samples, after = self._reader.read(
-            read.lane, read.first, read.size, epoch=read.epoch, cursor=cursor, step=key.step
+            read.lane, read.first, read.size, epoch=read.epoch, cursor=read.cursor, step=key.step
         )
         if len(samples) < self._min_samples:
             return _StreamBatch(None, 0, after), 0
@@ -136,11 +141,11 @@ class StreamFetch(Fetch):
         self._reader.close()
 
     def seed_collate(self, key: Key) -> None:
-        read = _Read(*(key.read or ()))
+        read = _read_of(key)
         self.seed("collate", read.epoch, read.turn, key.micro)  # a turn's step may still change
 
     def _location(self, key: Key) -> str:
-        read = _Read(*(key.read or ()))
+        read = _read_of(key)
         last = read.first + max(1, len(key.samples)) - 1
         return f"{rank_label(self._rank)}, step {key.step}, lane {read.lane}, samples {read.first} to {last}"
 
@@ -302,7 +307,7 @@ class StreamBatches(Batches):
         found = list[_Probed]()
         with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
             for _, (content, drew), items in stream:
-                found.append(((_StreamBatch(*content), drew), items))
+                found.append(((content, drew), items))
         fetch.close()
         return found
 
@@ -528,12 +533,12 @@ class StreamLoader(StepLoader):
         for key, data, items in self._loads:
             if key.read is None:
                 continue
-            read, content = _Read(*key.read), _StreamBatch(*data)
+            read, content = _read_of(key), data
             if read.generation != self._generation:
                 continue
             if read.lane != _NO_LANE:
-                cursors[read.lane] = Cursor(*content.cursor)
-                self._newest[read.lane] = read.epoch, cursors[read.lane]
+                cursors[read.lane] = content.cursor
+                self._newest[read.lane] = read.epoch, content.cursor
                 batches.append((key.micro, content, items))
             if read.last:
                 return _LoadedTurn(read.epoch, read.turn, read.slots, batches, cursors)
@@ -547,7 +552,7 @@ class StreamLoader(StepLoader):
             self._turn, self._asked = turn + 1, step + 1
             for key in self._turn_keys(generation, epoch, turn, step):
                 if workers > 1:
-                    home = homes.setdefault(_Read(*(key.read or ())).lane, index % workers)
+                    home = homes.setdefault(_read_of(key).lane, index % workers)
                     while index % workers != home:
                         yield _PADDING
                         index += 1
@@ -569,6 +574,9 @@ class StreamLoader(StepLoader):
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
-        known = [each[lane] for each in (self._newest, self._known) if lane in each]
-        fitting = [cursor for at, cursor in known if at == epoch and cursor.number <= first]
-        return max(fitting, key=lambda cursor: cursor.number, default=None)
+        best: Cursor | None = None
+        for places in (self._newest, self._known):
+            at, cursor = places.get(lane, (-1, START))
+            if at == epoch and cursor.number <= first and (best is None or cursor.number > best.number):
+                best = cursor
+        return best

@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError, PeerError
 __all__ = [
     "CONTINUE",
     "INTERRUPT",
+    "MOST_STEPS",
     "NO_TURN",
     "REGROUP",
     "SAVE_AND_END",

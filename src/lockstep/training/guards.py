@@ -25,7 +25,7 @@ from lockstep.clock import Clock
 from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.balance import ShareReport, check_same_shares
-from lockstep.distributed.exchange import StepExchange
+from lockstep.distributed.exchange import MOST_STEPS, StepExchange
 from lockstep.engines.buffers import unmoved
 from lockstep.engines.registry import kinds, name_of
 from lockstep.errors import LockstepError
@@ -135,6 +135,8 @@ class ShareReporter:
         self._built, self._balancer, self._clock = built, built.balancer, clock
         data = built.config.data
         self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, at one slot a step
+        if built.training.order is None:  # turns of a stream that turn out to be no steps were asked for too
+            self._ahead += MOST_STEPS
         self._count, self._bounded = 0, not built.config.exact
         devices = built.world.gather(name_and_memory(built.world.device))  # collective
         line = describe_unequal_devices(devices, self._speeds)
