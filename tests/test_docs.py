@@ -1,6 +1,7 @@
 """What the documents show is what runs."""
 
 import contextlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_the_tasks_and_runs_of_the_documents_run(here):
     for kind, steps in (("RareMore", 16), ("Balanced", 7), ("Curriculum", 16)):
         drawn = lockstep.train(lockstep.Config(experiment_name=kind, num_epochs=1, batch_size=32), names[kind]())
         assert (drawn.status, drawn.global_step) == ("finished", steps)
+
+
+def test_the_streams_of_the_documents_run(here):
+    Path("shards").mkdir()
+    for number in range(8):
+        rows = [json.dumps({"x": [k / 9.0] * 4, "y": k / 3.0}) + "\n" for k in range(10 + number)]
+        Path(f"shards/{number}.jsonl").write_text("".join(rows), encoding="utf-8")
+    names = {}
+    for block in blocks("docs/data.md"):
+        exec(block.replace("max_steps=100", "max_steps=12"), names)
+    assert (names["result"].status, names["result"].global_step) == ("finished", 12)
 
 
 def test_the_losses_over_a_whole_step_run(here):

@@ -32,6 +32,7 @@ __all__ = [
     "Selection",
     "SharesState",
     "SpikeState",
+    "StreamState",
     "TrainedSet",
 ]
 
@@ -252,6 +253,38 @@ class SharesState:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamState:
+    """The place in a training set without an index; see `data/streams.py`.
+
+    Attributes:
+        epoch: of the stream.
+        turn: of the epoch: the next one that may be a step.
+        epoch_steps, epoch_samples, epoch_empty: steps, samples and empty micro-batches of this epoch so far.
+        samples: of all epochs so far.
+        last_steps: steps of the epoch before; 0 in the first one.
+        cursors: lane -> a place from which it can be opened, as `data.streams.Cursor`.
+    """
+
+    epoch: int = 0
+    turn: int = 0
+    epoch_steps: int = 0
+    epoch_samples: int = 0
+    epoch_empty: int = 0
+    samples: int = 0
+    last_steps: int = 0
+    cursors: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return _encode_fields(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], file: str) -> Self:
+        """Read the result of `to_json`, from `file`. Raises CheckpointError for a value of a wrong type."""
+        return _read(cls, data, file)
+
+
+@dataclass(frozen=True, slots=True)
 class LauncherState:
     """The launcher's job that the last start belonged to.
 
@@ -286,6 +319,7 @@ class RunState:
         not_finite_at_start: names of the tensors that were not finite when the run started; None: not checked yet.
         spike: of the spike guard.
         shares: of `--shares auto`.
+        stream: the place in a training set without an index.
         steps_left_out: steps that a guard skipped.
         losses: ranks that were lost while the others continued.
         restarts: restarts by a launcher after a failure.
@@ -311,6 +345,7 @@ class RunState:
     not_finite_at_start: list[str] | None = None
     spike: SpikeState | None = None
     shares: SharesState | None = None
+    stream: StreamState | None = None
     steps_left_out: int | None = None
     losses: int | None = None
     restarts: int | None = None

@@ -106,8 +106,8 @@ class Task(ABC):
         """Return the samples of "train" or "evaluation".
 
         Returns:
-            An object with `len(dataset)` and `dataset[i]`. For "evaluation" also a dict of several sets, by name; or
-            None for no evaluation.
+            An object with `len(dataset)` and `dataset[i]`. For "train" also a stream without an index, see "Data" in
+            the documentation; for "evaluation" also a dict of several sets, by name, or None for no evaluation.
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:

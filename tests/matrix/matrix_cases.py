@@ -77,7 +77,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
-    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual"),
+    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual", "stream"),
     # The loss, what is trained, and how often a step evaluates; tests/training/test_step_property.py mixes these.
     "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }

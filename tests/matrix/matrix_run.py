@@ -381,10 +381,12 @@ def shares(case: Case, engine: str, world: int) -> tuple[int, ...]:
 
 
 def by_speed(case: Case, engine: str, world: int) -> bool:
-    """Whether the shares change with every exchange: with the task "muon", where an engine can and nothing follows from
-    who computed what."""
+    """Whether the shares change with every exchange.
+
+    With the tasks "muon" and "stream", where an engine can and nothing follows from who computed what.
+    """
     able = engine in ("ddp", "zero") and world in (2, 3)
-    return case.task == "muon" and able and case.model != "buffer"
+    return case.task in ("muon", "stream") and able and case.model != "buffer"
 
 
 def _audit(start: Start) -> float:
@@ -422,7 +424,7 @@ def settings(start: Start, folder: Path) -> Config:
     return Config(
         experiment_name=NAME,
         save_dir=f"file://{folder}/store" if _uploads(case) else str(folder),
-        num_epochs=1,
+        max_steps=STEPS if case.task == "stream" else 0,  # whose epoch has as many
         stop_at=start.stop_at,
         lr=base_rate(case.task),
         batch_size=BATCH,

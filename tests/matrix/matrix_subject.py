@@ -1,7 +1,7 @@
 """What is trained in the matrix: five small models, one data set with one bad sample, the loss, and the tasks.
 
-Nothing in here knows of lockstep but `order`, its documented order of samples, and `noise`, its documented seed of a
-sample: the oracle trains the same models on the same samples in a loop of its own.
+Nothing in here knows of lockstep but `order`, its documented order of samples, `noise`, its documented seed of a
+sample, and `Parts`, its lanes of a stream: the oracle trains the same models on the same samples in its own loop.
 """
 
 import os
@@ -16,6 +16,7 @@ from torch import nn
 
 import lockstep
 from lockstep.data.sampler import Shuffled
+from lockstep.data.streams import Lanes
 from lockstep.hooks import Hooks
 from lockstep.seeds import derive
 from lockstep.tensors import local_of
@@ -255,6 +256,23 @@ class Samples(torch.utils.data.Dataset):
         return {"x": x} | fields
 
 
+class Parts:
+    """The same samples in the same micro-batches, as a stream: each slot has two parts, which take turns."""
+
+    def __init__(self, samples):
+        self.samples, self.order, self.parts = samples, order(), 2 * BATCH // MICRO
+        lanes = Lanes(self.parts, BATCH // MICRO, MICRO, 0)
+        self.lane_of = {lanes.parts_of(0, lane)[0]: lane for lane in range(self.parts)}
+
+    def iter(self, part, start):
+        slot, turn = divmod(self.lane_of[part], 2)
+        firsts = range(turn * BATCH + slot * MICRO, SAMPLES, 2 * BATCH)
+        for place in [place for first in firsts for place in range(first, first + MICRO)][start:]:
+            sample = self.order[place]
+            seeded(sample)  # as a data set finds it
+            yield self.samples[sample]
+
+
 def _first(path):
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
@@ -367,6 +385,14 @@ class Evaluated(Subject):
         return super().dataset(split) if split == "train" else held_out
 
 
+class Streamed(Subject):
+    """Its samples come as a stream."""
+
+    def dataset(self, split):
+        samples = super().dataset(split)
+        return samples if samples is None else Parts(samples)
+
+
 class Watching(Hooks):
     """Hooks that count, on all ranks and over all starts of a run, and that hold the weights within bounds."""
 
@@ -473,6 +499,6 @@ def subject(task, model, fault, folder, step="sum"):
     """The task of a case."""
     if step != "sum":
         return _STEPS[step](model, fault, folder)
-    return {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked}.get(task, Subject)(
-        model, fault, folder
-    )
+    return {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked, "stream": Streamed}.get(
+        task, Subject
+    )(model, fault, folder)

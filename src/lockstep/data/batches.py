@@ -21,8 +21,10 @@ from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading, blamed, draws, seed_everything
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
+from lockstep.distributed.exchange import Turns
 from lockstep.distributed.world import World
 from lockstep.errors import DataError, LockstepError
+from lockstep.run_state import Position, StreamState
 from lockstep.task import Order, Task, has_mean_loss
 
 __all__ = [
@@ -174,6 +176,8 @@ class Batches:
         loader: creates the micro-batches; counts restarts of loader processes.
         leads: a micro-batch's copy to the device starts when the previous one is used.
         size: samples of the dataset.
+        task, rank, world_size: as given.
+        move: copies a batch to the device; None on a CPU.
     """
 
     def __init__(
@@ -188,16 +192,27 @@ class Batches:
         loading: Loading | None = None,
         sharing: ShareSchedule | None = None,
     ) -> None:
-        self.step_plan = step_plan
+        self._order, self.size = order, len(dataset)
+        fetch = Fetch(dataset, task, seed, world.rank)
+        self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
+
+    def set_up(
+        self,
+        task: Task,
+        fetch: Fetch,
+        step_plan: StepPlan,
+        world: World,
+        loading: Loading,
+        sharing: ShareSchedule | None,
+    ) -> None:
+        """Set what batches of any kind of dataset have."""
+        self.task, self.step_plan, self.rank, self.world_size = task, step_plan, world.rank, world.size
         equal = equal_shares(step_plan.micro_batches, world.size)
         self.sharing = sharing or ShareSchedule(lambda step: equal)
-        self._order, self._rank, self.size = order, world.rank, len(dataset)
-        self._fetch = Fetch(dataset, task, seed, world.rank)
-        self._move = mover(world.device)
-        self.leads = isinstance(self._move, SideStream)
-        self._loading = loading or Loading()
-        self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
-        self._task = task
+        self._fetch, self._loading = fetch, loading
+        self.move = mover(world.device)
+        self.leads = isinstance(self.move, SideStream)
+        self.loader = Loader(fetch, loading, world.rank, world.device.type == "cuda")
 
     @property
     def slots(self) -> int:
@@ -209,7 +224,7 @@ class Batches:
 
     def slots_of(self, step: int) -> int:
         """Return this rank's number of forwards in a step, with empty slots."""
-        return self.sharing.at(step).slots[self._rank]
+        return self.sharing.at(step).slots[self.rank]
 
     @property
     def slots_in_all(self) -> int:
@@ -234,7 +249,7 @@ class Batches:
         and backward must run for their collectives. If the loss is a mean, it would be NaN, and so would every
         gradient, at any weight. So another micro-batch is computed in its place, with weight 0, as in an empty slot.
         """
-        if not has_mean_loss(self._task):
+        if not has_mean_loss(self.task):
             yield from self.micro(start)
             return
         spare: Any = None
@@ -277,11 +292,23 @@ class Batches:
         for a, b in cuts:
             epochs, samples = (each.tolist() for each in self._order.at(start + a, start + b))
             keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
-        loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self._rank, False)
+        loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
         return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
     def _first_key(self, step: int) -> Key:
-        return self._key(step, slots(self.sharing.at(step), self._rank, self.step_plan.present(step))[0].micro)
+        return self._key(step, slots(self.sharing.at(step), self.rank, self.step_plan.present(step))[0].micro)
+
+    def describe(self) -> list[str]:
+        """Return lines for the log about how the data are read."""
+        return []
+
+    def place(self, place: Position) -> Position:
+        """Correct a position of the plan, if the data decide it."""
+        return place
+
+    def stream_state(self, done: int, world: World) -> StreamState | None:
+        """Return the place in a stream after `done` steps; None: not a stream. Collective for a stream."""
+        return None
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
         """Return, by rank, the first and the past-the-last of its micro-batches in a step.
@@ -296,7 +323,7 @@ class Batches:
         Loads like all others: if there are loader processes, in one of its own, a micro-batch ahead.
         """
         loading = Loading(min(self._loading.workers, 1), 1, self._loading.retries)
-        loader = Loader(self._fetch, loading, self._rank, False)
+        loader = Loader(self._fetch, loading, self.rank, False)
         with closing(loader.stream(self._key(*place) for place in places)) as stream:
             for key, data, items in stream:
                 yield key.step, self._micro_batch(key, data, items)
@@ -307,7 +334,7 @@ class Batches:
         return self._micro_batch(key, *self._fetch[key])
 
     def _micro_batch(self, key: Key, data: Any, items: float) -> MicroBatch:
-        return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self._move)
+        return MicroBatch(data, key.micro, items if key.weight else 0, key.weight, self.move)
 
     def with_items(self, step: int) -> Any:
         """Return a batch that has items, from this step or soon after, of any rank.
@@ -345,9 +372,9 @@ class Batches:
             for step in range(first, last):
                 present = step_plan.present(step)
                 if (now := self.sharing.at(step)) is not shares:
-                    shares, full = now, slots(now, self._rank, step_plan.micro_batches)
+                    shares, full = now, slots(now, self.rank, step_plan.micro_batches)
                 short = present < step_plan.micro_batches
-                own = slots(now, self._rank, present) if short else full
+                own = slots(now, self.rank, present) if short else full
                 for micro, weight in own:
                     a, b = step_plan.positions(step, micro)
                     span = slice(a - origin, b - origin)
@@ -368,6 +395,11 @@ class StepLoader:
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
+
+    @property
+    def turns(self) -> Turns | None:
+        """The turns of a stream, which the step exchange settles; None without one."""
+        return None
 
     def __iter__(self) -> Self:
         return self

@@ -56,13 +56,18 @@ __all__ = [
 
 
 class Key(NamedTuple):
-    """A micro-batch to load: its place in the run, and its samples."""
+    """A micro-batch to load: its place in the run, and its samples.
+
+    Attributes:
+        read: of a stream, what to read in place of indexed samples; see `stream_batches`.
+    """
 
     step: int
     micro: int
     weight: float
     epochs: list[int]
     samples: list[int]
+    read: tuple[Any, ...] | None = None
 
 
 @runtime_checkable
@@ -81,7 +86,7 @@ def draws(dataset: Any) -> bool:
 def check_dataset(dataset: Any, split: str, name: str = "") -> None:
     """Raise DataError, in one line, unless the dataset is map-style.
 
-    The order of samples is arithmetic on indices.
+    The order of samples is arithmetic on indices. For training a stream will do too (`data/stream_adapters.py`).
 
     Args:
         dataset: the result of the task's `dataset(split)`.
@@ -100,7 +105,7 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
     if missing:
         raise DataError(
             f"{source} returned {kind}, which has no {' and no '.join(missing)}; samples are loaded by index, "
-            "dataset[i] for i below len(dataset): write an iterable dataset to files, or index its files"
+            "dataset[i] for i below len(dataset): give a small one as list(...), or write it to files and index them"
         )
 
 
@@ -128,6 +133,10 @@ class Fetch:
             samples = self._many(key.samples)
         else:
             samples = [self._dataset[sample] for sample in key.samples]
+        return self.finish(samples, key)
+
+    def finish(self, samples: list[Any], key: Key) -> tuple[Any, float]:
+        """Collate the samples of a micro-batch, and count its items."""
         if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
@@ -143,7 +152,11 @@ class Fetch:
 
     def seed_collate(self, key: Key) -> None:
         """Seed the generators that a collate function draws from."""
-        seed_everything(derive(self._seed, "collate", key.step, key.micro))
+        self.seed("collate", key.step, key.micro)
+
+    def seed(self, purpose: str, *path: int) -> None:
+        """Seed the generators by the run's seed, a purpose and numbers."""
+        seed_everything(derive(self._seed, purpose, *path))
 
     def _items(self, data: Any, samples: list[Any], key: Key) -> float:
         """Count the items of this micro-batch; the loss is divided by them."""

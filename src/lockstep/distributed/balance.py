@@ -74,6 +74,11 @@ class ShareSchedule:
         self.at, self.guess, self.step = at, guess or at, 0
 
     @property
+    def varies(self) -> bool:
+        """Whether shares may differ between steps."""
+        return self.guess != self.at
+
+    @property
     def now(self) -> Shares:
         """The shares of the current step."""
         return self.at(self.step)

@@ -18,7 +18,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,12 +34,16 @@ from lockstep.errors import LockstepError, PeerError
 __all__ = [
     "CONTINUE",
     "INTERRUPT",
+    "MOST_STEPS",
+    "NO_TURN",
     "REGROUP",
     "SAVE_AND_END",
     "SAVE_FAILED",
     "STOP",
     "BusySeconds",
     "StepExchange",
+    "Turn",
+    "Turns",
     "assign_owners",
     "gather_rows",
     "scatter_rows",
@@ -148,6 +152,33 @@ class BusySeconds(NamedTuple):
     writing: float = 0.0
 
 
+class Turn(NamedTuple):
+    """A rank's part of a turn of a stream: its items, samples, and micro-batches that have samples."""
+
+    items: Exact
+    samples: int
+    filled: int
+
+
+NO_TURN = Turn(0, 0, 0)
+
+
+class Turns(Protocol):
+    """Turns of a stream, of which those without a sample on any rank are no steps.
+
+    Attributes:
+        cover: step -> None; set by the exchange, and called before a step whose turn is not settled.
+    """
+
+    cover: Callable[[int], None]
+
+    def ahead(self, turn: int) -> Turn:
+        """Return this rank's part of a turn, counted from the first that is not settled; may load data."""
+
+    def settle(self, samples: Sequence[int], filled: Sequence[int]) -> list[int]:
+        """Return which of the next turns are steps, by their samples and filled micro-batches over all ranks."""
+
+
 class _PendingExchange(NamedTuple):
     """An exchange in flight.
 
@@ -156,13 +187,14 @@ class _PendingExchange(NamedTuple):
         length: number of steps that it covers.
         work: its handle.
         rows: the numbers of each rank, one row a rank.
-        items: index of the items in a row.
+        extra, items: index of the extra numbers and of the items in a row.
     """
 
     due: int
     length: int
     work: dist.Work
     rows: Tensor
+    extra: int
     items: int
 
 
@@ -211,6 +243,7 @@ class StepExchange:
         survives_loss: bool = False,
         timed_steps: Callable[[], int] | None = None,
     ) -> None:
+        self._turns: Turns | None = None
         self._world, self._ahead, self._constant, self._last, self._total_busy = world, ahead, constant, last, busy
         self._extra = extra
         self._last_total, self._last_total_step = BusySeconds(), 0  # busy seconds at the last exchange, and its step
@@ -232,6 +265,14 @@ class StepExchange:
         self._busy, self._steps = 0.0, 0  # over the steps since the last exchange
         self._step_start: float | None = None
 
+    def take_turns(self, turns: Turns | None) -> None:
+        """Exchange the items of a stream's turns from now on, and settle which of them are steps; None: no stream."""
+        self._turns = turns
+        if turns:
+            self._constant = None
+            if self._world.size > 1:
+                turns.cover = self.cover
+
     @property
     def horizon(self) -> int:
         """The first step that no exchange has covered; items of earlier steps may have been read."""
@@ -251,14 +292,27 @@ class StepExchange:
             raise self._failed
         if self._world.size == 1:
             return self._constant(step) if self._constant else number(self._ahead(step))
-        if step >= self._result.first + self._result.length:  # the first step: nothing was sent before it
-            self._pending = self._pending or self._issue(step, self._result.next_length)
-            self.receive()
+        self.cover(step)
         now = time.perf_counter()
         if self._step_start is not None:
             self._busy, self._steps = self._busy + now - self._step_start, self._steps + 1
         self._step_start = now
         return self._constant(step) if self._constant else self._result.items[step - self._result.first]
+
+    def cover(self, step: int) -> None:
+        """Wait for the exchange that covers a step, which is the first: nothing was sent before it.
+
+        Raises:
+            PeerError: another rank did not respond within the timeout.
+            LockstepError: the ranks have work for different numbers of steps.
+        """
+        if self._failed:
+            raise self._failed
+        if step >= self._result.first + self._result.length:
+            self._pending = self._pending or self._issue(step, self._result.next_length)
+            self.receive()
+            if self._failed:
+                raise self._failed
 
     def send(self, step: int) -> None:
         """Start the exchange for the next steps, if it is due. Does not wait.
@@ -281,7 +335,11 @@ class StepExchange:
             at = self.progress.step
             self.progress.at(at, WAITING)
             try:
-                self._result, self._pending = self._complete(self._pending), None
+                result = self._complete(self._pending)
+                while not result.length and self._pending.length:  # no rank has a sample in these turns of a stream
+                    self._pending = self._issue(self._pending.due, self._pending.length)
+                    result = self._complete(self._pending)
+                self._result, self._pending = result, None
             except PeerError as error:
                 if not self._survives_loss:
                     raise
@@ -327,16 +385,25 @@ class StepExchange:
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy, self._steps = 0.0, 0
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
-        row += (extra := self._extra(due, due + length, self.wait_seconds))
+        turns = list[Turn]()
+        if self._turns:
+            length = max(0, min(length, self._last - due)) if self._last else length
+            turns = [self._turns.ahead(k) if k < length else NO_TURN for k in range(MOST_STEPS)]
+            row += [float(each.samples) for each in turns] + [float(each.filled) for each in turns]
+        start = len(row)
+        row += self._extra(due, due + length, self.wait_seconds)
+        items = len(row)
         if not self._constant:
-            coming = [parts(self._ahead(due + k) if k < length else 0) for k in range(MOST_STEPS)]
+            ahead = self._ahead
+            counts = [each.items for each in turns] or [ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
+            coming = [parts(each) for each in counts]
             row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS numbers of each part
         if self._rows is None or self._rows.shape[1] != len(row):  # one exchange is in flight, and read before the next
             self._rows = self._buffer(len(row))
             self._rows_by_rank = list(self._rows.unbind())
         own = torch.tensor(row, dtype=torch.float64)
         work = dist.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
-        return _PendingExchange(due, length, work, self._rows, _HEADER + len(extra))
+        return _PendingExchange(due, length, work, self._rows, start, items)
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
@@ -378,13 +445,20 @@ class StepExchange:
         self._agreed_stop = int(rows[:, 0].max())
         _check_even(rows[:, 2], pending.due)
         self.busy_by_rank = list(map(BusySeconds._make, rows[:, 3:_HEADER].tolist()))
-        self.extra_by_rank = rows[:, _HEADER : pending.items].tolist() if pending.items > _HEADER else [[]] * len(rows)
+        extra = pending.items > pending.extra
+        self.extra_by_rank = rows[:, pending.extra : pending.items].tolist() if extra else [[]] * len(rows)
         self.count += 1
         items: list[float] = []
         if not self._constant:
             sums = _exact_sums(rows[:, pending.items :].reshape(-1, MOST_STEPS)[:, : pending.length])
             items = [number(each) for each in sums]
-        return _ExchangeResult(pending.due, pending.length, items, self._interval(float(rows[:, 1].max())))
+        length, next_length = pending.length, self._interval(float(rows[:, 1].max()))
+        if self._turns:
+            counts = rows[:, _HEADER : pending.extra].reshape(len(rows), 2, MOST_STEPS).sum(axis=0)[:, :length]
+            samples, filled = counts.astype(int).tolist()
+            steps = self._turns.settle(samples, filled)
+            length, items = len(steps), [items[k] for k in steps]
+        return _ExchangeResult(pending.due, length, items, next_length)
 
     def has_failed(self) -> bool:
         """Whether the exchange in flight has failed. For use by another thread."""

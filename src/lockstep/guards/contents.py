@@ -32,7 +32,9 @@ from lockstep.trace.record.sums import mixed
 __all__ = [
     "KEY",
     "Contents",
+    "alike",
     "check_contents",
+    "digest",
 ]
 
 KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything

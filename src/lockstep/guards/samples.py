@@ -9,7 +9,7 @@ the replacement, is seeded as in a run without an error. For a loader process th
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -92,14 +92,24 @@ class RetryingDataset(Dataset[Any]):
         _LOG.warning("%s; using sample %d instead", line, (index + 1) % len(self))
 
 
-def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
+class Counting(Protocol):
+    """A dataset that counts what it repairs.
+
+    Attributes:
+        counts: [retries, skips] so far on this rank.
+    """
+
+    counts: Tensor
+
+
+def loading_failures(loading: Sequence[Counting | Loader]) -> list[float]:
     """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
     counts = [0.0, 0.0, 0.0]
     for each in loading:
-        if isinstance(each, RetryingDataset):
-            counts[0], counts[1] = (float(count) for count in each.counts)
-        else:
+        if isinstance(each, Loader):
             counts[2] = float(each.restarts)
+        else:
+            counts[0], counts[1] = (float(count) for count in each.counts)
     return counts
 
 

@@ -28,15 +28,19 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.files import await_results
 from lockstep.config import cli
-from lockstep.config.schema import Config
+from lockstep.config.schema import SPANS, Config, flag, lookup
+from lockstep.data.batches import Batches
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
+from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.stream_batches import StreamBatches, StreamData
+from lockstep.data.streams import StreamSource
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, gather_results, on_all_ranks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.files import create_file
-from lockstep.guards.contents import KEY, Contents, check_contents
+from lockstep.guards.contents import KEY, Contents, alike, check_contents, digest
 from lockstep.guards.samples import RetryingDataset
-from lockstep.task import Task
+from lockstep.task import Task, has_own
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
 from lockstep.transforms.precision import is_fast
@@ -44,6 +48,7 @@ from lockstep.transforms.precision import is_fast
 __all__ = [
     "check_samples",
     "check_shared_folder",
+    "check_stream",
     "collect_new_modules",
     "copy_from_rank0",
     "exchange_first_facts",
@@ -58,7 +63,7 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
     """Make the training set and the evaluation sets. Collective.
 
     Returns:
-        The training set, the evaluation sets by name, and the number of training samples.
+        The training set, the evaluation sets by name, and the number of training samples; 0 for a stream.
 
     Raises:
         DataError: one is no dataset, or the training set is empty.
@@ -66,21 +71,56 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
 
     def make() -> tuple[Any, dict[str, Any], int]:
         plain, evaluation = _task_datasets(task)
-        return plain, evaluation, _check_size(plain)
+        return plain, evaluation, 0 if is_stream(plain) else _check_size(plain)
 
     return on_all_ranks(world, make)  # collective
 
 
-def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset:
+def check_stream(config: Config, task: Task, source: StreamSource) -> None:
+    """Refuse what a training set without an index cannot have.
+
+    Raises:
+        ConfigError: a setting, named by its flag, or an `order` of the task.
+    """
+    start = f"the training set is a stream ({source.name}), which has no length"
+    if not config.max_steps:
+        raise ConfigError(f"{start}: give --max-steps in place of --num-epochs (or of --extend-to in epochs)")
+    spans = [name for name in sorted(SPANS) if str(lookup(config, name)).endswith(("epoch", "epochs"))]
+    if spans:
+        raise ConfigError(f"{start}: give {flag(spans[0])} in steps, or as a share of the plan")
+    if config.limit_train_batches:
+        raise ConfigError(f"{start}: leave out --limit-train-batches; --max-steps limits a run")
+    if config.guards.bad_samples:
+        raise ConfigError(
+            f"--guards.bad-samples {config.guards.bad_samples}: a stream has no other sample in place of a bad one; "
+            "leave it out, and let the stream itself pass over bad samples"
+        )
+    if config.guards.audit:
+        raise ConfigError(
+            f"--guards.audit {config.guards.audit:g} loads single micro-batches again, and a stream is read in order; "
+            "leave it out"
+        )
+    if has_own(task, "order"):
+        raise ConfigError("the task has an `order`, which is for a training set with an index: a stream has its own")
+
+
+def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset | StreamData:
     """Wrap a dataset with retries and skips, by --guards.retries and --guards.bad-samples."""
     guards = config.guards
+    if is_stream(dataset):
+        return StreamData(source_of(dataset), guards.retries)
     return RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
 
 
-def check_samples(config: Config, training: Any, evaluation: Mapping[str, Any], world: World) -> list[str]:
+def check_samples(
+    config: Config, training: Any, evaluation: Mapping[str, Any], world: World, batches: Batches
+) -> list[str]:
     """Compare a few samples of each set between the ranks. Collective.
 
     A loader process loads them, if training has such processes.
+
+    Args:
+        batches: of the training set.
 
     Returns:
         A line for the log about each part that cannot be compared.
@@ -88,26 +128,49 @@ def check_samples(config: Config, training: Any, evaluation: Mapping[str, Any], 
     Raises:
         DifferenceError: a rank has different samples.
     """
-    if world.size == 1:
+    has_index = not isinstance(batches, StreamBatches)
+    if world.size == 1 and has_index:
         return []
-    datasets = {"training set": training}
+    datasets = {"training set": training} if has_index else {}
     datasets |= {f"evaluation set '{name}'" if name else "evaluation set": each for name, each in evaluation.items()}
     retries = config.guards.retries
     # Separate wrappers: the run does not count their retries.
     sets = {name: RetryingDataset(each, retries=retries, skips=0, rank=world.rank) for name, each in datasets.items()}
 
     def read() -> dict[str, Any]:
-        loading = Loading(min(config.data.workers, 1), 1, retries)
-        loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
-        with generators_kept(), closing(loader.stream(iter([KEY]))) as samples:
-            return next(data for _, data, _ in samples)
+        with generators_kept():
+            found = _read_stream(batches) if isinstance(batches, StreamBatches) else {}
+            if world.size == 1:
+                return found
+            loading = Loading(min(config.data.workers, 1), 1, retries)
+            loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
+            with closing(loader.stream(iter([KEY]))) as samples:
+                found |= next(data for _, data, _ in samples)
+            return found
 
-    return check_contents(world, on_all_ranks(world, read))  # collective
+    digests = on_all_ranks(world, read)  # collective
+    return check_contents(world, digests) if world.size > 1 else []  # collective
+
+
+def _read_stream(batches: StreamBatches) -> dict[str, Any]:
+    """Return a digest of a stream's first samples.
+
+    Raises:
+        DataError: two readings differ, so that a resume would not find its place.
+    """
+    first, second = (digest(batches.first_samples()) for _ in range(2))
+    if not alike(first, second):
+        raise DataError(
+            "two readings of the stream of the task's dataset('train') differ in its first samples, so a resume "
+            "would lose or repeat some; give its shuffles a seed, and draw from torch, numpy or random alone"
+        )
+    return {"first samples of the stream": first}
 
 
 def _task_datasets(task: Task) -> tuple[Any, dict[str, Any]]:
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
-    check_dataset(training, "train")
+    if not is_stream(training):
+        check_dataset(training, "train")
     return training, sets_by_name(evaluation)
 
 

@@ -35,6 +35,8 @@ from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
 from lockstep.data.sampler import Begun, SizedOrder, order_of
+from lockstep.data.stream_batches import StreamBatches, StreamData
+from lockstep.data.streams import Lanes
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
@@ -44,12 +46,13 @@ from lockstep.errors import UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
-from lockstep.run_state import RunState, Selection
+from lockstep.run_state import Position, RunState, Selection
 from lockstep.task import Order, Task, as_task, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import (
     check_samples,
     check_shared_folder,
+    check_stream,
     exchange_first_facts,
     find_folders,
     log_ranks,
@@ -111,11 +114,17 @@ class TrainingSet(NamedTuple):
     Attributes:
         dataset: as the task made it.
         retry_dataset: the same with retries and skips, to load from.
+        order: of the samples; None for a stream, which has its own.
     """
 
     dataset: Any
     retry_dataset: Any
-    order: SizedOrder
+    order: SizedOrder | None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What a resume of a stream must not change."""
+        return {"stream_parts": self.retry_dataset.source.parts} if self.order is None else {}
 
 
 def build_batches(
@@ -123,13 +132,20 @@ def build_batches(
 ) -> tuple[Batches, Balancer | None]:
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
     dataset, retry_dataset, full_order = training
+    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    if full_order is None:
+        balancer = balancer_of(config, world, None, state)
+        step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
+        lanes = Lanes(parts, step_plan.micro_batches, step_plan.micro_size, config.seed, run_plan.min_samples)
+        place = (state.global_step, state.stream) if state.stream else None
+        options: dict[str, Any] = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
+        return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
     order: Order = full_order
     if run_plan.samples < full_order.size:
         order = Begun(full_order, full_order.size, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
     costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
     balancer = balancer_of(config, world, costs if costs_known else None, state)
-    loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
     sharing = sharing_of(config, balancer)
     batches = Batches(
         task, retry_dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing
@@ -279,6 +295,17 @@ class RunParts:
         """Number of steps trained before this start."""
         return self.state.global_step
 
+    def place(self, done: int) -> Position:
+        """Return the run's position after `done` steps."""
+        return self.batches.place(self.run_plan.place(done))
+
+    def epochs(self, done: int) -> float:
+        """Return the passes over the training data after `done` steps, with the part of the current one if known."""
+        if self.run_plan.samples:
+            return self.run_plan.step_plan.start(done) / self.run_plan.samples
+        place = self.place(done)
+        return (place.epoch or 0) + (place.epoch_progress or 0.0)
+
     @property
     def last_step(self) -> int:
         """Number of steps after which this start of the run ends."""
@@ -402,7 +429,7 @@ def build_together(
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
-    resolved = resolve(requested, Facts.of(task, model, samples, training.order.size, start))
+    resolved = resolve(requested, Facts.of(task, model, samples, training.order.size if training.order else 0, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
@@ -414,12 +441,12 @@ def build_together(
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    plan = plan_of(settings, run_plan, task, model, own_task=own_task)
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | training.plan
     _check_plan(folder, state, plan, settings, requested, world)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
     check_programs(world, task, batches.samples(first, 0))
-    notes = check_samples(settings, training.dataset, evaluation_sets, world)
+    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches)
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
@@ -502,8 +529,12 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
     """Make the training set and the evaluation sets, and count the training samples. Collective."""
     dataset, evaluation, samples = make_datasets(task, world)  # collective
+    loaded = on_all_ranks(world, lambda: with_retries(draft, dataset, world))
+    if isinstance(loaded, StreamData):
+        on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
+        return TrainingSet(dataset, loaded, None), evaluation, 0
     order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
-    return TrainingSet(dataset, with_retries(draft, dataset, world), order), evaluation, samples
+    return TrainingSet(dataset, loaded, order), evaluation, samples
 
 
 def _check_plan(
@@ -596,6 +627,8 @@ def announce(built: RunParts) -> None:
         log_ranks(built.places)
     _LOG.info(describe_step(built.run_plan, built.world.size))
     if line := describe_loss(built.run_plan, built.task):
+        _LOG.info(line)
+    for line in built.batches.describe():
         _LOG.info(line)
     if not has_own(built.task, "optimizer"):
         _LOG.info(describe_optimizer(built.run_plan))

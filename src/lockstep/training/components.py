@@ -109,6 +109,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         survives_loss=survives_losses,
         timed_steps=lambda: clock.steps,
     )
+    exchange.take_turns(step_loader.turns)
     exchange.engine_steps = built.start
     session.exchange = exchange
     sums = state.running
@@ -154,7 +155,7 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
         components.recorder.log(record)
     return Step(
         record,
-        components.step_plan.start(global_step) / built.run_plan.samples,
+        built.epochs(global_step),
         built.lr * record.factor,
         session.read_numbers,
     )

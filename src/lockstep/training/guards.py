@@ -26,7 +26,7 @@ from lockstep.clock import Clock
 from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.balance import ShareReport, check_same_shares
-from lockstep.distributed.exchange import StepExchange
+from lockstep.distributed.exchange import MOST_STEPS, StepExchange
 from lockstep.engines.buffers import unmoved
 from lockstep.engines.registry import kinds, name_of
 from lockstep.errors import LockstepError
@@ -142,6 +142,8 @@ class ShareReporter:
         self._built, self._balancer, self._clock = built, built.balancer, clock
         data = built.config.data
         self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, at one slot a step
+        if built.training.order is None:  # turns of a stream that turn out to be no steps were asked for too
+            self._ahead += MOST_STEPS
         self._count, self._bounded = 0, not built.config.exact
         facts = built.lock_facts  # of a run's first steps; after a lost rank the ranks are others
         devices = facts.devices if facts else built.world.gather(name_and_memory(built.world.device))  # collective

@@ -284,7 +284,7 @@ class RunRecorder:
 
     def _log(self, record: StepRecord) -> None:
         built = self._built
-        place = built.run_plan.place(record.step + 1)
+        place = built.place(record.step + 1)
         numbers = self._meter.read(built.config.log_freq)
         repairs = self._repair_counts()
         if built.balancer:
@@ -296,7 +296,7 @@ class RunRecorder:
                 "epoch_progress": place.epoch_progress,
                 "num_batches_remaining": place.num_batches_remaining,
             }
-            self._sinks.arrived({**position, "lr": built.lr * record.factor, **numbers, **repairs})
+            self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
 
     def _repair_counts(self) -> dict[str, float]:
         """Return the counts of repaired failures so far that are not 0, over all ranks. Collective."""
@@ -373,7 +373,8 @@ class RunRecorder:
         """Update the run's state to `done` steps. Collective."""
         built, state, meter = self._built, self._built.state, self._meter
         meter.flush()
-        state.place, state.plan, state.world_size = built.run_plan.place(done), built.plan, built.world.size
+        state.place, state.plan, state.world_size = built.place(done), built.plan, built.world.size
+        state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
         store_trained_set(built.engine, state)
 
@@ -461,7 +462,7 @@ class RunRecorder:
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
-                **dataclasses.asdict(built.run_plan.place(self.saved_step)),
+                **_known(dataclasses.asdict(built.place(self.saved_step))),
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,
                 "engine": self._engine_name,
@@ -516,6 +517,11 @@ def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> 
     if size >= initial_size:
         return f"after {ranks} lost and replaced: {losses[0]}{more}"
     return f"on {size} of {initial_size} ranks: {losses[0]}{more}"
+
+
+def _known(position: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what a stream does not know: how long its epoch is."""
+    return {name: value for name, value in position.items() if value is not None}
 
 
 def _write_state(folder: RunFolder, state: RunState) -> None:

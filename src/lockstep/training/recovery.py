@@ -280,6 +280,7 @@ def _restore(
     source, newest = generation.members.index(best), reports[best]
     values = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
     built.state = RunState.from_json(values)
+    built.state.stream = built.batches.stream_state(newest.steps, world)  # collective for a stream
     restore_findings(task, built.state)  # a new process has not tried the task
     _set_position(session, built, newest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)

@@ -113,7 +113,8 @@ class RunPlan:
     """The steps of a run, and their position in the epochs.
 
     Attributes:
-        samples: of an epoch: those of the training set or of the task's order, limited by --limit-train-batches.
+        samples: of an epoch: those of the training set or of the task's order, limited by --limit-train-batches; 0 for
+            a stream.
         config: number of epochs or steps, and the size of a step.
         origin: step and sample position at which steps of this size begin.
         min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
@@ -150,6 +151,8 @@ class RunPlan:
         """
         size = self.config.batch_size
         position = self.step_plan.start(done)
+        if not self.samples:  # a stream, whose batches know the epoch
+            return Position(done, position=position)
         epoch, within = divmod(position, self.samples)
         is_end = within == 0 and position == self.step_plan.total
         if is_end and epoch:  # the end of the last epoch, not the start of the next
@@ -247,7 +250,7 @@ _FOLLOWS_FROM = {
         ("lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.momentum"), _OPTIMIZER_SOURCES
     ),
 }
-_NO_FLAG = (*_DERIVED, "task")
+_NO_FLAG = (*_DERIVED, "task", "stream_parts")
 
 
 def check_plan(
@@ -276,6 +279,7 @@ def check_plan(
         settings = ", ".join(_format_difference(each, user_config) for each in roots)
         raise ResumeError(f"{path} was started with {settings}: {'; '.join(_suggest_fixes(roots, user_config))}")
     _check_epoch(before, now, config)
+    _check_stream(before, now)
     changes = [_format_difference(each, user_config) for each in differences]
     return [f"--resume-anyway continues with another setting: {change}" for change in changes]
 
@@ -308,6 +312,8 @@ def _format_difference(difference: PlanDifference, user_config: Config) -> str:
     if key == "samples":
         limit = _format_flag("limit_train_batches", user_config.limit_train_batches)
         return f"{before} samples in an epoch (now {now} with {limit})"
+    if key == "stream_parts":
+        return f"a training set of {before or 'no'} parts (now {now})"
     if key == "dataset_samples":
         return f"{before} samples in the training set (now {now})"
     return f"{_format_flag(key, before)} (now {_format_value(now)})"
@@ -321,7 +327,7 @@ def _suggest_fixes(differences: list[PlanDifference], user_config: Config) -> It
     elif steps:
         yield f"to end earlier, give the length as before and --stop-at {steps.now}"
     flags = [_format_flag(*each[:2]) for each in differences if each.key not in _NO_FLAG]
-    if any(each.key in ("data", "dataset_samples", "model", "task") for each in differences):
+    if any(each.key in ("data", "dataset_samples", "stream_parts", "model", "task") for each in differences):
         flags.append("the task, the model and the data as they were")
     if flags:
         yield f"to resume, give {' '.join(flags)}"
@@ -359,6 +365,30 @@ def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) ->
         f"{config.limit_train_batches} and --batch-size {config.batch_size}, which would train on some twice; give a "
         f"limit of {samples} samples, or use another --experiment-name"
     )
+
+
+_STREAM_OPTIONS = ("stream_parts", "batch_size", "micro_batch_size", "seed")  # decide which samples a lane has
+
+
+def _check_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to resume a stream that is divided in another way.
+
+    Raises:
+        ResumeError: its place would be another, so some samples would be trained on twice, and others never.
+    """
+    if "stream_parts" not in before and "stream_parts" not in now:
+        return
+    other = [name for name in _STREAM_OPTIONS if before.get(name) != now.get(name)]
+    if other:
+        values = ", ".join(f"{_stream_option(name)} {before.get(name)} (now {now.get(name)})" for name in other)
+        raise ResumeError(
+            f"the place in a stream is known for {values}: a resume would lose and repeat samples; give the values as "
+            "they were, or use another --experiment-name with --init-from"
+        )
+
+
+def _stream_option(name: str) -> str:
+    return "parts" if name == "stream_parts" else flag(name)
 
 
 # --- weights of a checkpoint

@@ -174,6 +174,7 @@ def _train_losses(built: RunParts) -> list[float]:
     step_loader = built.batches.from_step(0)
     constant = (lambda step: per_sample * step_plan.samples(step)) if per_sample else None
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
+    exchange.take_turns(step_loader.turns)
     seed = seeder(built.config.seed, "micro", world.device)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
     control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
@@ -415,10 +416,8 @@ def _first_batch(built: RunParts, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
     stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
-    with closing(stream.from_step(0)) as step_loader:
-        _, micro = next(iter(step_loader))
-        first: MicroBatch = micro[0]
-        return first
+    ((first, _),) = stream.parts(0, [(0, stream.own_samples(0))])
+    return first
 
 
 def _forward_and_backward(built: RunParts, batch: MicroBatch) -> None:

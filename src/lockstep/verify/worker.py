@@ -124,8 +124,9 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         trace.setdefault("coarsest", recorder.dtypes.name)
         trace["micro_batches"] = built.config.micro_batches  # the model may decide them
         if end < request.steps:
-            place, engine = built.run_plan.place(end), spec.combination.engine
-            state = dataclasses.replace(built.state, place=place, plan=built.plan, world_size=world.size)
+            place, engine = built.place(end), spec.combination.engine
+            stream = built.batches.stream_state(end, world)  # collective for a stream
+            state = dataclasses.replace(built.state, place=place, plan=built.plan, world_size=world.size, stream=stream)
             checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
             sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
@@ -163,6 +164,7 @@ def _training(
     exchange = StepExchange(
         built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
     )
+    exchange.take_turns(step_loader.turns)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
         built.lr_factor,

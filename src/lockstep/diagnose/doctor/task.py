@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.adapters.lightning.convert import configured
 from lockstep.config.task_options import LIGHTNING
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
@@ -79,7 +80,10 @@ def _train_steps(built: RunParts) -> CheckResult:
     loading, computing, misplaced = [], [], list[MisplacedTensor]()
     gradients: dict[str, str] = {}
     began = time.monotonic()
-    with closing(built.batches.from_step(0)) as stream, _record_gradients(built, gradients):
+    stream = built.batches.from_step(0)
+    exchange = StepExchange(world, stream.items, None, steps)  # collective
+    exchange.take_turns(stream.turns)
+    with closing(exchange), closing(stream), _record_gradients(built, gradients):
         for number in range(steps):
             start = time.perf_counter()
             step, micro = next(stream)

@@ -22,6 +22,8 @@ from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.data.loader import blamed, check_dataset
+from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.streams import LaneReader, Lanes, StreamSource
 from lockstep.engines.blocks import find_blocks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
@@ -29,6 +31,7 @@ from lockstep.models.hf import HubModel
 from lockstep.task import Task, as_task
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside
 from lockstep.tasks.prepare import trained_size
+from lockstep.training.agreement import check_stream
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.named_task import make_task
 
@@ -74,6 +77,8 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
             "its devices; `lockstep profile` measures it"
         )
     dataset = asked("dataset", lambda: task.dataset("train"))
+    if is_stream(dataset):
+        return _streamed(config, task, source_of(dataset))
     check_dataset(dataset, "train")
     asked("dataset", lambda: sets_by_name(task.dataset("evaluation")))
     samples = asked("dataset", lambda: len(dataset))
@@ -85,6 +90,21 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
         return asked("collate", lambda: task.collate(loaded))
 
     return Subject(task, samples, lambda layers: _with_layers(task, layers), batch)
+
+
+def _streamed(config: Config, task: Task, source: StreamSource) -> Subject:
+    """Make the subject of a task whose training set is a stream."""
+    check_stream(config, task, source)
+
+    def batch(size: int) -> Any:
+        lanes = Lanes(source.parts, 1, size, config.seed)
+        samples, _ = LaneReader(source, lanes, config.seed).read(lanes.count, 0, size, epoch=0)
+        if not samples:
+            raise DataError("the training set is empty: no part of the stream yields a sample")
+        repeated = [samples[place % len(samples)] for place in range(size)]
+        return asked("collate", lambda: task.collate(repeated))
+
+    return Subject(task, 0, lambda layers: _with_layers(task, layers), batch)
 
 
 def asked(method: str, call: Callable[[], Any]) -> Any:

@@ -1,0 +1,582 @@
+"""Cut a stream into steps and micro-batches, and load those of this rank.
+
+    batches = StreamBatches(task, StreamData(source_of(dataset)), step_plan, world, seed=0)
+    for step, micro in batches.from_step(0): ...
+    state = batches.stream_state(done, world)           # for a checkpoint: where each lane stands
+
+A turn of an epoch has M micro-batches (`data/streams.py`). Turns without a sample on any rank take no step, and the
+epoch is over when no lane has samples. The ranks learn both from the step exchange.
+"""
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Self, final
+
+import torch
+from torch import Tensor
+
+from lockstep.clock import trace_mark
+from lockstep.counts import Exact, total
+from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
+from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
+from lockstep.data.streams import START, Cursor, LaneReader, Lanes, StreamSource
+from lockstep.distributed.balance import ShareSchedule
+from lockstep.distributed.exchange import NO_TURN, Turn
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World
+from lockstep.errors import DataError, LockstepError
+from lockstep.run_state import Position, StreamState
+from lockstep.task import Task, has_mean_loss
+
+__all__ = ["StreamBatches", "StreamData", "StreamLoader"]
+
+_LOG = logging.getLogger("lockstep")
+_SEARCHED = 16  # micro-batches of a lane that are searched for an item
+_REMEMBERED = 64  # steps whose places are known, for records that come late
+_NO_LANE = -1
+
+
+class StreamData:
+    """A stream, and the counts of what was repaired while it was read.
+
+    Args:
+        source: the stream.
+        retries: how often a part that fails is opened again.
+
+    Attributes:
+        counts: [retries, skipped samples] so far on this rank, including loader processes; a stream skips none.
+    """
+
+    def __init__(self, source: StreamSource, retries: int = 0) -> None:
+        self.source, self.retries = source, retries
+        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def count_retry(self) -> None:
+        """Count a further try of a part."""
+        self.counts[0] += 1
+
+
+class _Read(NamedTuple):
+    """What a micro-batch reads of a stream.
+
+    Attributes:
+        lane, first, size: samples of a lane; _NO_LANE: nothing.
+        epoch, turn: of the stream.
+        generation: of the loader's plan; what an earlier plan asked for is dropped.
+        slots: forwards of the rank in this turn.
+        last: it is the rank's last of the turn.
+        cursor: the nearest known place of the lane.
+    """
+
+    lane: int
+    first: int
+    size: int
+    epoch: int
+    turn: int = 0
+    generation: int = 0
+    slots: int = 1
+    last: bool = True
+    cursor: Cursor | None = None
+
+
+class _StreamBatch(NamedTuple):
+    """A collated batch of a lane, its number of samples, and the place after them. None for no samples."""
+
+    batch: Any
+    samples: int
+    cursor: Cursor
+
+
+class _LoadedTurn(NamedTuple):
+    """This rank's micro-batches of a turn: (micro-batch, content, items) of each, and its number of forwards."""
+
+    epoch: int
+    number: int
+    slots: int
+    batches: list[tuple[int, _StreamBatch, float]]
+    cursors: dict[int, Cursor]
+
+
+def _read_of(key: Key) -> _Read:
+    """Return what a key reads; it keeps its type through queues and pinned memory."""
+    assert isinstance(key.read, _Read)
+    return key.read
+
+
+_Probed = tuple[tuple[_StreamBatch, bool], float]  # (content, whether the collation drew), items
+_PADDING = Key(-1, -1, 0.0, [], [])  # for a process that is not the lane's
+
+
+@final
+class StreamFetch(Fetch):
+    """Builds micro-batches of a stream: Key -> (_StreamBatch, items)."""
+
+    def __init__(self, data: StreamData, lanes: Lanes, task: Task, rank: int) -> None:
+        super().__init__(data.source, task, lanes.seed, rank)
+        self._reader = LaneReader(data.source, lanes, lanes.seed, data.retries, rank, data.count_retry)
+        self._min_samples = lanes.min_samples
+
+    def __getitem__(self, key: Key) -> tuple[Any, float]:
+        if key.read is None or key.read[0] == _NO_LANE:
+            return _StreamBatch(None, 0, START), 0
+        read = _read_of(key)
+        samples, after = self._reader.read(
+            read.lane, read.first, read.size, epoch=read.epoch, cursor=read.cursor, step=key.step
+        )
+        if len(samples) < self._min_samples:
+            return _StreamBatch(None, 0, after), 0
+        key = key._replace(samples=list(range(read.first, read.first + len(samples))))
+        if self.draws:
+            self.seed_collate(key)
+        data, items = self.finish(samples, key)
+        return _StreamBatch(data, len(samples), after), items
+
+    def close(self) -> None:
+        """Close the parts that are open in this process."""
+        self._reader.close()
+
+    def seed_collate(self, key: Key) -> None:
+        read = _read_of(key)
+        self.seed("collate", read.epoch, read.turn, key.micro)  # a turn's step may still change
+
+    def _location(self, key: Key) -> str:
+        read = _read_of(key)
+        last = read.first + max(1, len(key.samples)) - 1
+        return f"{rank_label(self._rank)}, step {key.step}, lane {read.lane}, samples {read.first} to {last}"
+
+
+class StreamBatches(Batches):
+    """A stream, cut into steps and micro-batches, as one rank loads it.
+
+    Args:
+        lanes: which samples each micro-batch has.
+        place: (step, state) of the checkpoint to resume from; None: the stream's beginning.
+
+    Attributes:
+        lanes: as given.
+        start, initial: the first step, and the place in the stream before it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        data: StreamData,
+        lanes: Lanes,
+        step_plan: StepPlan,
+        world: World,
+        *,
+        loading: Loading | None = None,
+        sharing: ShareSchedule | None = None,
+        place: tuple[int, StreamState] | None = None,
+    ) -> None:
+        self.lanes, self.size = lanes, 2**62
+        self._make_fetch = partial(StreamFetch, data, lanes, task, world.rank)
+        fetch = self._make_fetch()
+        self.close = fetch.close
+        self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
+        self._asked_workers = self._loading.workers
+        self._loading = dataclasses.replace(self._loading, workers=min(self._loading.workers, self._own_lanes()))
+        self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
+        self.start, self.initial = place or (step_plan.origin.step, StreamState())
+        self._current: StreamLoader | None = None
+        self._own_samples = 0
+
+    def _own_lanes(self) -> int:
+        """Return the number of lanes that this rank reads; of all, if shares change."""
+        if self.sharing.varies:
+            return self.lanes.count
+        first, stop = self.sharing.at(self.start_step).runs[self.rank]
+        return len({self.lanes.read_of(turn, m)[0] for turn in range(self.lanes.turns) for m in range(first, stop)})
+
+    @property
+    def start_step(self) -> int:
+        """The first step of the plan."""
+        return self.step_plan.origin.step
+
+    @property
+    def workers(self) -> int:
+        """Loader processes that read lanes."""
+        return self._loading.workers
+
+    def describe(self) -> list[str]:
+        """Return a line about each thing that makes the stream slower than it could be."""
+        lanes, lines = self.lanes, list[str]()
+        if self._asked_workers > self.workers:
+            lines.append(
+                f"--data.workers {self._asked_workers}: this rank reads {self.workers} lane"
+                f"{'s' * (self.workers != 1)} of the stream, so {self.workers} of its loader processes are started"
+            )
+        if lanes.slots > 1:
+            lines.append(
+                f"the stream has {lanes.parts} part{'s' * (lanes.parts > 1)} for {lanes.micro_batches} micro-batches: "
+                f"each is read by up to {lanes.slots} ranks, which read past what others train on; "
+                f"{lanes.micro_batches} parts or more avoid that"
+            )
+        return lines
+
+    def from_step(self, start: int) -> "StreamLoader":
+        if start != self.start:
+            raise LockstepError(
+                f"step {start}: a stream starts at its place, before step {self.start}; a bug in lockstep"
+            )
+        self._current = StreamLoader(self, start)
+        return self._current
+
+    def micro(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
+        raise NotImplementedError("a stream is trained on, and not evaluated")
+
+    def samples(self, step: int, index: int) -> list[int]:
+        """Return the numbers of the samples in their lane; of a step that was not trained yet the lane's parts."""
+        place = self._current.places.get(step + 1) if self._current else None
+        if place is None:
+            return self.lanes.parts_of(self.initial.epoch, self.lanes.read_of(0, index)[0])
+        first = self.lanes.read_of(place.turn - 1, index)[1]
+        return list(range(first, first + self.lanes.micro_size))
+
+    def own_samples(self, step: int) -> int:
+        """Return the number of samples that a trial of this rank gets.
+
+        Raises:
+            DataError: the stream has none.
+        """
+        if not self._own_samples:
+            (((content, _), _),) = self._probe([_Read(self._trial_lane, 0, self.lanes.micro_size, 0)])
+            self._own_samples = content.samples
+        if not self._own_samples:
+            raise DataError(
+                f"the training set is empty: none of the {self.lanes.parts} parts of the task's dataset('train') "
+                "yields a sample"
+            )
+        return self._own_samples
+
+    @property
+    def _trial_lane(self) -> int:
+        own = self.sharing.at(self.start_step).runs[self.rank][0]
+        return self.lanes.count + self.lanes.read_of(0, min(own, self.lanes.micro_batches - 1))[0]
+
+    def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
+        """Load slices of samples for a trial; the stream of the run stays where it is.
+
+        Raises:
+            DataError: the stream has fewer samples.
+        """
+        found = self._probe([_Read(self._trial_lane, a, b - a, 0) for a, b in cuts])
+        for (a, b), ((content, _), _) in zip(cuts, found, strict=True):
+            if content.samples < b - a:
+                raise DataError(f"the training set has fewer than {b} samples")
+        return [(MicroBatch(each.batch, 0, items, 1.0, self.move), drew) for (each, drew), items in found]
+
+    def alone(self, step: int, index: int) -> MicroBatch:
+        """Load a micro-batch of the stream's first turn."""
+        lane, first = self.lanes.read_of(0, index)
+        (((content, _), items),) = self._probe([_Read(lane, first, self.lanes.micro_size, 0)])
+        return MicroBatch(content.batch, index, items, 1.0, self.move)
+
+    def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
+        raise NotImplementedError("--guards.audit is refused for a stream")
+
+    def first_samples(self) -> Any:
+        """Load the first samples of the stream, collated; the same on every rank."""
+        (((content, _), _),) = self._probe([_Read(self.lanes.count, 0, self.lanes.micro_size, 0)])
+        return content.batch
+
+    def with_items(self, step: int) -> Any:
+        """Return a batch that has items, of any lane.
+
+        Raises:
+            DataError: there is none.
+        """
+        lane, size = self._trial_lane, self.lanes.micro_size
+        for (content, _), items in self._probe([_Read(lane, size * n, size, 0) for n in range(_SEARCHED)]):
+            if items:
+                return content.batch
+        raise DataError(
+            f"no micro-batch of the first {_SEARCHED} of the stream has an item to train on; check the labels and the "
+            "task's `count`"
+        )
+
+    def _probe(self, reads: list[_Read]) -> list[_Probed]:
+        """Read apart from the run, in the same kind of process. Returns ((content, drew), items) of each."""
+        fetch = self._make_fetch()
+        loader = Loader(Drawing(fetch), Loading(min(self._loading.workers, 1), 1), self.rank, False)
+        found = list[_Probed]()
+        with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
+            for _, (content, drew), items in stream:
+                found.append(((content, drew), items))
+        fetch.close()
+        return found
+
+    def stream_state(self, done: int, world: World) -> StreamState:
+        """Return where the stream stands after `done` steps, on all ranks. Collective."""
+        current = self._current
+        place = current.places.get(done) if current else self.initial if done == self.start else None
+        cursors = current.cursors(done) if current else []
+        gathered = world.gather([place.to_json() if place else None, cursors])  # collective
+        place = StreamState.from_json(next(each for each, _ in gathered if each), "the stream's state")
+        merged: dict[str, Any] = dict(self.initial.cursors) if place.epoch == self.initial.epoch else {}
+        for lane, epoch, cursor in (each for _, row in gathered for each in row):
+            if epoch == place.epoch and (str(lane) not in merged or cursor[0] > merged[str(lane)][0]):
+                merged[str(lane)] = cursor
+        if current:
+            current.learn(place.epoch, merged)
+        return dataclasses.replace(place, cursors=merged)
+
+    def place(self, place: Position) -> Position:
+        """Correct a position of the plan, which does not know the stream's epochs."""
+        places = self._current.places if self._current else {}
+        found = places.get(place.global_step, self.initial)
+        progress = min(found.epoch_steps / found.last_steps, 1.0) if found.last_steps else None
+        return dataclasses.replace(
+            place,
+            epoch=found.epoch,
+            epoch_step=found.epoch_steps,
+            epoch_progress=progress,
+            num_batches_remaining=None,
+            position=found.samples,
+        )
+
+
+@final
+class StreamLoader(StepLoader):
+    """Iterates over (step, micro-batches) of a stream.
+
+    Attributes:
+        places: step -> the stream's place before it; of the last steps.
+        cover: step -> None; waits until the ranks know which turn is the step. The step exchange sets it.
+    """
+
+    def __init__(self, batches: StreamBatches, start: int) -> None:
+        self._batches = batches
+        self._steps = batches.step_plan.steps
+        self._sharing, self._leads, self._rank = batches.sharing, batches.leads, batches.rank
+        self._mean = has_mean_loss(batches.task)
+        self._next = start
+        self._ready: deque[list[MicroBatch]] = deque()
+        self._present: list[MicroBatch] = []
+        self._settled: deque[tuple[StreamState, dict[int, Cursor]]] = deque()  # of the ready steps
+        self._loaded: deque[_LoadedTurn] = deque()  # of which the ranks do not know yet whether they are steps
+        first = batches.initial
+        self._last = first  # place after the last settled step
+        self.places = {start: first}
+        self._reads: dict[int, tuple[int, dict[int, Cursor]]] = {}  # step -> its epoch, and the places after it
+        self._known = {int(lane): (first.epoch, Cursor(*each)) for lane, each in first.cursors.items()}
+        self._newest: dict[int, tuple[int, Cursor]] = {}  # of all that was loaded
+        self._epoch, self._turn, self._generation = first.epoch, first.turn, 0  # of the next turn to ask for
+        self._asked = start  # its step, unless a turn before it has no samples
+        self._empty = 0  # turns without samples in a row
+        self._spare: Any = None
+        self.cover: Callable[[int], None] = self._cover_alone
+        self._loads = batches.loader.stream(self._keys())
+
+    @property
+    def turns(self) -> Self:
+        """What the step exchange settles."""
+        return self
+
+    def __next__(self) -> tuple[int, list[MicroBatch]]:
+        if self._next >= self._steps:
+            raise StopIteration
+        if not self._ready:
+            self.cover(self._next)  # may wait for the other ranks
+        step = self._sharing.step = self._next
+        self._next += 1
+        self._present = self._ready.popleft()
+        place, cursors = self._settled.popleft()
+        self.places[self._next] = place
+        self.places.pop(self._next - _REMEMBERED, None)
+        self._reads[step] = place.epoch, cursors
+        if done := self._reads.pop(step - 2, None):  # an earlier step is over for certain
+            self._known |= {lane: (done[0], each) for lane, each in done[1].items()}
+        if self._leads:
+            for batch, following in pairwise(self._present):
+                batch.lead_to(following)
+            self._lead()
+        return step, self._present
+
+    def items(self, step: int) -> Exact:
+        """Return this rank's items in the current step, or in one whose turn is settled; else 0."""
+        if step < self._next:
+            return total(batch.items for batch in self._present)
+        ahead = step - self._next
+        return total(batch.items for batch in self._ready[ahead]) if ahead < len(self._ready) else 0
+
+    def close(self) -> None:
+        self._steps = 0
+        self._ready.clear()
+        self._loaded.clear()
+        self._loads.close()
+        self._batches.close()
+
+    def ahead(self, turn: int) -> Turn:
+        """Return this rank's part of a turn that is not settled; may load it."""
+        if not self._steps:  # closed
+            return NO_TURN
+        while len(self._loaded) <= turn:
+            with trace_mark("load"):
+                self._loaded.append(self._load_turn())
+        loaded = self._loaded[turn].batches
+        items = total(count for _, content, count in loaded if content.samples)
+        return Turn(items, sum(each.samples for _, each, _ in loaded), sum(each.samples > 0 for _, each, _ in loaded))
+
+    def settle(self, samples: Sequence[int], filled: Sequence[int]) -> list[int]:
+        """Make steps of the next turns, if any rank has samples in them; else leave them out.
+
+        Args:
+            samples, filled: of each turn, the samples and the micro-batches with samples, over all ranks.
+
+        Returns:
+            The indices of the turns that are steps.
+
+        Raises:
+            DataError: a whole epoch has no samples.
+        """
+        steps = []
+        for index, (count, full) in enumerate(zip(samples, filled, strict=True)):
+            turn = self._loaded.popleft()
+            if count:
+                self._empty = 0
+                self._make_step(turn, count, full)
+                steps.append(index)
+                continue
+            self._empty += 1
+            if self._empty == self._batches.lanes.turns:  # each lane has ended
+                self._end_epoch()
+                break
+            if self._sharing.varies:  # later turns were divided for another step
+                self._go_to(turn.epoch, turn.number + 1)
+                break
+        return steps
+
+    def cursors(self, done: int) -> list[list[Any]]:
+        """Return [lane, epoch, cursor] of the lanes that this rank read, after `done` steps."""
+        known = dict(self._known)
+        for step, (epoch, cursors) in sorted(self._reads.items()):
+            if step < done:
+                known |= {lane: (epoch, cursor) for lane, cursor in cursors.items()}
+        return [[lane, epoch, list(cursor)] for lane, (epoch, cursor) in known.items()]
+
+    def learn(self, epoch: int, cursors: Mapping[str, Any]) -> None:
+        """Remember the places that other ranks have come to."""
+        for lane, each in cursors.items():
+            self._known[int(lane)] = epoch, Cursor(*each)
+
+    def _cover_alone(self, step: int) -> None:
+        if self._batches.world_size > 1:
+            raise LockstepError("a stream is read without a step exchange; a bug in lockstep")
+        while not self._ready:
+            turn = self.ahead(0)
+            self.settle([turn.samples], [turn.filled])
+
+    def _make_step(self, turn: _LoadedTurn, samples: int, filled: int) -> None:
+        last = self._last
+        self._last = dataclasses.replace(
+            last,
+            turn=turn.number + 1,
+            epoch_steps=last.epoch_steps + 1,
+            epoch_samples=last.epoch_samples + samples,
+            epoch_empty=last.epoch_empty + self._batches.lanes.micro_batches - filled,
+            samples=last.samples + samples,
+            cursors={},
+        )
+        self._ready.append(self._micro_batches(turn))
+        self._settled.append((self._last, turn.cursors))
+        if self._leads and len(self._ready) == 1:
+            self._lead()
+
+    def _end_epoch(self) -> None:
+        last = self._last
+        if not last.epoch_steps:
+            raise DataError(
+                f"epoch {last.epoch} of the stream has no samples: none of the {self._batches.lanes.parts} parts of "
+                "the task's dataset('train') yields one"
+            )
+        if not self._rank:
+            slots = last.epoch_steps * self._batches.lanes.micro_batches
+            _LOG.info(
+                "epoch %d of the stream: %d samples in %d steps; %d of %d micro-batches were empty, as lanes differ in "
+                "length",
+                *(last.epoch, last.epoch_samples, last.epoch_steps, last.epoch_empty, slots),
+            )
+        self._last = StreamState(last.epoch + 1, samples=last.samples, last_steps=last.epoch_steps)
+        self._empty = 0
+        self._go_to(self._last.epoch, 0)
+
+    def _go_to(self, epoch: int, turn: int) -> None:
+        """Ask for this turn next; what was asked for after the settled turns is dropped."""
+        self._loaded.clear()
+        self._generation += 1
+        self._epoch, self._turn = epoch, turn
+        self._asked = self._next + len(self._ready)
+
+    def _micro_batches(self, turn: _LoadedTurn) -> list[MicroBatch]:
+        """Return the forwards of a turn: one without samples, or without items of a mean, repeats another batch."""
+        move, last = self._batches.move, self._batches.lanes.micro_batches - 1
+        usable = [bool(content.samples and (items or not self._mean)) for _, content, items in turn.batches]
+        for use, (_, content, items) in zip(usable, turn.batches, strict=True):
+            if use and items:
+                self._spare = content.batch
+        if self._spare is None and (not all(usable) or len(usable) < turn.slots):
+            self._spare = self._batches.with_items(0)
+        found = [
+            MicroBatch(content.batch, micro, items, 1.0, move) if use else MicroBatch(self._spare, micro, 0, 0.0, move)
+            for use, (micro, content, items) in zip(usable, turn.batches, strict=True)
+        ]
+        return found + [MicroBatch(self._spare, last, 0, 0.0, move) for _ in range(turn.slots - len(found))]
+
+    def _load_turn(self) -> _LoadedTurn:
+        batches, cursors = list[tuple[int, _StreamBatch, float]](), dict[int, Cursor]()
+        for key, data, items in self._loads:
+            if key.read is None:
+                continue
+            read, content = _read_of(key), data
+            if read.generation != self._generation:
+                continue
+            if read.lane != _NO_LANE:
+                cursors[read.lane] = content.cursor
+                self._newest[read.lane] = read.epoch, content.cursor
+                batches.append((key.micro, content, items))
+            if read.last:
+                return _LoadedTurn(read.epoch, read.turn, read.slots, batches, cursors)
+        raise LockstepError("the stream's loader ended before the run; a bug in lockstep")
+
+    def _keys(self) -> Iterator[Key]:
+        """Yield keys without end, so that a lane stays in one loader process: they take turns in the keys' order."""
+        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        while True:
+            generation, epoch, turn, step = self._generation, self._epoch, self._turn, self._asked
+            self._turn, self._asked = turn + 1, step + 1
+            for key in self._turn_keys(generation, epoch, turn, step):
+                if workers > 1:
+                    home = homes.setdefault(_read_of(key).lane, index % workers)
+                    while index % workers != home:
+                        yield _PADDING
+                        index += 1
+                if generation != self._generation:
+                    break
+                yield key
+                index += 1
+
+    def _turn_keys(self, generation: int, epoch: int, turn: int, step: int) -> Iterator[Key]:
+        shares, lanes = self._sharing.at(step), self._batches.lanes
+        (first, stop), slots = shares.runs[self._rank], shares.slots[self._rank]
+        if first == stop:
+            yield Key(step, first, 0.0, [], [], _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
+        for micro in range(first, stop):
+            lane, sample = lanes.read_of(turn, micro)
+            cursor = self._cursor(epoch, lane, sample)
+            read = _Read(lane, sample, lanes.micro_size, epoch, turn, generation, slots, micro == stop - 1, cursor)
+            yield Key(step, micro, 1.0, [], [], read)
+
+    def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
+        """Return the nearest known place of a lane before a sample."""
+        best: Cursor | None = None
+        for places in (self._newest, self._known):
+            at, cursor = places.get(lane, (-1, START))
+            if at == epoch and cursor.number <= first and (best is None or cursor.number > best.number):
+                best = cursor
+        return best

@@ -1,0 +1,468 @@
+"""Read data without an index: streams in parts, each read in order, at any number of ranks and loader processes.
+
+    lanes = Lanes(parts=64, micro_batches=8, micro_size=4, seed=0)
+    lane, first = lanes.read_of(turn=17, micro=3)           # which samples micro-batch 3 of this turn has
+    reader = LaneReader(source, lanes, seed=0)
+    samples, cursor = reader.read(lane, first, 4, epoch=0)  # reopens at `cursor` in another process or start
+
+A lane is a list of parts, read one after the other; its samples are numbered in each epoch. A *turn* of an epoch is
+what a step computes: M micro-batches, each with the next samples of a lane. All is a function of the data, the seed and
+M: which rank or process reads a lane changes nothing. `data/stream_adapters.py` opens the parts.
+"""
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+
+from lockstep.data.loader import failure, seed_everything
+from lockstep.data.sampler import permute
+from lockstep.distributed.progress import rank_label
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.seeds import derive
+
+__all__ = [
+    "START",
+    "Cursor",
+    "LaneReader",
+    "Lanes",
+    "Opened",
+    "SplitStream",
+    "Stream",
+    "StreamSource",
+    "merge_cursors",
+    "set_worker_info",
+    "stream",
+]
+
+_LOG = logging.getLogger("lockstep")
+_MAX_TURNS = 8  # lanes of a slot, so that several loader processes can read for one slot
+_PAUSE = 0.05  # seconds before a part is opened again; a network may need them
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples without an index, as a user writes them.
+
+    Attributes:
+        parts: number of parts, each with its own samples.
+    """
+
+    parts: int
+
+    def iter(self, part: int, start: int, state: Any = None) -> Iterator[Any]:
+        """Iterate over the samples of a part, from number `start` on.
+
+        The sequence must be the same in each call, on every rank. The iterator may have `state_dict()`, which returns
+        JSON: it comes back as `state`, if the iterator should continue there.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SplitStream:
+    """A torch IterableDataset that splits itself by `get_worker_info()`; see `lockstep.stream`."""
+
+    dataset: Any
+    parts: int
+
+
+def stream(dataset: Any, parts: int) -> SplitStream:
+    """Declare an iterable dataset that splits itself by `torch.utils.data.get_worker_info()`.
+
+    Part i is read with a worker info of `id` i and `num_workers` `parts`. Without this an iterable dataset is one part,
+    which a single process reads for all ranks.
+
+    Args:
+        dataset: torch's IterableDataset, or another object whose `__iter__` opens it anew.
+        parts: into how many it splits itself; at least the micro-batches of a step, best eight times as many.
+
+    Raises:
+        ConfigError: `parts` is not above 0, or the dataset cannot be iterated.
+    """
+    if parts < 1:
+        raise ConfigError(f"lockstep.stream: parts is {parts}: it must be at least 1")
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(f"lockstep.stream: {type(dataset).__name__} has no `__iter__`; give an iterable dataset")
+    return SplitStream(dataset, parts)
+
+
+class Opened(NamedTuple):
+    """An open part, and the number of its next sample, at most the one that was asked for."""
+
+    iterator: Iterator[Any]
+    number: int
+
+
+class StreamSource(ABC):
+    """Parts of a stream, however the library behind them opens and resumes one.
+
+    Args:
+        parts: their number.
+        name: type of the user's object, for messages.
+        draws: reading may draw random numbers, so each sample is seeded.
+
+    Raises:
+        DataError: there are no parts.
+    """
+
+    def __init__(self, parts: int, name: str, draws: bool) -> None:
+        if not isinstance(parts, int) or parts < 1:
+            raise DataError(f"the training set {name} has parts = {parts!r}; a stream has at least 1")
+        self.parts, self.name, self.draws_random = parts, name, draws
+
+    @abstractmethod
+    def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
+        """Open a part at sample `start`, or before it if it cannot seek.
+
+        Args:
+            state: of `state`, after `start` samples; None: unknown.
+        """
+
+    def state(self, opened: Iterator[Any]) -> Any:
+        """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
+        return None
+
+    def prepare(self, part: int) -> None:
+        """Set what the library reads from its surroundings before a part's samples are drawn."""
+        set_worker_info(None)
+
+
+def set_worker_info(info: Any) -> None:
+    """Set what `torch.utils.data.get_worker_info()` returns in this process."""
+    torch.utils.data._utils.worker._worker_info = info
+
+
+# --- lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Which samples of a stream each micro-batch has.
+
+    Attributes:
+        parts: F, of the stream.
+        micro_batches: M, of a step.
+        micro_size: samples of a micro-batch.
+        seed: the run's.
+        min_samples: of a micro-batch; a shorter one at the end of a lane is left out. 2 with trainable BatchNorm.
+    """
+
+    parts: int
+    micro_batches: int
+    micro_size: int
+    seed: int
+    min_samples: int = 1
+
+    @property
+    def turns(self) -> int:
+        """Lanes of each slot, which take turns: a power of two up to 8, so that loader processes share the work."""
+        return _turns(self.parts, self.micro_batches)
+
+    @property
+    def slots(self) -> int:
+        """Slots that read one lane in each turn: 1, or more if there are fewer parts than slots."""
+        return _slots(self.parts, self.micro_batches)
+
+    @property
+    def count(self) -> int:
+        """Number of lanes."""
+        return self.micro_batches * self.turns // self.slots
+
+    def read_of(self, turn: int, micro: int) -> tuple[int, int]:
+        """Return the lane of a micro-batch in a turn of an epoch, and the number of its first sample."""
+        turns, slots = self.turns, self.slots
+        if slots > 1:
+            return micro // slots, (turn * slots + micro % slots) * self.micro_size
+        return micro * turns + turn % turns, turn // turns * self.micro_size
+
+    def parts_of(self, epoch: int, lane: int) -> list[int]:
+        """Return the parts of a lane in an epoch, in the order of reading: a new deal in each epoch.
+
+        Lanes from `count` on are for trials before step 1: lane count + n has all parts, from that of lane n on.
+        """
+        deal: list[int] = _deal(self.parts, derive(self.seed, "parts", epoch)).tolist()
+        own = lane - self.count
+        return deal[lane :: self.count] if own < 0 else deal[own:] + deal[:own]
+
+
+@cache
+def _turns(parts: int, micro_batches: int) -> int:
+    turns = 1
+    while 2 * turns <= min(parts // micro_batches, _MAX_TURNS):
+        turns *= 2
+    return turns
+
+
+@cache
+def _slots(parts: int, micro_batches: int) -> int:
+    divisors = (each for each in range(1, micro_batches + 1) if micro_batches % each == 0)
+    return next(each for each in divisors if micro_batches // each <= parts)
+
+
+@lru_cache(maxsize=4)  # epochs
+def _deal(parts: int, key: int) -> Any:
+    return permute(np.arange(parts, dtype=np.int64), parts, key)
+
+
+class Cursor(NamedTuple):
+    """A place in a lane from which it can be opened.
+
+    Attributes:
+        number: of the next sample in the lane.
+        place: of its part in the lane's list.
+        offset: of the sample in its part.
+        state: see `StreamSource.state`.
+    """
+
+    number: int
+    place: int
+    offset: int
+    state: Any = None
+
+
+START = Cursor(0, 0, 0)
+
+
+class _OpenLane:
+    """A lane and its open part, in one process.
+
+    Attributes:
+        parts: of the lane, in order.
+        number, place, offset, state: see `Cursor`; the state is that after the last read.
+        iterator: over the rest of the part; None: not open.
+    """
+
+    def __init__(self, epoch: int, lane: int, parts: list[int], cursor: Cursor) -> None:
+        self.epoch, self.lane, self.parts = epoch, lane, parts
+        self.number, self.place, self.offset, self.state = cursor
+        self.iterator: Iterator[Any] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.place >= len(self.parts)
+
+    @property
+    def part(self) -> int:
+        return self.parts[self.place]
+
+
+@final
+class LaneReader:
+    """Reads samples of lanes; keeps one open iterator for each lane that this process reads.
+
+    Args:
+        source: the stream.
+        lanes: its division.
+        seed: the run's.
+        retries: how often a part that fails is opened again.
+        rank: for messages.
+        count_retry: called for each further try.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        lanes: Lanes,
+        seed: int,
+        retries: int = 0,
+        rank: int = 0,
+        count_retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._source, self._lanes, self._seed, self._rank = source, lanes, seed, rank
+        self._retries, self._count_retry = retries, count_retry
+        self._open: dict[int, _OpenLane] = {}
+
+    def read(
+        self, lane: int, first: int, count: int, *, epoch: int, cursor: Cursor | None = None, step: int = 0
+    ) -> tuple[list[Any], Cursor]:
+        """Read samples of a lane.
+
+        It goes on where it stands, or reads past what others read; else it opens the lane at `cursor`.
+
+        Args:
+            first, count: numbers of the samples in the lane.
+            epoch: of the stream.
+            cursor: a known place of the lane in this epoch.
+            step: for messages.
+
+        Returns:
+            The samples, fewer or none if the lane ends; and the place after them.
+
+        Raises:
+            DataError: a part cannot be read.
+        """
+        try:
+            return self._read(lane, first, count, self._cursor(lane, epoch, first, cursor), epoch, step)
+        finally:
+            set_worker_info(None)
+
+    def _read(
+        self, lane: int, first: int, count: int, before: Cursor, epoch: int, step: int
+    ) -> tuple[list[Any], Cursor]:
+        """Read samples from the place `before` on, with retries."""
+        for attempt in range(self._retries + 1):
+            if attempt:
+                self._count_retry()
+                time.sleep(_PAUSE)
+            opened = self._opened(lane, epoch, before)
+            try:
+                if opened.number < first:
+                    self._pass(opened, first - opened.number)
+                samples = self._take(opened, count)
+                return samples, self._mark(opened)
+            except LockstepError:
+                raise
+            except Exception as error:
+                problem = error
+                self._drop(lane)
+        raise self._failure(opened, problem, step) from problem
+
+    def close(self) -> None:
+        """Close all open parts."""
+        for lane in list(self._open):
+            self._drop(lane)
+
+    def _drop(self, lane: int) -> None:
+        if opened := self._open.pop(lane, None):
+            _close(opened.iterator)
+
+    def _cursor(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
+        """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
+        cursors = [START] if known is None else [START, known]
+        opened = self._open.get(lane)
+        if opened and opened.epoch == epoch:
+            if opened.number == first:  # the usual case
+                return Cursor(first, opened.place, opened.offset, opened.state)
+            cursors.append(Cursor(opened.number, opened.place, opened.offset, opened.state))
+        return max((each for each in cursors if each.number <= first), key=lambda each: each.number)
+
+    def _opened(self, lane: int, epoch: int, cursor: Cursor) -> _OpenLane:
+        """Return the lane, opened at `cursor` unless it stands there."""
+        opened = self._open.get(lane)
+        if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
+            self._drop(lane)
+            opened = self._open[lane] = _OpenLane(epoch, lane, self._lanes.parts_of(epoch, lane), cursor)
+        return opened
+
+    def _take(self, opened: _OpenLane, count: int) -> list[Any]:
+        """Draw up to `count` samples."""
+        samples: list[Any] = []
+        while len(samples) < count and not opened.has_ended:
+            iterator = self._enter(opened)
+            before = len(samples)
+            try:
+                self._extend(opened, samples, iterator, count - before)
+            finally:  # on an error too, to name the sample
+                opened.offset += len(samples) - before
+                opened.number += len(samples) - before
+            if len(samples) < count:
+                self._leave_part(opened)
+        return samples
+
+    def _extend(self, opened: _OpenLane, samples: list[Any], iterator: Iterator[Any], count: int) -> None:
+        if not self._source.draws_random:
+            samples.extend(islice(iterator, count))  # keeps what it has if the iterator fails
+            return
+        offset = opened.offset
+        for number in range(offset, offset + count):
+            seed_everything(derive(self._seed, "sample", opened.epoch, opened.part, number))
+            try:
+                samples.append(next(iterator))
+            except StopIteration:
+                return
+
+    def _pass(self, opened: _OpenLane, count: int) -> None:
+        """Read past samples that others have."""
+        while count > 0 and not opened.has_ended:
+            count -= len(self._take(opened, min(count, self._lanes.micro_size)))
+
+    def _enter(self, opened: _OpenLane) -> Iterator[Any]:
+        """Open the lane's part at its offset, unless it is open."""
+        part = opened.part
+        if opened.iterator is None:
+            self._source.prepare(part)
+            seed_everything(derive(self._seed, "part", opened.epoch, part))
+            found = self._source.open(part, opened.epoch, opened.offset, opened.state)
+            opened.iterator = found.iterator
+            if found.number < opened.offset:
+                self._read_past(opened, found)
+        self._source.prepare(part)
+        return opened.iterator
+
+    def _read_past(self, opened: _OpenLane, found: Opened) -> None:
+        """Read past the first samples of a part that cannot seek, and report what that costs."""
+        began, target, number = time.monotonic(), opened.offset, opened.number
+        opened.offset = found.number
+        self._source.prepare(opened.part)
+        while opened.offset < target:
+            samples: list[Any] = []
+            self._extend(opened, samples, found.iterator, min(target - opened.offset, self._lanes.micro_size))
+            opened.offset += len(samples)
+            if not samples:
+                raise DataError(
+                    f"{rank_label(self._rank)}: part {opened.part} of the stream {self._source.name} ends after "
+                    f"{opened.offset} samples, and had at least {target} before; give the data as they were"
+                )
+        opened.number = number
+        _LOG.info(
+            "%s: part %d of the stream %s cannot seek: %d samples were read past in %.2f s",
+            *(rank_label(self._rank), opened.part, self._source.name, target - found.number),
+            time.monotonic() - began,
+        )
+
+    def _leave_part(self, opened: _OpenLane) -> None:
+        _close(opened.iterator)
+        opened.iterator, opened.state, opened.offset, opened.place = None, None, 0, opened.place + 1
+
+    def _mark(self, opened: _OpenLane) -> Cursor:
+        """Return the place of the lane, with its iterator's state."""
+        if opened.iterator is not None and opened.offset:
+            opened.state = self._checked(self._source.state(opened.iterator))
+        return Cursor(opened.number, opened.place, opened.offset, opened.state)
+
+    def _checked(self, state: Any) -> Any:
+        """Return a copy of an iterator's state, which may change. Raises DataError if it is not JSON."""
+        if state is None:
+            return None
+        try:
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"state_dict() of an iterator of the stream {self._source.name} is not JSON ({error}); return numbers, "
+                "strings, lists and dicts, or leave it out: then `iter` gets `start` alone"
+            ) from error
+
+    def _failure(self, opened: _OpenLane, error: Exception, step: int) -> DataError:
+        tries = f" after {self._retries} more tries" if self._retries else ""
+        where = f"part {opened.part}, sample {opened.offset}" if not opened.has_ended else f"lane {opened.lane}"
+        return DataError(
+            f"{rank_label(self._rank)}, step {step}: the stream {self._source.name} cannot be read at {where}{tries}: "
+            f"{failure(error)}; repair it, or open it again more often: --guards.retries N"
+        )
+
+
+def _close(iterator: Iterator[Any] | None) -> None:
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        with suppress(Exception):  # it may have failed already
+            close()
+
+
+def merge_cursors(rows: Sequence[Sequence[Any]]) -> dict[int, Cursor]:
+    """Merge [lane, cursor] pairs of several ranks: the farthest of each lane."""
+    merged: dict[int, Cursor] = {}
+    for lane, cursor in (pair for row in rows for pair in row):
+        found = Cursor(*cursor)
+        if lane not in merged or found.number > merged[lane].number:
+            merged[lane] = found
+    return merged

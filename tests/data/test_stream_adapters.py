@@ -1,0 +1,207 @@
+"""Streams of other libraries: their parts, their states, and what reads them past what cannot seek."""
+
+import gc
+import io
+import json
+import logging
+import tarfile
+
+import pytest
+import torch
+from test_streams import Parts, play, resumed
+from torch.utils.data import IterableDataset, get_worker_info
+
+import lockstep
+from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.errors import ConfigError, DataError
+
+
+class Count(IterableDataset):
+    """Splits its numbers by worker, as documentation of torch shows it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from range(worker, self.size, workers)
+
+
+def samples_of(steps):
+    return [sample for step in steps for batch in step.values() for sample in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_dataset_splits_itself_by_the_worker_info(workers):
+    stream = lockstep.stream(Count(30), parts=8)
+    steps, _ = play(stream, 1, 8, workers=workers)
+    assert sorted(samples_of(steps)[:30]) == list(range(30))
+    assert {sample % 8 for sample in steps[0][0]} == {steps[0][0][0] % 8}  # a micro-batch is of one part
+    assert play(stream, 3, 8)[0] == steps
+    assert get_worker_info() is None
+    one, _ = play(Count(30), 2, 4, micro=2)  # not declared: one part, in its own order
+    assert samples_of(one)[:12] == list(range(12))
+
+
+def test_what_cannot_seek_is_read_past_with_a_line(caplog):
+    wanted, _ = play(Count(40), 1, 5, micro=2)
+    _, state = play(Count(40), 1, 3, micro=2)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        assert play(Count(40), 1, 2, micro=2, place=resumed(state, 3))[0] == wanted[3:]
+    (line,) = [each.message for each in caplog.records if "cannot seek" in each.message]
+    assert "12 samples" in line
+    caplog.clear()
+    _, state = play(Parts([40]), 1, 3, micro=2)
+    play(Parts([40]), 1, 2, micro=2, place=resumed(state, 3))  # it seeks
+    assert not caplog.records
+
+
+class Stateful:
+    """Its iterators cannot start anywhere but at the beginning and at a state, and count what they skipped."""
+
+    parts, draws_random, begun = 3, False, 0
+
+    def iter(self, part, start, state=None):
+        return Stepping(self, part, state)
+
+
+class Stepping:
+    def __init__(self, owner, part, state):
+        self.part, self.at, owner.begun = part, (state or {"at": 0})["at"], owner.begun + (state is not None)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 7:
+            raise StopIteration
+        self.at += 1
+        return self.part, self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+
+def test_the_state_of_an_iterator_comes_back():
+    stream = Stateful()
+    wanted, _ = play(stream, 1, 6, micro=3, size=1)
+    _, state = play(stream, 1, 4, micro=3, size=1)
+    json.dumps(state.cursors)
+    assert stream.begun == 0
+    assert play(stream, 2, 2, micro=3, size=1, place=resumed(state, 4))[0] == wanted[4:]
+    assert stream.begun
+
+
+def test_a_state_that_is_no_json_is_refused():
+    class Bad(Stepping):
+        def state_dict(self):
+            return {"at": torch.zeros(3)}
+
+    class Stream(Stateful):
+        def iter(self, part, start, state=None):
+            return Bad(self, part, state)
+
+    with pytest.raises(DataError, match="JSON"):
+        play(Stream(), 1, 1)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Six files of different lengths."""
+    files = []
+    for number, length in enumerate([5, 3, 8, 1, 4, 6]):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps({"at": 100 * number + k}) + "\n" for k in range(length)))
+        files.append(str(path))
+    return files
+
+
+@pytest.fixture
+def hugging(rows, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    return datasets.load_dataset("json", data_files=rows, split="train", streaming=True, cache_dir=str(tmp_path))
+
+
+def numbers(steps):
+    return [sample["at"] for sample in samples_of(steps)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_hugging_face_streams_have_their_files_as_parts_and_seek_by_their_state(hugging, workers, caplog):
+    assert source_of(hugging).parts == 6
+    wanted, _ = play(hugging, 1, 14, micro=2)
+    assert sorted(numbers(wanted)[:27]) == sorted(
+        100 * n + k for n, c in enumerate([5, 3, 8, 1, 4, 6]) for k in range(c)
+    )
+    for stop in (3, 11):  # the latter in the second epoch
+        before, state = play(hugging, 2, stop, micro=2, workers=workers)
+        assert state.place.epoch == (stop == 11)
+        with caplog.at_level(logging.INFO, "lockstep"):
+            assert before + play(hugging, 1, 14 - stop, micro=2, place=resumed(state, stop))[0] == wanted
+    assert "cannot seek" not in caplog.text
+
+
+def test_a_shuffle_buffer_is_read_past_since_its_state_lacks_the_samples(hugging):
+    stream = hugging.shuffle(seed=3, buffer_size=4)
+    wanted, _ = play(stream, 1, 14, micro=2)
+    assert sorted(numbers(wanted)[:27]) == sorted(numbers(play(hugging, 1, 14, micro=2)[0])[:27])
+    before, state = play(stream, 2, 3, micro=2)
+    assert before + play(stream, 1, 11, micro=2, place=resumed(state, 3))[0] == wanted
+
+
+def test_parquet_files_and_a_map_are_a_stream_too(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for number in range(4):
+        datasets.Dataset.from_dict({"at": list(range(10 * number, 10 * number + 7))}).to_parquet(
+            tmp_path / f"{number}.parquet"
+        )
+    files = [str(tmp_path / f"{number}.parquet") for number in range(4)]
+    stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+    stream = stream.map(lambda row: {"at": row["at"] + 1000}).filter(lambda row: row["at"] % 10 != 3)
+    wanted, _ = play(stream, 1, 6, micro=4, size=1)
+    assert sorted(numbers(wanted)[:24]) == [1000 + 10 * n + k for n in range(4) for k in (0, 1, 2, 4, 5, 6)]
+    before, state = play(stream, 2, 2, micro=4, size=1)
+    assert before + play(stream, 4, 4, micro=4, size=1, place=resumed(state, 2))[0] == wanted
+
+
+def tar(path, names):
+    with tarfile.open(path, "w") as file:
+        for name in names:
+            data = json.dumps({"at": name}).encode()
+            info = tarfile.TarInfo(f"{name:04d}.json")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_webdataset_has_its_urls_as_parts(tmp_path, workers, monkeypatch):
+    webdataset = pytest.importorskip("webdataset")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # lockstep splits: its own splitters are left out
+    for number, length in enumerate([5, 3, 0, 4]):
+        tar(tmp_path / f"{number}.tar", [100 * number + k for k in range(length)])
+    urls = [str(tmp_path / f"{number}.tar") for number in range(4)]
+    stream = webdataset.WebDataset(urls, shardshuffle=False).decode().map(lambda sample: sample["json"])
+    assert source_of(stream).parts == 4
+    wanted, _ = play(stream, 1, 8, micro=2, workers=workers)
+    assert sorted(numbers(wanted)[:12]) == [100 * n + k for n, c in enumerate([5, 3, 0, 4]) for k in range(c)]
+    before, state = play(stream, 2, 3, micro=2)
+    assert before + play(stream, 1, 5, micro=2, place=resumed(state, 3))[0] == wanted
+    gc.collect()  # it leaves files open
+
+
+def test_what_is_a_stream_and_what_is_refused():
+    assert not is_stream([1, 2])
+    assert not is_stream(torch.utils.data.DataLoader([1, 2]))  # which is refused by name
+    assert not is_stream(torch.utils.data.TensorDataset(torch.zeros(3)))
+    assert is_stream(Count(3))
+    assert is_stream(Parts([1]))
+    with pytest.raises(DataError, match="only once"):
+        source_of(iter([1, 2]))
+    with pytest.raises(DataError, match="parts = 0"):
+        source_of(Parts([]))
+    with pytest.raises(ConfigError, match="parts is 0"):
+        lockstep.stream(Count(3), parts=0)
+    with pytest.raises(ConfigError, match="__iter__"):
+        lockstep.stream(3, parts=1)
