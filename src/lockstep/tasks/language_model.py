@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
+from lockstep.files import default_cache
 from lockstep.models.fused import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, ContextReach, Further, GPTConfig, further_logits, generate, plain_logits
 from lockstep.models.hf import (
@@ -36,7 +37,6 @@ from lockstep.models.hf import (
 )
 from lockstep.models.hf import further_logits as hf_further_logits
 from lockstep.task import Task
-from lockstep.text.cache import default_cache
 from lockstep.text.corpus import TokenBlocks, Windows
 from lockstep.text.documents import Packed, PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files

@@ -1,0 +1,111 @@
+"""Read samples of Arrow and Parquet files by index, through datasets and pyarrow.
+
+    form = ArrowShards("parquet", "torch")
+    form.prepare(file, path, target)            # Parquet -> an Arrow stream, in the cache
+    form.open(target, None).read([3, 0])
+
+An uncompressed Arrow stream is memory-mapped where it is. Parquet, Arrow's file format and compressed bodies cannot be
+read by row at random: they are converted once. This file alone imports datasets and pyarrow.
+"""
+
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any, final
+
+from lockstep.data.shard_cache import ShardFile
+from lockstep.data.shard_formats import OpenShard, ShardFormat
+from lockstep.errors import ConfigError
+
+__all__ = ["ArrowShards"]
+
+_MAGIC = b"ARROW1"  # of the file format
+_ROWS = 1000  # of a batch in a converted file
+ROW_FORMATS = ("torch", "numpy", "python")
+
+
+@final
+class ArrowShards(ShardFormat):
+    """Arrow or Parquet files; a sample is a dict of its columns.
+
+    Args:
+        name: "arrow" or "parquet".
+        row_format: of values: tensors of torch, arrays of numpy, or Python's lists.
+
+    Raises:
+        ConfigError: a package is missing, or the row format is unknown.
+    """
+
+    suffix = ".arrow"
+    replaces = True
+
+    def __init__(self, name: str, row_format: str) -> None:
+        if row_format not in ROW_FORMATS:
+            raise ConfigError(f"lockstep.shards: row_format is {row_format!r}: it must be one of {ROW_FORMATS}")
+        self.name, self._row_format = name, row_format
+        self._arrow, self._datasets = _package("pyarrow"), _package("datasets")
+
+    def prepared(self, file: ShardFile, path: Path | None) -> bool:
+        return self.name == "parquet" or (path is not None and self._is_packed(path))
+
+    def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
+        """Write an uncompressed Arrow stream."""
+        if self.name == "parquet":
+            parquet = _package("pyarrow.parquet")
+            with parquet.ParquetFile(path) as source:
+                self._write(source.iter_batches(batch_size=_ROWS), source.schema_arrow, target)
+            return
+        with self._arrow.memory_map(str(path)) as source:
+            if path.open("rb").read(len(_MAGIC)) == _MAGIC:
+                reader = self._arrow.ipc.open_file(source)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                reader = batches = self._arrow.ipc.open_stream(source)
+            self._write(batches, reader.schema, target)
+
+    def _write(self, batches: Any, schema: Any, target: Path) -> None:
+        with self._arrow.OSFile(str(target), "wb") as out, self._arrow.ipc.new_stream(out, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+
+    def _is_packed(self, path: Path) -> bool:
+        """Whether rows cannot be mapped: reading the first batch takes memory of its own."""
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) == _MAGIC:
+                return True
+        with self._arrow.memory_map(str(path)) as source:
+            reader = self._arrow.ipc.open_stream(source)
+            before = self._arrow.total_allocated_bytes()
+            batch = next(iter(reader), None)
+            return batch is not None and self._arrow.total_allocated_bytes() - before > batch.nbytes // 2
+
+    def count(self, path: Path) -> int:
+        with self._arrow.memory_map(str(path)) as source:
+            return sum(batch.num_rows for batch in self._arrow.ipc.open_stream(source))
+
+    def peek(self, file: Any) -> int:
+        """Return the rows of a Parquet file by its footer; -1 for Arrow."""
+        return int(_package("pyarrow.parquet").read_metadata(file).num_rows) if self.name == "parquet" else -1
+
+    def open(self, path: Path, beside: Path | None) -> OpenShard:
+        rows = self._datasets.Dataset.from_file(str(path))
+        return _ArrowShard(rows if self._row_format == "python" else rows.with_format(self._row_format))
+
+
+class _ArrowShard(OpenShard):
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def read(self, rows: list[int]) -> list[Any]:
+        found: list[Any] = [self._rows[rows[0]]] if len(rows) == 1 else self._rows.__getitems__(rows)
+        return found
+
+
+@cache
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"lockstep.shards: Arrow and Parquet need the package {error.name}; pip install 'torch-lockstep[shards]'"
+        ) from error
