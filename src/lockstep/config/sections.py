@@ -100,6 +100,9 @@ class Data:
     prompt: str = option(
         "", "prompt of the text generated at the end of a run (default: as the data begins)", builtin=True
     )
+    shuffle_shards: int = option(
+        0, "shards in a group whose samples are shuffled together, so that each rank reads few; 0: shuffle all samples"
+    )
     drop_last: bool = option(False, "drop the last step of a run if it would be short of samples")
 
 

@@ -56,7 +56,7 @@ class ArrowShards(ShardFormat):
                 self._write(source.iter_batches(batch_size=_ROWS), source.schema_arrow, target)
             return
         with self._arrow.memory_map(str(path)) as source:
-            if path.open("rb").read(len(_MAGIC)) == _MAGIC:
+            if _is_file_format(path):
                 reader = self._arrow.ipc.open_file(source)
                 batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
             else:
@@ -70,9 +70,8 @@ class ArrowShards(ShardFormat):
 
     def _is_packed(self, path: Path) -> bool:
         """Whether rows cannot be mapped: reading the first batch takes memory of its own."""
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) == _MAGIC:
-                return True
+        if _is_file_format(path):
+            return True
         with self._arrow.memory_map(str(path)) as source:
             reader = self._arrow.ipc.open_stream(source)
             before = self._arrow.total_allocated_bytes()
@@ -99,6 +98,11 @@ class _ArrowShard(OpenShard):
     def read(self, rows: list[int]) -> list[Any]:
         found: list[Any] = [self._rows[rows[0]]] if len(rows) == 1 else self._rows.__getitems__(rows)
         return found
+
+
+def _is_file_format(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 @cache

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask, printable
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.files import bytes_text
 
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
@@ -211,6 +211,8 @@ class Store:
         for pause in (*_PAUSES, None):
             try:
                 return action()
+            except LockstepError:
+                raise
             except Exception as error:
                 if _is_final(error):
                     if isinstance(error, FileNotFoundError):

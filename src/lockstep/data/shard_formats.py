@@ -207,6 +207,10 @@ class _TarShard(OpenShard):
             self._starts: NDArray[np.int64] = arrays["starts"]
         self._file = path.open("rb", buffering=0)
 
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
     def read(self, rows: list[int]) -> list[Any]:
         handle, samples = self._file.fileno(), []
         for row in rows:

@@ -13,11 +13,21 @@ from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 
-from lockstep.data.sampler import Indices, SizedOrder, check_size, permute, permute_groups
+from lockstep.data.sampler import Begun, Indices, Shuffled, SizedOrder, check_size, order_of, permute, permute_groups
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
+from lockstep.task import Task
 
-__all__ = ["ONE_LANE", "Geometry", "PlacedOrder", "ShardOrder", "lanes_of"]
+__all__ = [
+    "ONE_LANE",
+    "Geometry",
+    "PlacedOrder",
+    "ShardOrder",
+    "lanes_of",
+    "own_order",
+    "place_order",
+    "training_order",
+]
 
 
 class Geometry(NamedTuple):
@@ -162,3 +172,63 @@ class ShardOrder:
             ends = np.cumsum(self._sizes[shards])
             self._tapes[epoch] = _Tape(shards, ends, np.append(ends[self._group - 1 : -1 : self._group], ends[-1]))
         return self._tapes[epoch]
+
+
+# --- the order of a training set
+
+
+@runtime_checkable
+class Ordered(Protocol):
+    """A dataset with an order of its own, such as a mixture."""
+
+    def make_order(self, seed: int, shuffle_shards: int) -> SizedOrder:
+        """Make the order, under the run's seed; `shuffle_shards` is that of --data.shuffle-shards."""
+
+
+def own_order(dataset: Any, seed: int, shuffle_shards: int) -> SizedOrder | None:
+    """Return the order that a dataset or --data.shuffle-shards asks for; None: neither.
+
+    Raises:
+        ConfigError: the dataset has no shards.
+    """
+    if isinstance(dataset, Ordered):
+        return dataset.make_order(seed, shuffle_shards)
+    if not shuffle_shards:
+        return None
+    sizes = getattr(dataset, "shard_sizes", None)
+    if sizes is None:
+        raise ConfigError(
+            f"--data.shuffle-shards {shuffle_shards}: the training set {type(dataset).__name__} has no shards; open it "
+            "with lockstep.shards, give it an attribute `shard_sizes` (samples of each), or leave the flag out"
+        )
+    if sum(map(int, sizes)) != len(dataset):
+        raise ConfigError(
+            f"--data.shuffle-shards {shuffle_shards}: the `shard_sizes` of {type(dataset).__name__} add up to "
+            f"{sum(map(int, sizes))}, and it has {len(dataset)} samples"
+        )
+    return ShardOrder(sizes, seed, shuffle_shards)
+
+
+def training_order(task: Task, dataset: Any, samples: int, seed: int, shuffle_shards: int) -> SizedOrder:
+    """Make the order of a task's training set: the task's own, the dataset's, or a shuffle.
+
+    Args:
+        samples: of the training set.
+        shuffle_shards: of --data.shuffle-shards.
+
+    Raises:
+        ConfigError: both have one, or the dataset has no shards; and as `order_of`.
+        DataError: as `order_of`.
+    """
+    own, default = own_order(dataset, seed, shuffle_shards), order_of(task, samples, seed)
+    if own is None or isinstance(default, Shuffled):
+        return own or default
+    asks = f"--data.shuffle-shards {shuffle_shards}" if shuffle_shards else "its training set, a mixture,"
+    raise ConfigError(f"the task has an `order`, and {asks} asks for another; remove one of them")
+
+
+def place_order(order: SizedOrder, geometry: Geometry, size: int) -> SizedOrder:
+    """Return an order for steps of this geometry, whose epochs have only the first `size` samples of each."""
+    if isinstance(order, PlacedOrder):
+        return order.placed(geometry, size)
+    return Begun(order, order.size, size) if size < order.size else order

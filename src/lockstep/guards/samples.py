@@ -49,6 +49,11 @@ class RetryingDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._inner)
 
+    @property
+    def fetches(self) -> int:
+        """Shards that this rank has fetched from a store so far (`lockstep.shards`)."""
+        return int(getattr(self._inner, "fetches", 0))
+
     def __getitem__(self, index: int) -> Any:
         return self.load_seeded(index, _nothing)
 
@@ -93,11 +98,12 @@ class RetryingDataset(Dataset[Any]):
 
 
 def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
-    """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
-    counts = [0.0, 0.0, 0.0]
+    """Return [retries, skipped samples, restarts of loader processes, fetched shards] on this rank so far."""
+    counts = [0.0, 0.0, 0.0, 0.0]
     for each in loading:
         if isinstance(each, RetryingDataset):
             counts[0], counts[1] = (float(count) for count in each.counts)
+            counts[3] = float(each.fetches)
         else:
             counts[2] = float(each.restarts)
     return counts

@@ -33,7 +33,8 @@ from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
-from lockstep.data.sampler import Begun, SizedOrder, order_of
+from lockstep.data.sampler import SizedOrder
+from lockstep.data.shard_order import place_order, training_order
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, compare, on_all_ranks
 from lockstep.engines.base import Engine
@@ -44,7 +45,7 @@ from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import RunState, Selection
-from lockstep.task import Order, Task, as_task, has_own
+from lockstep.task import Task, as_task, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import check_samples, check_shared_folder, log_ranks, make_datasets, with_retries
 from lockstep.training.build_engine import (
@@ -104,9 +105,7 @@ def build_batches(
 ) -> tuple[Batches, Balancer | None]:
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
     dataset, retry_dataset, full_order = training
-    order: Order = full_order
-    if run_plan.samples < full_order.size:
-        order = Begun(full_order, full_order.size, run_plan.samples)
+    order = place_order(full_order, run_plan.geometry, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
     costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
     balancer = balancer_of(config, world, costs if costs_known else None, state)
@@ -340,7 +339,8 @@ def build(
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    plan = plan_of(settings, run_plan, task, model, own_task=own_task)
+    data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data}
     _check_plan(folder, state, plan, settings, requested, world)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
@@ -423,7 +423,8 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
     """Make the training set and the evaluation sets, and count the training samples. Collective."""
     dataset, evaluation, samples = make_datasets(task, world)  # collective
-    order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
+    shuffle_shards = draft.data.shuffle_shards
+    order = on_all_ranks(world, lambda: training_order(task, dataset, samples, draft.seed, shuffle_shards))
     return TrainingSet(dataset, with_retries(draft, dataset, world), order), evaluation, samples
 
 
