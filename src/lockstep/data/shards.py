@@ -235,18 +235,18 @@ class _Access:
         Raises:
             DataError: the shard is missing, was changed, is damaged, or its store does not answer.
         """
+        with self.explained(file):
+            return self._local(file)
+
+    def _local(self, file: ShardFile) -> tuple[Path, Path | None]:
         form = self.form
         path = self._check_local(file) if self.store.is_local else self._fetched(file)
         if self.store.is_local and form.replaces and form.prepared(file, path):
             source, size = path, file.unpacked or _UNPACKED * file.size
-            path = self.cache.get(f"{file.key}{form.suffix}", size, lambda part: self._prepare(file, source, part))
+            path = self.cache.get(f"{file.key}{form.suffix}", size, lambda part: form.prepare(file, source, part))
         if not form.suffix or form.replaces:
             return path, None
-        return path, self.cache.get(f"{file.key}{form.suffix}", 1, lambda part: self._prepare(file, path, part))
-
-    def _prepare(self, file: ShardFile, path: Path, target: Path) -> None:
-        with self.explained(file):
-            self.form.prepare(file, path, target)
+        return path, self.cache.get(f"{file.key}{form.suffix}", 1, lambda part: form.prepare(file, path, part))
 
     def check(self, file: ShardFile) -> None:
         """Raise DataError if a local shard is not as it was: one that is mapped must not become shorter."""
@@ -279,7 +279,7 @@ class _Access:
                 packed = part.with_name(f"{part.name}.packed")
                 os.rename(part, packed)
                 try:
-                    self._prepare(file, packed, part)
+                    form.prepare(file, packed, part)
                 finally:
                     packed.unlink(missing_ok=True)
 
