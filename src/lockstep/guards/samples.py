@@ -98,12 +98,11 @@ class RetryingDataset(Dataset[Any]):
 
 
 def loading_failures(loading: Sequence[RetryingDataset | Loader]) -> list[float]:
-    """Return [retries, skipped samples, restarts of loader processes, fetched shards] on this rank so far."""
-    counts = [0.0, 0.0, 0.0, 0.0]
+    """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
+    counts = [0.0, 0.0, 0.0]
     for each in loading:
         if isinstance(each, RetryingDataset):
             counts[0], counts[1] = (float(count) for count in each.counts)
-            counts[3] = float(each.fetches)
         else:
             counts[2] = float(each.restarts)
     return counts

@@ -303,8 +303,9 @@ class RunRecorder:
 
     def _repair_counts(self) -> dict[str, float]:
         """Return the counts of repaired failures and fetched shards so far, not 0, over all ranks. Collective."""
+        fetched = self._built.training.retry_dataset.fetches
         counts = [
-            *self._exchange.totals(loading_failures(self._built.loaders)),
+            *self._exchange.totals([*loading_failures(self._built.loaders), float(fetched)]),
             float(self._built.state.steps_left_out or 0),
         ]
         return {name: count for name, count in zip(_LOADING_COUNTS, counts, strict=True) if count}
