@@ -43,7 +43,9 @@ def integral(points, width, stop):
 def test_counts_are_within_one_of_the_exact_weights_at_each_block(data, count, width):
     steps = sorted(data.draw(st.sets(st.integers(0, 500), min_size=count, max_size=count)))
     points = [(step, data.draw(WEIGHTS)) for step in steps]
-    mix = lockstep.mixture({name: [0] for name in NAMES}, [(at, dict(zip(NAMES, row, strict=True))) for at, row in points])
+    mix = lockstep.mixture(
+        {name: [0] for name in NAMES}, [(at, dict(zip(NAMES, row, strict=True))) for at, row in points]
+    )
     schedule, position, before = _Schedule(mix.points, width), 0, np.zeros(4, dtype=np.int64)
     for _ in range(40):
         block = schedule.block(position)

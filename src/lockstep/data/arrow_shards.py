@@ -9,7 +9,10 @@ read by row at random: they are converted once. This file alone imports datasets
 """
 
 import importlib
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
 
@@ -87,17 +90,39 @@ class ArrowShards(ShardFormat):
         return int(_package("pyarrow.parquet").read_metadata(file).num_rows) if self.name == "parquet" else -1
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
-        rows = self._datasets.Dataset.from_file(str(path))
-        return _ArrowShard(rows if self._row_format == "python" else rows.with_format(self._row_format))
+        return _ArrowShard(self._datasets.Dataset.from_file(str(path)), self._row_format)
+
+    def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
+        """Return samples of several shards, all converted at once, which is faster than a shard at a time."""
+        shards = [shard for shard, _ in parts if isinstance(shard, _ArrowShard)]
+        rows = [row for shard, (_, own) in zip(shards, parts, strict=True) for row in shard.slices(own)]
+        return shards[0].convert(rows)
 
 
 class _ArrowShard(OpenShard):
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows
+    def __init__(self, rows: Any, row_format: str) -> None:
+        self._from_batches = _package("pyarrow").Table.from_batches
+        self._batches = rows.data.table.to_batches()
+        self._starts = list(accumulate((batch.num_rows for batch in self._batches), initial=0))
+        get_formatter = _package("datasets.formatting").get_formatter
+        self._formatter = get_formatter(None if row_format == "python" else row_format, features=rows.features)
+
+    def slices(self, rows: list[int]) -> list[Any]:
+        """Return a record batch of each row, without a copy."""
+        numbers = [bisect_right(self._starts, row) - 1 for row in rows]
+        return [
+            self._batches[number].slice(row - self._starts[number], 1)
+            for row, number in zip(rows, numbers, strict=True)
+        ]
+
+    def convert(self, rows: list[Any]) -> list[Any]:
+        """Return the samples of record batches of one row each."""
+        columns = self._formatter(self._from_batches(rows), query_type="batch")
+        names = list(columns)
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def read(self, rows: list[int]) -> list[Any]:
-        found: list[Any] = [self._rows[rows[0]]] if len(rows) == 1 else self._rows.__getitems__(rows)
-        return found
+        return self.convert(self.slices(rows))
 
 
 def _is_file_format(path: Path) -> bool:

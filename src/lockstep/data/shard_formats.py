@@ -77,6 +77,10 @@ class ShardFormat(ABC):
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         """Open a shard, with the file that `prepare` wrote beside it."""
 
+    def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
+        """Return these samples of open shards, those of the first one first."""
+        return [sample for shard, rows in parts for sample in shard.read(rows)]
+
     def options(self) -> dict[str, Any]:
         """Return what decides the number of samples, for the key of an index."""
         return {}

@@ -18,6 +18,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -314,24 +315,27 @@ class _Access:
             "opened; raise `cache_size`"
         )
 
-    def explained(self, file: ShardFile) -> "_Explained":
-        """Context manager that names the shard in any error."""
-        return _Explained(f"the shard {file.label} cannot be read as {self.form.name}")
+    def explained(self, *files: ShardFile) -> "_Explained":
+        """Context manager that names the shards in any error."""
+        return _Explained(files, self.form.name)
 
 
 _TRIES = 10
 
 
 class _Explained:
-    def __init__(self, start: str) -> None:
-        self._start = start
+    def __init__(self, files: Sequence[ShardFile], form: str) -> None:
+        self._files, self._form = files, form
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, LockstepError):
-            raise DataError(f"{self._start}: {error_line(error)}; restore it, or leave it out") from error
+            names = " or ".join(file.label for file in self._files)
+            raise DataError(
+                f"the shard {names} cannot be read as {self._form}: {error_line(error)}; restore it, or leave it out"
+            ) from error
 
 
 def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[ShardFile]:
@@ -391,25 +395,32 @@ class Shards:
             raise IndexError(f"sample {index} of {self._count}")
         shard = bisect_right(self._ends, index)
         row = index - int(self._ends[shard]) + int(self.shard_sizes[shard])
-        return self._read(shard, [row])[0]
+        return self._read({shard: [row]})[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Return the samples of a batch in order, those of each shard at once."""
+        if indices and not (min(indices) >= 0 and max(indices) < self._count):
+            raise IndexError(f"samples {min(indices)} to {max(indices)} of {self._count}")
         places = np.asarray(indices, dtype=np.int64)
-        if len(places) and not (places.min() >= 0 and places.max() < self._count):
-            raise IndexError(f"samples {places.min()} to {places.max()} of {self._count}")
         which = np.searchsorted(self._ends, places, side="right")
         rows = (places - self._ends[which] + self.shard_sizes[which]).tolist()
         by_shard: dict[int, list[int]] = {}
         for place, shard in enumerate(which.tolist()):
             by_shard.setdefault(shard, []).append(place)
         samples: list[Any] = [None] * len(rows)
-        for shard, members in by_shard.items():
-            for place, sample in zip(members, self._read(shard, [rows[place] for place in members]), strict=True):
-                samples[place] = sample
+        read = self._read({shard: [rows[place] for place in members] for shard, members in by_shard.items()})
+        for place, sample in zip(chain.from_iterable(by_shard.values()), read, strict=True):
+            samples[place] = sample
         return samples
 
-    def _read(self, shard: int, rows: list[int]) -> list[Any]:
+    def _read(self, rows: dict[int, list[int]]) -> list[Any]:
+        """Return these rows of shards, those of the first shard first."""
+        parts = [(self._opened(shard), own) for shard, own in rows.items()]
+        with self._access.explained(*(self.files[shard] for shard in rows)):
+            samples = self._access.form.read(parts)
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def _opened(self, shard: int) -> OpenShard:
         file = self.files[shard]
         opened = self._open.pop(shard, None)
         if opened is None:
@@ -419,9 +430,7 @@ class Shards:
         elif self._access.store.is_local:
             self._access.check(file)
         self._open[shard] = opened
-        with self._access.explained(file):
-            samples = opened.read(rows)
-        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+        return opened
 
     @property
     def fetches(self) -> int:
