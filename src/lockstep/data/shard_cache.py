@@ -1,6 +1,6 @@
 """Fetch files from a store into a bounded folder that the processes of a machine share.
 
-    cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30)
+    cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30, label="s3://bucket/train")
     path = cache.get("0a1b.tar", size, lambda part: store.fetch(file, part))        # made once, whatever asks for it
 
 A file is written under another name, checked, and renamed: whoever finds it has all of it. The least recently used

@@ -1,7 +1,7 @@
 """Read samples of a shard by index: MDS, webdataset's tars, and memory-mapped tokens.
 
     form = TarShards()
-    form.prepare(path, beside)                  # an index of the tar, which is kept in the cache
+    form.prepare(file, path, beside)            # an index of the tar, which is kept in the cache
     form.open(path, beside).read([3, 0])        # [{"__key__": "0003", "jpg": b"...", "cls": b"7"}, ...]
 
 MDS is read by its documented layout: mosaicml-streaming itself needs the SDKs of five clouds and an older transformers.
