@@ -66,6 +66,20 @@ def test_the_streams_of_the_documents_run(here):
     assert (names["result"].status, names["result"].global_step) == ("finished", 12)
 
 
+def test_the_programs_of_shards_and_mixtures_run(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for page, steps in (("shards", 50), ("mixtures", 60)):
+        names = {}
+        for block in blocks(f"docs/data/{page}.md"):
+            exec(block.replace("lockstep.Config(", f"lockstep.Config(experiment_name='{page}', "), names)
+        assert (names["result"].status, names["result"].global_step) == ("finished", steps)
+    records = [json.loads(line) for line in Path("outputs/mixtures/metrics.jsonl").read_text().splitlines()]
+    shares = [record["data/share/code"] for record in records if "data/share/code" in record]
+    assert len(shares) == 6
+    assert 0.1 < shares[0] < shares[2] < 0.5
+    assert abs(shares[-1] - 0.5) < 0.1
+
+
 def test_the_losses_over_a_whole_step_run(here):
     names = {}
     for block in blocks("docs/whole-step.md"):

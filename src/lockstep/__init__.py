@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.config.cli import Config
     from lockstep.config.engine_options import EngineOptions
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
+    from lockstep.data.mixture import mixture
+    from lockstep.data.shards import index_shards, shards
     from lockstep.data.streams import stream
     from lockstep.distributed.world import World
     from lockstep.engines.registry import engine
@@ -45,6 +47,11 @@ _MODULES = {
         "Guards",
         "Model",
         "Optim",
+    ),
+    "lockstep.data.mixture": ("mixture",),
+    "lockstep.data.shards": (
+        "index_shards",
+        "shards",
     ),
     "lockstep.data.streams": ("stream",),
     "lockstep.distributed.world": ("World",),
@@ -101,10 +108,13 @@ __all__ = [
     "from_lightning",
     "from_trainer",
     "gather_for_metrics",
+    "index_shards",
     "load",
     "load_state",
     "loader",
+    "mixture",
     "save_state",
+    "shards",
     "step_backward",
     "stream",
     "torch_schedule",

@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from lockstep.errors import StorageError
+from lockstep.errors import ConfigError, StorageError
 
 __all__ = [
     "bytes_text",
     "clean",
     "create_file",
+    "default_cache",
     "replace_file",
     "retry_io",
     "storage_error",
@@ -79,6 +80,22 @@ def retry_io(action: Callable[[], T]) -> T:
                 raise failure from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def default_cache() -> Path:
+    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep.
+
+    Raises:
+        ConfigError: none is set, and the user has no home folder.
+    """
+    if chosen := os.environ.get("LOCKSTEP_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base, "lockstep")
+    try:
+        return Path.home() / ".cache" / "lockstep"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home folder for the cache; set LOCKSTEP_CACHE to a folder") from error
 
 
 def clean(folder: Path) -> None:

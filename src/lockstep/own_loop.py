@@ -38,6 +38,7 @@ from lockstep.config.secrets import mask
 from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential, order_from
+from lockstep.data.shard_order import Geometry, own_order, place_order
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -69,6 +70,7 @@ def loader(  # noqa: PLR0913
     steps: int = 0,
     shuffle: bool = True,
     order: Any = None,
+    shuffle_shards: int = 0,
     seed: int = 0,
     drop_last: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -91,6 +93,7 @@ def loader(  # noqa: PLR0913
         shuffle: a new permutation in each epoch; False: the order of the dataset.
         order: instead of a shuffle: a torch Sampler, whose length is an epoch's, or an object with `at(start, stop)`,
             as from a task's `order`.
+        shuffle_shards: for a dataset in shards: shards in a group whose samples are shuffled together; 0: shuffle all.
         seed: of the order and of all random numbers.
         drop_last: drop a last step that would be short.
         collate: a list of samples -> a batch in host memory; None: torch's `default_collate`.
@@ -117,7 +120,13 @@ def loader(  # noqa: PLR0913
             f"lockstep.loader: batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}"
         )
     check_dataset(dataset, "train")
-    stream = Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
+    own = own_order(dataset, seed, shuffle_shards) if shuffle else None
+    if own is not None and order is not None:
+        raise ConfigError("lockstep.loader: give `order`, or a mixture or `shuffle_shards`, not both")
+    stream = own or (
+        Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
+    )
+    stream = place_order(stream, Geometry(batch_size, micro_batch_size), stream.size)
     total = steps * batch_size or epochs * stream.size
     if drop_last:
         total -= total % batch_size

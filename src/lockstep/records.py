@@ -186,7 +186,7 @@ _RECORD_NAMES = frozenset(
         *("grad_norm", "items_per_second", "memory", "skipped_steps", "steps_left_out", "shares"),
     )
 )
-_RECORD_PREFIXES = ("evaluation/", "gradients/", "loading/", "time/")
+_RECORD_PREFIXES = ("data/share/", "evaluation/", "gradients/", "loading/", "time/")
 _ZERO = (0.0, 0.0, 0.0)
 
 Sums = tuple[float, float, float]

@@ -88,7 +88,7 @@ def oracle(
             ranks. Where these are three, bf16 rounds each gradient to another neighbour.
         kind: the factor "step" of the case.
     """
-    net, data, places = make(model), Samples(model, fault), order()
+    net, data, places = make(model), Samples(model, fault, task=task), order(task)
     if task == "adapters":
         _adapt(net, WHOLE[model])
     optimizers, whole, evaluations = _optimizers(net, task, model, kind), steps_of(task), {}

@@ -43,7 +43,20 @@ from matrix_oracle import (
     WINDOW,
     base_rate,
 )
-from matrix_subject import BAD, BATCH, CHANGE, HIDDEN, LIMITED, MICRO, STEPS, change, evaluates, steps_of, subject
+from matrix_subject import (
+    BAD,
+    BATCH,
+    CHANGE,
+    GROUP,
+    HIDDEN,
+    LIMITED,
+    MICRO,
+    STEPS,
+    change,
+    evaluates,
+    steps_of,
+    subject,
+)
 from ranks import RankError, run
 from shaken import shaken
 from shell import environment, free_port
@@ -440,7 +453,11 @@ def settings(start: Start, folder: Path) -> Config:
         profile="8:9" if case.task == "adapters" else "",
         report=case.task == "default",
         timeout=RANK_SECONDS,
-        data=Data(workers=case.workers, drop_last=case.task == "options"),
+        data=Data(
+            workers=case.workers,
+            drop_last=case.task == "options",
+            shuffle_shards=GROUP if case.task == "muon" else 0,
+        ),
         optim=Optim(
             clip=0.0 if case.task == "manual" else CLIP,  # which clips itself
             warmup_steps=WARMUP,

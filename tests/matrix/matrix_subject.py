@@ -16,6 +16,7 @@ from torch import nn
 
 import lockstep
 from lockstep.data.sampler import Shuffled
+from lockstep.data.shard_order import Geometry, ShardOrder
 from lockstep.data.streams import Lanes
 from lockstep.hooks import Hooks
 from lockstep.seeds import derive
@@ -26,6 +27,7 @@ __all__ = [
     "BATCH",
     "BOUND",
     "CHANGE",
+    "GROUP",
     "HELD_OUT",
     "HIDDEN",
     "LIMITED",
@@ -52,6 +54,8 @@ __all__ = [
 BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
 STEPS = 10
 SAMPLES = STEPS * BATCH - MICRO  # the last step is short
+SHARDS, GROUP = (20, 7, 40, 1, 0, 30, 58), 2  # samples of each shard, with the task "muon"; shards in a group
+assert sum(SHARDS) == SAMPLES
 BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
 LIMITED = 9  # of these, with --limit-eval-batches
@@ -74,8 +78,11 @@ def evaluates(task):
     return 2 if task == "plateau" else 4
 
 
-def order():
-    """The samples in the order of the run, which has one epoch."""
+def order(task=""):
+    """The samples in the order of the run, which has one epoch: with the task "muon" that of shards."""
+    if task == "muon":
+        shards = ShardOrder(SHARDS, 0, GROUP).placed(Geometry(BATCH, MICRO), 0)
+        return shards.at(0, SAMPLES)[1].tolist()
     return [int(sample) for sample in Shuffled(SAMPLES, 0).at(0, SAMPLES)[1]]
 
 
@@ -225,18 +232,21 @@ class Samples(torch.utils.data.Dataset):
     Args:
         model, fault: as in the case; another sample is bad for each model.
         raised: the file that says that it has raised.
+        task: as in the case; with "muon" they lie in shards.
     """
 
-    def __init__(self, model, fault, raised=None):
+    shard_sizes = SHARDS
+
+    def __init__(self, model, fault, raised=None, task=""):
         draw = torch.Generator().manual_seed(11)
         self.x = torch.randn(SAMPLES, _INPUTS, generator=draw)
         self.token = torch.randint(_OUTPUTS, (SAMPLES,), generator=draw)
         self.target = 0.3 * torch.randn(SAMPLES, _OUTPUTS, generator=draw)
         self.kept = torch.arange(_OUTPUTS) < torch.randint(1, _OUTPUTS + 1, (SAMPLES, 1), generator=draw)
-        self.bad = order()[BAD * BATCH + _BAD_MICRO[model] * MICRO + 2]
+        self.bad = order(task)[BAD * BATCH + _BAD_MICRO[model] * MICRO + 2]
         self.kept[self.bad] = True
         self.step = torch.empty(SAMPLES, dtype=torch.int64)  # that trains on the sample
-        self.step[order()] = torch.arange(SAMPLES) // BATCH
+        self.step[order(task)] = torch.arange(SAMPLES) // BATCH
         self.draws_random, self.raised = fault == "error", raised
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
@@ -287,6 +297,7 @@ class Subject(lockstep.Task):
     def __init__(self, model, fault, folder):
         self.name, self.fault, self.folder = model, fault, Path(folder)
         self.made = lambda: None
+        self.kind = ""  # the task in the case, where it decides the order
 
     def model(self):
         made = make(self.name)
@@ -294,7 +305,7 @@ class Subject(lockstep.Task):
         return made
 
     def dataset(self, split):
-        return Samples(self.name, self.fault, self.folder / "raised") if split == "train" else None
+        return Samples(self.name, self.fault, self.folder / "raised", self.kind) if split == "train" else None
 
     def collate(self, samples):
         return collate(samples)
@@ -499,6 +510,7 @@ def subject(task, model, fault, folder, step="sum"):
     """The task of a case."""
     if step != "sum":
         return _STEPS[step](model, fault, folder)
-    return {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked, "stream": Streamed}.get(
-        task, Subject
-    )(model, fault, folder)
+    kinds = {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked, "stream": Streamed}
+    made = kinds.get(task, Subject)(model, fault, folder)
+    made.kind = task
+    return made

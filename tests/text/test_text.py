@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.files import default_cache
 from lockstep.text import sources
-from lockstep.text.cache import alone, default_cache
+from lockstep.text.cache import alone
 from lockstep.text.corpus import ByteBPE, Windows, token_type
 from lockstep.text.hub import plain_rows
 from lockstep.text.sources import find, pieces, split

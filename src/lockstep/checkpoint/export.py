@@ -29,12 +29,12 @@ from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import default_cache
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
 from lockstep.models.lora import Adapters, exported_name, write_config
 from lockstep.run_state import RunState
-from lockstep.text.cache import default_cache
 
 __all__ = [
     "choose_checkpoint",

@@ -43,12 +43,12 @@ def _prepare(args: argparse.Namespace) -> int:
     prepare: Any = importlib.import_module("lockstep.tasks.prepare")  # loads torch
     hub: Any = importlib.import_module("lockstep.text.hub")
     store: Any = importlib.import_module("lockstep.text.token_store")
-    cache: Any = importlib.import_module("lockstep.text.cache")
+    files: Any = importlib.import_module("lockstep.files")
     packing = store.Packing(args.packing, args.seq_len, args.evaluation, args.labels)
     columns = args.text_column, args.encoding, packing.answers
     request = hub.DataRequest(args.source, args.subset, args.split, args.revision, *columns)
     folder = Path(args.out).expanduser()
-    rows = (Path(args.cache).expanduser() if args.cache else cache.default_cache()) / "rows"
+    rows = (Path(args.cache).expanduser() if args.cache else files.default_cache()) / "rows"
     job = prepare.Job(request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows)
     tokenizer = prepare.named_tokenizer(args.tokenizer, args.trust_remote_code, rows, _say)
     processes = args.processes or len(os.sched_getaffinity(0))

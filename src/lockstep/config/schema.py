@@ -86,6 +86,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "timeout": (0.1, 10**7, "a number of seconds from 0.1"),
     "data.workers": (0, 1024, "a number of processes from 0 to 1024"),
     "data.prefetch": (1, 10**4, "at least 1"),
+    "data.shuffle_shards": (0, 10**6, "a number of shards, or 0 to shuffle all samples"),
     "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
     "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
     "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),

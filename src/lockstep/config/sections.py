@@ -101,6 +101,9 @@ class Data:
         "", "prompt of the text generated at the end of a run (default: as the data begins)", builtin=True
     )
     drop_last: bool = option(False, "drop the last step of a run if it would be short of samples")
+    shuffle_shards: int = option(
+        0, "shards in a group whose samples are shuffled together, so that each rank reads few; 0: shuffle all samples"
+    )
 
 
 @suggest_fields()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from typing import Any, NamedTuple, Self, final
+from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
 
 from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
@@ -167,6 +167,14 @@ class StepPlan:
         return start, min(start + self.micro_size, self.total)
 
 
+@runtime_checkable
+class Sharing(Protocol):
+    """An order that mixes several sources."""
+
+    def shares(self, start: int, stop: int) -> dict[str, float]:
+        """Return each source's share of the positions start .. stop - 1, by name."""
+
+
 class Batches:
     """A dataset, cut into steps and micro-batches, as one rank loads it.
 
@@ -213,6 +221,11 @@ class Batches:
         self.move = mover(world.device)
         self.leads = isinstance(self.move, SideStream)
         self.loader = Loader(fetch, loading, world.rank, world.device.type == "cuda")
+
+    def shares(self, first: int, last: int) -> dict[str, float]:
+        """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
+        start = self.step_plan.start(max(first, self.step_plan.origin.step))
+        return self._order.shares(start, self.step_plan.start(last)) if isinstance(self._order, Sharing) else {}
 
     @property
     def slots(self) -> int:

@@ -11,7 +11,7 @@ epochs stay in memory. `CheckedOrder` validates a user's own order.
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -31,8 +31,11 @@ __all__ = [
     "Sequential",
     "Shuffled",
     "SizedOrder",
+    "check_size",
     "order_from",
     "order_of",
+    "permute",
+    "permute_groups",
     "within",
 ]
 
@@ -59,7 +62,7 @@ class Shuffled:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size = _check_size(size)
+        self.size = check_size(size)
         self.seed = seed
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
@@ -71,14 +74,16 @@ class Shuffled:
         Raises:
             ValueError: start is negative, or stop is before start.
         """
-        epochs, places = _places(self.size, start, stop)
+        _places(1, start, stop)
+        return self.of(np.arange(start, stop, dtype=np.int64))
+
+    def of(self, positions: Indices) -> tuple[Indices, Indices]:
+        """Return epochs and samples of any positions. int64 [positions] each"""
+        epochs, places = np.divmod(positions, self.size)
         samples = np.empty_like(places)
-        offset = 0
-        while offset < len(places):  # one turn per epoch that the range touches
-            epoch, place = int(epochs[offset]), int(places[offset])
-            end = min(offset + self.size - place, len(places))
-            samples[offset:end] = permute(places[offset:end], self.size, derive(self.seed, "order", epoch))
-            offset = end
+        for epoch in np.unique(epochs).tolist():
+            mask = epochs == epoch
+            samples[mask] = permute(places[mask], self.size, derive(self.seed, "order", epoch))
         return epochs, samples
 
 
@@ -87,7 +92,7 @@ class Sequential:
     """The dataset's own order in every epoch, for evaluation. Arguments and errors as in `Shuffled`."""
 
     def __init__(self, size: int) -> None:
-        self.size = _check_size(size)
+        self.size = check_size(size)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of the positions start .. stop - 1.
@@ -112,7 +117,7 @@ class Begun:
     """
 
     def __init__(self, order: Order, size: int, count: int) -> None:
-        self.size = _check_size(count)
+        self.size = check_size(count)
         self._order, self._whole = order, size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
@@ -181,9 +186,40 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
     return images.view(np.int64)
 
 
-def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
+def permute_groups(indices: Indices, groups: Indices, sizes: Sequence[int], keys: Sequence[int]) -> Indices:
+    """Map indices by a permutation for each group, as `permute` does for one: all groups at once.
+
+    Args:
+        indices: int64, each below the size of its group.
+        groups: the group of each index, 0 or more; int64, the shape of `indices`.
+        sizes: of each group.
+        keys: of each group.
+
+    Returns:
+        int64, the shape of `indices`.
+    """
+    images = np.empty_like(indices)
+    small = [group for group, size in enumerate(sizes) if size < _SMALL]
+    for group in small:
+        mask = groups == group
+        images[mask] = _table(sizes[group], keys[group])[indices[mask]]
+    remaining = np.flatnonzero(~np.isin(groups, small)) if small else np.arange(len(indices))
+    values, groups = indices[remaining].astype(np.uint64), groups[remaining]
+    halves = np.array([((size - 1).bit_length() + 1) // 2 for size in sizes], dtype=np.uint64)[groups]
+    words = np.array([_stream(_ROUNDS, key) for key in keys]).reshape(len(keys), _ROUNDS).T[:, groups]
+    limits = np.array(sizes, dtype=np.uint64)[groups]
+    walking = np.arange(len(remaining))
+    while walking.size:
+        values[walking] = _feistel(values[walking], halves[walking], words[:, walking])
+        walking = walking[values[walking] >= limits[walking]]
+    images[remaining] = values.view(np.int64)
+    return images
+
+
+def _feistel(values: _Words, half: int | _Words, keys: _Words) -> _Words:
     """Apply a bijection of the integers of 2 * half bits, one round per key."""
-    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    shift = np.uint64(half) if isinstance(half, int) else half
+    mask = (np.uint64(1) << shift) - np.uint64(1)
     left, right = values >> shift, values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
@@ -217,7 +253,8 @@ def _places(size: int, start: int, stop: int) -> tuple[Indices, Indices]:
     return epochs, places
 
 
-def _check_size(size: int) -> int:
+def check_size(size: int) -> int:
+    """Return the number of samples of a dataset. Raises DataError if it is 0 or above 2**62."""
     if not 0 < size <= _MAX_SIZE:
         raise DataError(f"--dataset-name: the dataset has {size} samples; it must have 1 to 2**62")
     return size

@@ -49,6 +49,11 @@ class RetryingDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._inner)
 
+    @property
+    def fetches(self) -> int:
+        """Shards that this rank has fetched from a store so far (`lockstep.shards`)."""
+        return int(getattr(self._inner, "fetches", 0))
+
     def __getitem__(self, index: int) -> Any:
         return self.load_seeded(index, _nothing)
 

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
+from lockstep.files import default_cache
 from lockstep.models.fused import IGNORED, chunk_of, summed_cross_entropy
 from lockstep.models.gpt import GPT, ContextReach, Further, GPTConfig, further_logits, generate, plain_logits
 from lockstep.models.hf import (
@@ -37,7 +38,6 @@ from lockstep.models.hf import (
 from lockstep.models.hf import further_logits as hf_further_logits
 from lockstep.task import Task
 from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards
-from lockstep.text.cache import default_cache
 from lockstep.text.documents import PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
 from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, TokenShards, prepare

@@ -27,7 +27,6 @@ from lockstep.errors import ConfigError
 from lockstep.files import sync
 
 __all__ = [
-    "default_cache",
     "prepared",
     "reach",
     "snapshot",
@@ -87,22 +86,6 @@ def prepared(
             f"cannot write the cache {folder.parent}: {error.strerror or error}; set LOCKSTEP_CACHE to a folder "
             "with space"
         ) from error
-
-
-def default_cache() -> Path:
-    """Return $LOCKSTEP_CACHE, else $XDG_CACHE_HOME/lockstep, else ~/.cache/lockstep.
-
-    Raises:
-        ConfigError: none is set, and the user has no home folder.
-    """
-    if chosen := os.environ.get("LOCKSTEP_CACHE"):
-        return Path(os.path.expanduser(chosen))
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base, "lockstep")
-    try:
-        return Path.home() / ".cache" / "lockstep"
-    except RuntimeError as error:
-        raise ConfigError("this user has no home folder for the cache; set LOCKSTEP_CACHE to a folder") from error
 
 
 def _facts(folder: Path) -> dict[str, Any] | None:

@@ -34,7 +34,8 @@ from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
-from lockstep.data.sampler import Begun, SizedOrder, order_of
+from lockstep.data.sampler import SizedOrder
+from lockstep.data.shard_order import place_order, training_order
 from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.streams import Lanes
 from lockstep.distributed.balance import Balancer
@@ -47,7 +48,7 @@ from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
-from lockstep.task import Order, Task, as_task, has_own
+from lockstep.task import Task, as_task, has_own
 from lockstep.training import resume
 from lockstep.training.agreement import (
     check_samples,
@@ -140,9 +141,7 @@ def build_batches(
         place = (state.global_step, state.stream) if state.stream else None
         options: dict[str, Any] = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
-    order: Order = full_order
-    if run_plan.samples < full_order.size:
-        order = Begun(full_order, full_order.size, run_plan.samples)
+    order = place_order(full_order, run_plan.geometry, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
     costs_known = config.shares == AUTO and on_all_ranks(world, costs.known)  # collective
     balancer = balancer_of(config, world, costs if costs_known else None, state)
@@ -441,7 +440,8 @@ def build_together(
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
     own_task = user_task is not None or kind_of(requested.task) == OWN
-    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | training.plan
+    data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
+    plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan
     _check_plan(folder, state, plan, settings, requested, world)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
@@ -533,7 +533,8 @@ def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet
     if isinstance(loaded, StreamData):
         on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
         return TrainingSet(dataset, loaded, None), evaluation, 0
-    order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
+    shuffle_shards = draft.data.shuffle_shards
+    order = on_all_ranks(world, lambda: training_order(task, dataset, samples, draft.seed, shuffle_shards))
     return TrainingSet(dataset, loaded, order), evaluation, samples
 
 

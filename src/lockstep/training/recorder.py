@@ -220,7 +220,7 @@ def peak_memory(device: torch.device) -> int:
 
 _LOG = logging.getLogger("lockstep")
 EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
-_REPAIR_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "steps_left_out")
+_LOADING_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "loading/fetched", "steps_left_out")
 
 
 class RunRecorder:
@@ -290,6 +290,8 @@ class RunRecorder:
         if built.balancer:
             numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
+            shares = built.batches.shares(record.step + 1 - built.config.log_freq, record.step + 1)
+            numbers |= {f"data/share/{name}": share for name, share in shares.items()}
             position = {
                 "global_step": place.global_step,
                 "epoch": place.epoch,
@@ -299,12 +301,13 @@ class RunRecorder:
             self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
 
     def _repair_counts(self) -> dict[str, float]:
-        """Return the counts of repaired failures so far that are not 0, over all ranks. Collective."""
+        """Return the counts of repaired failures and fetched shards so far, not 0, over all ranks. Collective."""
+        fetched = self._built.training.retry_dataset.fetches
         counts = [
-            *self._exchange.totals(loading_failures(self._built.loaders)),
+            *self._exchange.totals([*loading_failures(self._built.loaders), float(fetched)]),
             float(self._built.state.steps_left_out or 0),
         ]
-        return {name: count for name, count in zip(_REPAIR_COUNTS, counts, strict=True) if count}
+        return {name: count for name, count in zip(_LOADING_COUNTS, counts, strict=True) if count}
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.

@@ -20,6 +20,7 @@ from lockstep.config import cli
 from lockstep.config.fields import in_steps, is_span
 from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup
 from lockstep.data.batches import START, Origin
+from lockstep.data.shard_order import Geometry
 from lockstep.errors import ConfigError, DataError
 from lockstep.run_state import Extension, RunState
 from lockstep.task import Task
@@ -289,7 +290,9 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     size = config.micro_batch_size or whole_step or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
-    run_plan = RunPlan(epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples)
+    first = facts.start.checkpoint.plan.get("geometry") if facts.start.checkpoint else None
+    geometry = Geometry(*(first or (config.batch_size, config.micro_size)))
+    run_plan = RunPlan(epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples, geometry)
     steps, shape = run_plan.step_plan.steps, config.optim.schedule
     if not steps:
         _refuse_empty_plan(run_plan)

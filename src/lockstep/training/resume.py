@@ -27,6 +27,7 @@ from lockstep.config.fields import in_batches, is_span, is_url, local_dir
 from lockstep.config.schema import Config, flag, is_auto, lookup
 from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.data.batches import Origin, StepPlan
+from lockstep.data.shard_order import ONE_LANE, Geometry
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.run_state import Position, RunState
@@ -101,7 +102,7 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 _FIXED_OPTIONS = (
     *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
-    *("model_name", "dataset_name", "model.dropout"),
+    *("model_name", "dataset_name", "model.dropout", "data.shuffle_shards"),
     *IMAGE_OPTIONS,
 )
 # Options that do so if the learning rate depends on evaluations.
@@ -119,6 +120,7 @@ class RunPlan:
         origin: step and sample position at which steps of this size begin.
         min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
         dataset_samples: of the training set.
+        geometry: of the run's first start, for orders that depend on it.
     """
 
     samples: int
@@ -126,6 +128,7 @@ class RunPlan:
     origin: Origin
     min_samples: int
     dataset_samples: int
+    geometry: Geometry = ONE_LANE
 
     @property
     def step_plan(self) -> StepPlan:
@@ -197,6 +200,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         **{name: options[name] for name in _FIXED_OPTIONS if name in options},
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
+        "geometry": list(run_plan.geometry),
         "dataset_samples": run_plan.dataset_samples,
         "data": task.fingerprint,
         "task": type(user_task(task)).__qualname__,
@@ -225,7 +229,9 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
+    added["data.shuffle_shards"] = 0
     added["dataset_samples"] = before.get("samples")
+    before = {"geometry": now.get("geometry")} | before  # that of the first start
     before, now = defaults | added | before, defaults | now
     return [PlanDifference(key, before.get(key), now[key]) for key in now if before.get(key) != now[key]]
 

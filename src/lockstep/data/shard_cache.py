@@ -1,0 +1,393 @@
+"""Fetch files from a store into a bounded folder that the processes of a machine share.
+
+    cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30, label="s3://bucket/train")
+    path = cache.get("0a1b.tar", size, lambda part: store.fetch(file, part))        # made once, whatever asks for it
+
+A file is written under another name, checked, and renamed: whoever finds it has all of it. The least recently used
+files are removed before the folder grows past its limit. A process that still reads a removed file keeps it until it
+closes it. This file alone fetches shards by fsspec.
+"""
+
+import contextlib
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from lockstep.config.fields import is_url
+from lockstep.config.secrets import mask, printable
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.files import bytes_text
+
+__all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
+
+Say = Callable[[str], None]
+
+_PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
+_SILENCE = 60.0  # seconds without a byte from an HTTP server
+_PIECE = 1 << 22  # bytes
+_POLL = 0.05  # seconds
+_STAMPS = ("ETag", "etag", "LastModified", "last_modified", "updated", "generation", "mtime")  # of fsspec's `info`
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """A file of a dataset, as it was when the run started.
+
+    Attributes:
+        path: of a local file, or its URL.
+        size: in bytes.
+        samples: in it; -1: not counted yet.
+        checksum: "ALGORITHM:HEX" of its content; "": the format has none.
+        stamp: its version: a local file's time of modification (nanoseconds), a store's ETag; "": unknown.
+        compression: of the whole file, see the format; "": none.
+        unpacked: bytes of its uncompressed content; 0: unknown.
+    """
+
+    path: str
+    size: int
+    samples: int = -1
+    checksum: str = ""
+    stamp: str = ""
+    compression: str = ""
+    unpacked: int = 0
+
+    @property
+    def key(self) -> str:
+        """Hex; of this version of the file, for names in the cache."""
+        return xxhash.xxh3_128_hexdigest(repr((self.path, self.size, self.checksum, self.stamp)).encode())
+
+    @property
+    def label(self) -> str:
+        """Its path for messages, without secrets."""
+        return printable(mask(self.path))
+
+    def check_size(self, size: int, source: str = "") -> None:
+        """Raise DataError for another size than at the start."""
+        if size != self.size:
+            raise DataError(
+                f"the shard {self.label} has {size} bytes{source}, and had {self.size} when it was indexed: it is "
+                "truncated or was changed; restore it, or start again with the data as they are now"
+            )
+
+    def check_stamp(self, stamp: str) -> None:
+        """Raise DataError if the file was written again since the start."""
+        if self.stamp and stamp and stamp != self.stamp:
+            raise DataError(
+                f"the shard {self.label} was changed since it was indexed (version {printable(stamp)}, before "
+                f"{printable(self.stamp)}); restore it, or start again with the data as they are now"
+            )
+
+    def check_content(self, path: Path) -> None:
+        """Raise DataError if the content of `path` has another checksum."""
+        algorithm, _, wanted = self.checksum.partition(":")
+        if wanted and (found := digest_of(path, algorithm)) != wanted:
+            raise DataError(
+                f"the shard {self.label} is damaged: its {algorithm} is {found} instead of {wanted}; restore it"
+            )
+
+
+def digest_of(path: Path, algorithm: str = "xxh3_64") -> str:
+    """Return the hex digest of a file's content.
+
+    Args:
+        algorithm: a name of xxhash or hashlib.
+
+    Raises:
+        DataError: there is no such algorithm.
+    """
+    hashlib: Any = importlib.import_module("hashlib")
+    maker = getattr(xxhash, algorithm, None) if algorithm.startswith("xxh") else getattr(hashlib, algorithm, None)
+    if maker is None:
+        raise DataError(f"{path}: the checksum {algorithm} is unknown; use xxh3_64, md5 or sha256")
+    digest = maker()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return str(digest.hexdigest())
+
+
+# --- stores
+
+
+@final
+class Store:
+    """A file system of fsspec, or the local one."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.is_local = not is_url(path) or path.startswith(("file://", "local://"))
+        self._system: tuple[int, Any] = (0, None)
+
+    @property
+    def system(self) -> Any:
+        """The file system of fsspec, made anew in each process: its connections do not survive a fork.
+
+        Raises:
+            ConfigError: fsspec does not know the URL's scheme, or a package is missing.
+        """
+        if self._system[0] != os.getpid():
+            self._system = os.getpid(), self._connect()
+        return self._system[1]
+
+    def _connect(self) -> Any:
+        fsspec: Any = importlib.import_module("fsspec")
+        scheme = "file" if self.is_local else self._path.partition("://")[0]
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        try:
+            if scheme in ("http", "https"):
+                aiohttp: Any = importlib.import_module("aiohttp")
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
+                options["client_kwargs"] = {"timeout": timeout}
+            return fsspec.filesystem(scheme, **options)
+        except ImportError as error:
+            raise ConfigError(
+                f"lockstep.shards: {scheme}:// needs the package {error.name or 'of its store'}; pip install "
+                "'torch-lockstep[shards]' for HTTP, 'torch-lockstep[remote]' for S3, or the store's own"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"lockstep.shards: fsspec knows no store {scheme!r} ({mask(self._path)})") from error
+
+    def info(self, path: str) -> tuple[int, str]:
+        """Return a file's size in bytes, and its version as in `ShardFile.stamp`.
+
+        Raises:
+            DataError: it is missing, or the store does not answer.
+        """
+        found = self.reach(path, lambda: self.system.info(path))
+        return int(found.get("size") or 0), stamp_of(found, local=self.is_local)
+
+    def read(self, path: str) -> bytes | None:
+        """Return the content of a small file; None if it is missing."""
+        try:
+            return bytes(self._answer(lambda: self.system.cat_file(path), path))
+        except FileNotFoundError:
+            return None
+
+    def fetch(self, file: ShardFile, part: Path) -> None:
+        """Copy a file of the store to `part`, and check its size and checksum.
+
+        A copy that is short or damaged is made again, like one that the store refuses for a moment.
+
+        Raises:
+            DataError: it is missing, was changed, is damaged, or the store does not answer.
+        """
+        size, stamp = self.info(file.path)
+        if size:  # some servers do not tell
+            file.check_size(size, " there")
+        file.check_stamp(stamp)
+        for pause in (*_PAUSES, None):
+            self.reach(file.path, lambda: self.system.get_file(file.path, str(part)))
+            try:
+                file.check_size(part.stat().st_size, " as it arrived")
+                file.check_content(part)
+                return
+            except DataError:
+                if pause is None:
+                    raise
+            time.sleep(pause)
+
+    def reach(self, path: str, action: Callable[[], Any]) -> Any:
+        """Make a request. Raises DataError, in one line, if the file is missing or the store does not answer."""
+        try:
+            return self._answer(action, path)
+        except FileNotFoundError as error:
+            raise DataError(f"{_label(path)} is missing; restore it, or leave it out of the source") from error
+
+    def _answer(self, action: Callable[[], Any], path: str) -> Any:
+        """Make a request, and again after a pause if the store does not answer.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            DataError: the store refuses, or did not answer in any attempt.
+        """
+        for pause in (*_PAUSES, None):
+            try:
+                return action()
+            except LockstepError:
+                raise
+            except Exception as error:
+                if _is_final(error):
+                    if isinstance(error, FileNotFoundError):
+                        raise
+                    _refuse(path, error, "refuses")
+                if pause is None or self.is_local:
+                    _refuse(path, error, "does not answer")
+            time.sleep(pause)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _label(path: str) -> str:
+    return printable(mask(path))
+
+
+def _refuse(path: str, error: Exception, what: str) -> NoReturn:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    status = _status_of(error)
+    kind = f"{type(error).__name__}{f' {status}' if status else ''}"
+    raise DataError(
+        f"the store of {_label(path)} {what} ({kind}: {printable(mask(reason))}); start again when it does not"
+    ) from error
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether the store has answered, so that asking again changes nothing.
+
+    fsspec's HTTP file system reports any failed question for a file's size as FileNotFoundError; its cause has the
+    status. 408 and 429 ask for another try.
+    """
+    status = _status_of(error)
+    if status:
+        return 400 <= status < 500 and status not in (408, 429)
+    if isinstance(error, FileNotFoundError):
+        return not isinstance(error.__cause__, Exception) or isinstance(error.__cause__, FileNotFoundError)
+    return isinstance(error, PermissionError)
+
+
+def _status_of(error: BaseException | None) -> int:
+    """Return the HTTP status of an error or its cause; 0: none."""
+    while error is not None:
+        status = getattr(error, "status", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__
+    return 0
+
+
+def stamp_of(info: dict[str, Any], *, local: bool) -> str:
+    """Return a file's version from what fsspec knows of it; "" if that is nothing."""
+    if local:
+        return str(os.stat(info["name"]).st_mtime_ns)
+    return next((str(info[name]) for name in _STAMPS if info.get(name)), "")
+
+
+# --- cache
+
+
+@final
+class ShardCache:
+    """A folder of files that can be made again, of a bounded size.
+
+    Any number of processes of a machine may use it at a time.
+
+    Args:
+        folder: made if needed.
+        limit: bytes.
+        label: the source, for messages.
+    """
+
+    def __init__(self, folder: Path, limit: int, label: str) -> None:
+        self.folder, self._limit, self._label = folder, limit, label
+
+    def get(self, name: str, size: int, make: Callable[[Path], None], made: Callable[[], None] | None = None) -> Path:
+        """Return the path of a file, which is made first if needed.
+
+        Args:
+            name: of the file.
+            size: about its bytes, for which room is made.
+            make: writes it to another path.
+            made: called after that, by one process at a time.
+
+        Raises:
+            ConfigError: the cache cannot be written, or is too small for the file.
+        """
+        path = self.folder / name
+        if _touch(path):
+            return path
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            claim = FileLock(self.folder / f".{name}.{size}.claim")  # its holder makes the file; frees it if it dies
+            with claim:
+                try:
+                    if not _touch(path):
+                        self._fill(path, size, make, made)
+                finally:
+                    Path(claim.lock_file).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"lockstep.shards: cannot write the cache {self.folder}: {error.strerror or error}; give another "
+                "`cache`, or make room"
+            ) from error
+        return path
+
+    def _fill(self, path: Path, size: int, make: Callable[[Path], None], made: Callable[[], None] | None) -> None:
+        self._make_room(path.name, size)
+        part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            make(part)
+            if (actual := part.stat().st_size) > size:
+                self._make_room(path.name, actual)
+            os.replace(part, path)
+            if made:
+                with self._lock():
+                    made()
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _lock(self) -> FileLock:
+        return FileLock(self.folder / ".lock")
+
+    def _make_room(self, name: str, size: int) -> None:
+        """Remove the least recently used files until `size` more bytes fit.
+
+        Waits for room that others have claimed for files in the making.
+
+        Raises:
+            ConfigError: the limit is below `size`.
+        """
+        if size > self._limit:
+            raise ConfigError(
+                f"lockstep.shards: the cache of {self._label} may have {bytes_text(self._limit)}, and a shard takes "
+                f"{bytes_text(size)}; raise `cache_size`"
+            )
+        while True:
+            with self._lock():
+                files = sorted(self._files())
+                used = sum(each for _, each, _ in files)
+                claimed = sum(self._claims(name))
+                for _, each, path in files:
+                    if used + claimed + size <= self._limit:
+                        break
+                    path.unlink(missing_ok=True)
+                    used -= each
+                if used + claimed + size <= self._limit:
+                    return
+            time.sleep(_POLL)
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """Yield (time of the last use, bytes, path) of each file."""
+        for entry in os.scandir(self.folder):
+            if not entry.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat()
+                    yield status.st_mtime_ns, status.st_size, Path(entry.path)
+
+    def _claims(self, own: str) -> Iterator[int]:
+        """Yield the bytes that other processes have claimed; clear up after those that died."""
+        for entry in list(os.scandir(self.folder)):
+            name, _, size = entry.name.removesuffix(".claim").rpartition(".")
+            if not entry.name.endswith(".claim") or name == f".{own}":
+                continue
+            try:
+                with FileLock(entry.path, timeout=0):
+                    for part in self.folder.glob(f"{name}.tmp-*"):
+                        part.unlink(missing_ok=True)
+                    Path(entry.path).unlink(missing_ok=True)
+            except Timeout:
+                yield int(size)
+
+
+def _touch(path: Path) -> bool:
+    """Mark a file as used now; return whether it exists."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,406 @@
+"""Read samples of a shard by index: MDS, webdataset's tars, and memory-mapped tokens.
+
+    form = TarShards()
+    form.prepare(file, path, beside)            # an index of the tar, which is kept in the cache
+    form.open(path, beside).read([3, 0])        # [{"__key__": "0003", "jpg": b"...", "cls": b"7"}, ...]
+
+MDS is read by its documented layout: mosaicml-streaming itself needs the SDKs of five clouds and an older transformers.
+Columns that are pickled are refused, since reading them runs code.
+"""
+
+import bz2
+import decimal
+import functools
+import importlib
+import io
+import json
+import os
+import re
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep.data.shard_cache import ShardFile
+from lockstep.errors import ConfigError, DataError
+
+__all__ = ["MdsShards", "OpenShard", "ShardFormat", "TarShards", "TokenShards", "read_mds_index"]
+
+
+class OpenShard(ABC):
+    """A shard whose samples can be read."""
+
+    @abstractmethod
+    def read(self, rows: list[int]) -> list[Any]:
+        """Return these samples, in this order."""
+
+
+class ShardFormat(ABC):
+    """A file format of shards.
+
+    Attributes:
+        name: as the user gives it.
+        suffix: of a file that `prepare` writes; "": none.
+        replaces: that file replaces the shard, such as an uncompressed copy; else it is kept beside it.
+    """
+
+    name: str
+    suffix = ""
+    replaces = False
+
+    def prepared(self, file: ShardFile, path: Path | None) -> bool:
+        """Whether this shard must be prepared; `path` is None if it is not here yet."""
+        return bool(self.suffix)
+
+    def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
+        """Write the file of `suffix`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def count(self, path: Path) -> int:
+        """Return the number of samples of a prepared shard."""
+
+    def count_from_size(self, size: int) -> int:
+        """Return the number of samples of a file of `size` bytes; -1: it does not follow from that."""
+        return -1
+
+    def peek(self, file: Any) -> int:
+        """Return the number of samples from an open file of a store, if a small part of it says so; -1: not so."""
+        return -1
+
+    @abstractmethod
+    def open(self, path: Path, beside: Path | None) -> OpenShard:
+        """Open a shard, with the file that `prepare` wrote beside it."""
+
+    def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
+        """Return these samples of open shards, those of the first one first."""
+        return [sample for shard, rows in parts for sample in shard.read(rows)]
+
+    def options(self) -> dict[str, Any]:
+        """Return what decides the number of samples, for the key of an index."""
+        return {}
+
+
+# --- tokens
+
+
+@final
+class TokenShards(ShardFormat):
+    """Files of nothing but token numbers, little-endian; a sample is a window of seq_len + 1 at a stride of seq_len.
+
+    A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}. The rest of each file is left out.
+    """
+
+    name = "tokens"
+
+    def __init__(self, seq_len: int, dtype: str) -> None:
+        if seq_len < 1:
+            raise ConfigError("lockstep.shards: the format tokens needs seq_len, the tokens of a sample")
+        self._seq_len = seq_len
+        self._kind = np.dtype(dtype).newbyteorder("<")
+
+    def options(self) -> dict[str, Any]:
+        return {"seq_len": self._seq_len, "dtype": self._kind.str}
+
+    def count(self, path: Path) -> int:
+        return self.count_from_size(path.stat().st_size)
+
+    def count_from_size(self, size: int) -> int:
+        return max(0, size // self._kind.itemsize - 1) // self._seq_len
+
+    def open(self, path: Path, beside: Path | None) -> OpenShard:
+        return _TokenShard(path, self._seq_len, self._kind)
+
+
+class _TokenShard(OpenShard):
+    def __init__(self, path: Path, seq_len: int, kind: np.dtype[Any]) -> None:
+        self._tokens: NDArray[Any] = np.asarray(np.memmap(path, dtype=kind, mode="r"))
+        self._seq_len, self._row = seq_len, np.arange(seq_len + 1)
+
+    def read(self, rows: list[int]) -> list[Any]:
+        places = np.asarray(rows)[:, None] * self._seq_len + self._row
+        windows = torch.from_numpy(self._tokens[places].astype(np.int64))
+        return [
+            {"input_ids": inputs, "labels": labels}
+            for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True)
+        ]
+
+
+# --- webdataset
+
+
+_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key.extension, as webdataset splits it
+_META = re.compile(r"__[^/]*__(?:$|/)")
+_BLOCK = 512  # bytes
+
+
+@final
+class TarShards(ShardFormat):
+    """Tars as webdataset writes them: the files of a sample have one key, and follow one another.
+
+    A sample is {"__key__": key, EXTENSION: bytes, ...}.
+    """
+
+    name = "tar"
+    suffix = ".tar-index.npz"
+
+    def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
+        """Write the key of each sample, and the extension, offset and size of each of its files."""
+        keys, extensions, starts = list[str](), dict[str, int](), list[int]()
+        members: list[tuple[int, int, int]] = []
+        for name, offset, size in _members(path):
+            match = _NAME.fullmatch(name)
+            if not match or _META.match(name):
+                continue
+            key, extension = match[1], match[2].lower()
+            if not keys or keys[-1] != key:
+                keys.append(key)
+                starts.append(len(members))
+            members.append((extensions.setdefault(extension, len(extensions)), offset, size))
+        with target.open("wb") as out:
+            np.savez(
+                out,
+                keys=np.frombuffer("\n".join(keys).encode(), np.uint8),
+                extensions=np.array(list(extensions), dtype=np.str_),
+                members=np.array(members, dtype=np.int64).reshape(-1, 3),
+                starts=np.array([*starts, len(members)], dtype=np.int64),
+            )
+
+    def count(self, path: Path) -> int:
+        with np.load(path) as index:
+            return len(index["starts"]) - 1
+
+    def open(self, path: Path, beside: Path | None) -> OpenShard:
+        assert beside is not None
+        return _TarShard(path, beside)
+
+
+def _members(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, offset of the content, bytes) of each file in a tar.
+
+    Raises:
+        DataError: it is compressed, truncated or no tar.
+    """
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isreg():
+                    yield member.name, member.offset_data, member.size
+                tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
+        with path.open("rb") as file:
+            file.seek(-_BLOCK, os.SEEK_END)
+            if any(file.read()):
+                raise DataError(f"{path} has no end mark of a tar: it is truncated; restore it")
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as an uncompressed tar ({type(error).__name__}: {error}); restore it, or unpack it"
+        ) from error
+
+
+class _TarShard(OpenShard):
+    def __init__(self, path: Path, index: Path) -> None:
+        with np.load(index) as arrays:
+            self._keys = bytes(arrays["keys"]).decode().split("\n")
+            self._extensions: list[str] = arrays["extensions"].tolist()
+            self._members: NDArray[np.int64] = arrays["members"]
+            self._starts: NDArray[np.int64] = arrays["starts"]
+        self._file = path.open("rb", buffering=0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def read(self, rows: list[int]) -> list[Any]:
+        handle, samples = self._file.fileno(), []
+        for row in rows:
+            sample: dict[str, Any] = {"__key__": self._keys[row]}
+            begin, end = self._starts[row : row + 2].tolist()
+            for extension, offset, size in self._members[begin:end].tolist():
+                sample[self._extensions[extension]] = content = os.pread(handle, size, offset)
+                if len(content) != size:
+                    raise DataError(f"{self._file.name} ends within the sample {self._keys[row]}: it was truncated")
+            samples.append(sample)
+        return samples
+
+
+# --- MDS
+
+
+_NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_VALUES = {name: np.dtype(name) for name in _NUMBERS}
+_ARRAY_TYPES = dict(zip((8, 16, 32, 64, 9, 17, 33, 65, 18, 34, 66), _NUMBERS, strict=True))  # by their numbers in MDS
+_COMPRESSIONS = {"gz": "gzip", "br": "brotli", "zstd": "zstd", "snappy": "snappy"}  # pyarrow's names
+
+Decode = Callable[[bytes], Any]
+
+
+@final
+class MdsShards(ShardFormat):
+    """MDS of mosaicml-streaming, version 2.
+
+    A sample is a dict of its columns, decoded as that package does.
+
+    Args:
+        columns: (name, encoding, bytes or None) of each, as in index.json.
+        label: the source, for messages.
+    """
+
+    name = "mds"
+    suffix = ".mds"
+    replaces = True
+
+    def __init__(self, columns: Sequence[tuple[str, str, int | None]], label: str) -> None:
+        self._columns = [(name, _decoder(name, encoding, label), size or 0) for name, encoding, size in columns]
+
+    def prepared(self, file: ShardFile, path: Path | None) -> bool:
+        return bool(file.compression)
+
+    def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
+        """Write the uncompressed shard."""
+        name, data = file.compression.partition(":")[0], path.read_bytes()
+        if name == "bz2":
+            plain = bz2.decompress(data)
+        elif name in _COMPRESSIONS:
+            plain = _arrow().decompress(data, file.unpacked, codec=_COMPRESSIONS[name], asbytes=True)
+        else:
+            raise DataError(f"the shard {file.label} is compressed by {name}, which is unknown")
+        if len(plain) != file.unpacked:
+            raise DataError(f"the shard {file.label} unpacks to {len(plain)} bytes instead of {file.unpacked}")
+        target.write_bytes(plain)
+
+    def count(self, path: Path) -> int:
+        with path.open("rb") as file:
+            return int(np.frombuffer(file.read(4), "<u4")[0])
+
+    def open(self, path: Path, beside: Path | None) -> OpenShard:
+        return _MdsShard(path, self._columns)
+
+
+def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]:
+    """Read index.json of an MDS folder; paths of the shards are relative to it.
+
+    Raises:
+        DataError: it is damaged, or of another version.
+    """
+    files = []
+    try:
+        shards = json.loads(data)["shards"]
+        first = shards[0]
+        columns = list(zip(first["column_names"], first["column_encodings"], first["column_sizes"], strict=True))
+        for each in shards:
+            same = list(zip(each["column_names"], each["column_encodings"], each["column_sizes"], strict=True))
+            if (each["format"], each["version"]) != ("mds", 2) or same != columns:
+                raise DataError(f"{label}: its shards differ in columns, format or version; only MDS version 2 is read")
+            raw, packed = each["raw_data"], each.get("zip_data")
+            stored = packed or raw
+            hashes = stored["hashes"]
+            algorithm = next((name for name in ("xxh3_64", *hashes) if name in hashes), "")
+            files.append(
+                ShardFile(
+                    stored["basename"],
+                    stored["bytes"],
+                    each["samples"],
+                    f"{algorithm}:{hashes[algorithm]}" if algorithm else "",
+                    compression=each["compression"] or "" if packed else "",
+                    unpacked=raw["bytes"],
+                )
+            )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{label}: it is no index of MDS ({type(error).__name__}: {error})") from error
+    return MdsShards(columns, label), files
+
+
+class _MdsShard(OpenShard):
+    def __init__(self, path: Path, columns: list[tuple[str, Decode, int]]) -> None:
+        self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).data
+        count = int.from_bytes(self._data[:4], "little")
+        self._offsets: NDArray[Any] = np.frombuffer(self._data, "<u4", count + 1, 4)
+        self._columns, self._free = columns, sum(not size for _, _, size in columns)
+
+    def read(self, rows: list[int]) -> list[Any]:
+        return [self._decode(*self._offsets[row : row + 2].tolist()) for row in rows]
+
+    def _decode(self, begin: int, end: int) -> dict[str, Any]:
+        """Decode a sample: the sizes of columns without a fixed one, then all columns."""
+        data = self._data[begin:end].tobytes()
+        place, size_place, sample = 4 * self._free, 0, dict[str, Any]()
+        for name, decode, size in self._columns:
+            if not size:
+                size = int.from_bytes(data[size_place : size_place + 4], "little")
+                size_place += 4
+            sample[name] = decode(data[place : place + size])
+            place += size
+        return sample
+
+
+def _decoder(column: str, encoding: str, label: str) -> Decode:
+    """Return the function that decodes a column. Raises DataError for an encoding that is not read."""
+    plain: dict[str, Decode] = {
+        "bytes": bytes,
+        "str": bytes.decode,
+        "int": lambda data: int.from_bytes(data, "little", signed=True),
+        "str_int": lambda data: int(data.decode()),
+        "str_float": lambda data: float(data.decode()),
+        "str_decimal": lambda data: decimal.Decimal(data.decode()),
+        "json": json.loads,
+        "pil": _raw_image,
+        "jpeg": _coded_image,
+        "png": _coded_image,
+    }
+    if encoding in plain:
+        return plain[encoding]
+    if encoding in _VALUES:
+        kind = _VALUES[encoding]
+        return lambda data: np.frombuffer(data, kind)[0]
+    name, _, rest = encoding.partition(":")
+    if name == "ndarray":
+        kind_name, _, shape = rest.partition(":")
+        fixed = tuple(map(int, shape.split(","))) if shape else None
+        return functools.partial(_array, kind_name, fixed)
+    why = "is pickled, and reading it would run code" if encoding == "pkl" else "has an encoding that is not read"
+    raise DataError(f"{label}: the column '{column}' {why} ({encoding}); write it as one of {', '.join(plain)}")
+
+
+def _array(kind: str, shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any]:
+    """Decode an array; its type and shape come first unless they are fixed."""
+    place = 0
+    if not kind:
+        kind, place = _ARRAY_TYPES[data[0]], 1
+    if shape is None:
+        dims, width = data[place] >> 2, 1 << data[place] % 4
+        numbers = np.frombuffer(data, f"<u{width}", dims, place + 1)
+        shape, place = tuple(numbers.tolist()), place + 1 + dims * width
+    return np.frombuffer(data, kind, offset=place).reshape(shape).copy()
+
+
+def _raw_image(data: bytes) -> Any:
+    width, height, length = np.frombuffer(data, "<u4", 3).tolist()
+    return _images().frombytes(data[12 : 12 + length].decode(), (width, height), data[12 + length :])
+
+
+def _coded_image(data: bytes) -> Any:
+    return _images().open(io.BytesIO(data))
+
+
+@functools.cache
+def _images() -> Any:
+    return _package("PIL.Image", "pillow")
+
+
+@functools.cache
+def _arrow() -> Any:
+    return _package("pyarrow", "'torch-lockstep[shards]'")
+
+
+def _package(module: str, install: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"lockstep.shards: these shards need the package {error.name}; pip install {install}"
+        ) from error

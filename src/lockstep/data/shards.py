@@ -1,0 +1,449 @@
+"""Open a dataset that lies in shards, on a disk or in a store, and read its samples by index.
+
+    data = lockstep.shards("s3://bucket/train/*.parquet")           # len(data), data[5], data.shard_sizes
+    data = lockstep.shards("data/images-{0000..0063}.tar", transform=decode)
+
+    lockstep train --data.shuffle-shards 4      # permute shards, then samples within groups of four
+
+The number of samples of each shard is counted once, and kept in the cache. A local shard is read in place; one of a
+store is fetched whole into a bounded cache when one of its samples is needed. Each shard must be as it was when the run
+started: by size and version, and by its checksum where there is one.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.data.arrow_shards import ArrowShards
+from lockstep.data.shard_cache import ShardCache, ShardFile, Store, digest_of, stamp_of
+from lockstep.data.shard_formats import OpenShard, ShardFormat, TarShards, TokenShards, read_mds_index
+from lockstep.errors import ConfigError, DataError, LockstepError, error_line
+from lockstep.files import default_cache, write_whole
+
+__all__ = ["Shards", "index_shards", "shards"]
+
+_LOG = logging.getLogger("lockstep")
+
+INDEX = "lockstep-index.json"  # beside the shards, if somebody wrote it
+_MDS_INDEX = "index.json"
+_SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".bin": "tokens"}
+FORMATS = ("arrow", "parquet", "mds", "tar", "tokens")
+_OPEN = 128  # shards that a process keeps open
+_THREADS = 8  # that count the samples of a store's shards
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_UNPACKED = 3  # times its size that a Parquet file takes, about
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def shards(
+    source: Source,
+    format: str | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    cache_size: int = 64 << 30,
+    transform: Callable[[Any], Any] | None = None,
+    seq_len: int = 0,
+    dtype: str = "uint16",
+    row_format: str = "torch",
+) -> "Shards":
+    """Open a dataset in shards.
+
+    Args:
+        source: a file, a folder, a pattern with * or {0000..0063}, or a list of these; paths, or URLs of fsspec.
+        format: "arrow", "parquet", "mds", "tar" (webdataset) or "tokens" (files of token numbers); None: by the names
+            of the files.
+        cache: folder for fetched shards, converted ones and indexes; None: `shards` in $LOCKSTEP_CACHE.
+        cache_size: maximum bytes of its files.
+        transform: sample -> sample. Its random draws are seeded, unless its attribute `draws_random` is False.
+        seq_len: tokens of a sample, for "tokens".
+        dtype: of the token numbers, for "tokens".
+        row_format: values of Arrow and Parquet: "torch", "numpy" or "python".
+
+    Raises:
+        ConfigError: an argument is invalid, or a package is missing.
+        DataError: there are no shards, or one is missing, damaged or empty of a format.
+    """
+    if format not in (None, *FORMATS):
+        raise ConfigError(f"lockstep.shards: format is {format!r}: it must be one of {', '.join(FORMATS)}")
+    if cache_size < 1:
+        raise ConfigError(f"lockstep.shards: cache_size is {cache_size} bytes: it must be at least 1")
+    sources = [os.fspath(each) for each in ([source] if isinstance(source, str | os.PathLike) else source)]
+    if not sources:
+        raise ConfigError("lockstep.shards: the source is an empty list")
+    store = Store(sources[0])
+    if any(Store(each).is_local != store.is_local for each in sources):
+        raise ConfigError("lockstep.shards: the source mixes local paths and URLs; copy one of them")
+    label = sources[0] if len(sources) == 1 else f"{sources[0]}, ..."
+    make_format = lambda name: _make_format(name, seq_len, dtype, row_format)  # noqa: E731
+    form, files = _list_shards(sources, format, store, make_format)
+    folder = Path(cache).expanduser() if cache else default_cache() / "shards"
+    access = _Access(store, ShardCache(folder, cache_size, label), form)
+    return Shards(access, _with_counts(files, access, label), transform)
+
+
+def index_shards(
+    folder: str | os.PathLike[str],
+    format: str | None = None,
+    **options: Any,
+) -> Path:
+    """Write `lockstep-index.json` into a local folder of shards: the samples, size and checksum of each.
+
+    A run that reads the folder, or a copy of it in a store, then counts nothing, and checks what it fetches.
+
+    Args:
+        folder: of the shards.
+        format, options: as of `shards`.
+
+    Returns:
+        The path of the index.
+    """
+    path = Path(folder) / INDEX
+    path.unlink(missing_ok=True)
+    dataset = shards(folder, format, **options)
+    rows = [
+        {
+            "file": os.path.relpath(each.path, folder),
+            "size": each.size,
+            "samples": each.samples,
+            "checksum": each.checksum or f"xxh3_64:{digest_of(Path(each.path))}",
+        }
+        for each in dataset.files
+    ]
+    write_whole(path, json.dumps({"format": dataset.format, "shards": rows}, indent=1) + "\n")
+    return path
+
+
+# --- which shards there are
+
+
+def _make_format(name: str, seq_len: int, dtype: str, row_format: str) -> ShardFormat:
+    if name == "tokens":
+        return TokenShards(seq_len, dtype)
+    if name == "tar":
+        return TarShards()
+    return ArrowShards(name, row_format)
+
+
+def _list_shards(
+    sources: list[str], name: str | None, store: Store, make_format: Callable[[str], ShardFormat]
+) -> tuple[ShardFormat, list[ShardFile]]:
+    """Return the format and the shards of a source, in its order.
+
+    Raises:
+        DataError: there are none, or none of a known format.
+    """
+    if len(sources) == 1 and _suffix(sources[0]) is None and not _is_pattern(sources[0]):
+        folder = sources[0].rstrip("/")
+        if name in (None, "mds") and (data := store.read(f"{folder}/{_MDS_INDEX}")) is not None:
+            form, listed = read_mds_index(data, f"{folder}/{_MDS_INDEX}")
+            return form, [dataclasses.replace(each, path=f"{folder}/{each.path}") for each in listed]
+        if name != "mds" and (data := store.read(f"{folder}/{INDEX}")) is not None:
+            return _read_index(data, folder, name, make_format)
+    if name == "mds":
+        raise DataError(f"{sources[0]} has no {_MDS_INDEX}, the index of MDS; give its folder")
+    files = [file for each in sources for file in _expand(each, store)]
+    name = name or next((found for file in files if (found := _suffix(file.path))), None)
+    if name is None:
+        raise DataError(
+            f"{sources[0]} has no shards: no file of .parquet, .arrow, .tar or .bin, and no {_MDS_INDEX} of MDS; give "
+            "the folder or the files, and `format` if their names do not end so"
+        )
+    chosen = [file for file in files if _suffix(file.path) in (None, name)]
+    if len(chosen) < len(files):
+        raise DataError(f"{sources[0]} has files of several formats; name those to read, such as {sources[0]}/*.{name}")
+    return make_format(name), chosen
+
+
+def _suffix(path: str) -> str | None:
+    """Return the format of a file by its name; None: unknown."""
+    return _SUFFIXES.get(os.path.splitext(path.partition("?")[0])[1].lower())
+
+
+def _is_pattern(path: str) -> bool:
+    return any(each in path for each in "*{")
+
+
+def _expand(path: str, store: Store) -> Iterator[ShardFile]:
+    """Yield the files of a path, a pattern or a folder, by name."""
+    if match := _RANGE.search(path):
+        first, last = match.groups()
+        for number in range(int(first), int(last) + 1):
+            yield from _expand(f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}", store)
+        return
+    if "*" in path:
+        found = list(store.reach(path, lambda: store.system.glob(path, detail=True)).values())
+    else:
+        info = store.reach(path, lambda: store.system.info(path))
+        is_folder = info["type"] == "directory"
+        found = store.reach(path, lambda: store.system.ls(path, detail=True)) if is_folder else [info]
+        found = [each for each in found if not is_folder or _suffix(each["name"])]
+    for each in sorted(found, key=lambda each: str(each["name"])):
+        if each["type"] == "file":
+            name = each["name"] if store.is_local else store.system.unstrip_protocol(each["name"])
+            yield ShardFile(name, int(each.get("size") or 0), stamp=stamp_of(each, local=store.is_local))
+
+
+def _read_index(
+    data: bytes, folder: str, name: str | None, make_format: Callable[[str], ShardFormat]
+) -> tuple[ShardFormat, list[ShardFile]]:
+    """Read `lockstep-index.json`. Raises DataError if it is damaged."""
+    try:
+        content = json.loads(data)
+        rows = [(each["file"], each["size"], each["samples"], each["checksum"]) for each in content["shards"]]
+        form = make_format(name or content["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}/{INDEX} is damaged ({type(error).__name__}: {error}); write it again") from error
+    counts = (form.count_from_size(size) for _, size, _, _ in rows)
+    return form, [
+        ShardFile(f"{folder}/{file}", size, samples if count < 0 else count, checksum)
+        for (file, size, samples, checksum), count in zip(rows, counts, strict=True)
+    ]
+
+
+# --- where a shard is
+
+
+@final
+class _Access:
+    """Gives each shard a local path.
+
+    Attributes:
+        fetches: shards fetched by this rank so far, including its loader processes.
+    """
+
+    def __init__(self, store: Store, cache: ShardCache, form: ShardFormat) -> None:
+        self.store, self.cache, self.form = store, cache, form
+        self.fetches: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def local(self, file: ShardFile) -> tuple[Path, Path | None]:
+        """Return the path of a shard, ready to be opened, and of the file that its format keeps beside it.
+
+        Raises:
+            DataError: the shard is missing, was changed, is damaged, or its store does not answer.
+        """
+        with self.explained(file):
+            return self._local(file)
+
+    def _local(self, file: ShardFile) -> tuple[Path, Path | None]:
+        form = self.form
+        path = self._check_local(file) if self.store.is_local else self._fetched(file)
+        if self.store.is_local and form.replaces and form.prepared(file, path):
+            source, size = path, file.unpacked or _UNPACKED * file.size
+            path = self.cache.get(f"{file.key}{form.suffix}", size, lambda part: form.prepare(file, source, part))
+        if not form.suffix or form.replaces:
+            return path, None
+        return path, self.cache.get(f"{file.key}{form.suffix}", 1, lambda part: form.prepare(file, path, part))
+
+    def check(self, file: ShardFile) -> None:
+        """Raise DataError if a local shard is not as it was: one that is mapped must not become shorter."""
+        try:
+            status = os.stat(file.path)
+        except FileNotFoundError as error:
+            raise DataError(f"the shard {file.label} is missing; restore it, and start again") from error
+        file.check_size(status.st_size)
+        file.check_stamp(str(status.st_mtime_ns))
+
+    def _check_local(self, file: ShardFile) -> Path:
+        self.check(file)
+        path = Path(file.path)
+        if file.checksum:  # once on this machine
+            key = xxhash.xxh3_128_hexdigest(f"{path.absolute()} {file.key} {path.stat().st_mtime_ns}".encode())
+
+            def verify(part: Path) -> None:
+                file.check_content(path)
+                part.touch()
+
+            self.cache.get(f"{key}.verified", 0, verify)
+        return path
+
+    def _fetched(self, file: ShardFile) -> Path:
+        form = self.form
+
+        def make(part: Path) -> None:
+            self.store.fetch(file, part)
+            if form.replaces and form.prepared(file, part):
+                packed = part.with_name(f"{part.name}.packed")
+                os.rename(part, packed)
+                try:
+                    form.prepare(file, packed, part)
+                finally:
+                    packed.unlink(missing_ok=True)
+
+        return self.cache.get(f"{file.key}.shard", max(file.size, file.unpacked), make, self._count)
+
+    def _count(self) -> None:
+        self.fetches += 1
+
+    def count(self, file: ShardFile) -> ShardFile:
+        """Return the shard with the number of its samples."""
+        samples = self.form.count_from_size(file.size)
+        if samples < 0 and not self.store.is_local:
+            with self.explained(file), self.store.system.open(file.path, "rb") as remote:
+                samples = self.form.peek(remote)
+        if samples < 0:
+            path, beside = self.local(file)
+            with self.explained(file):
+                samples = self.form.count(beside or path)
+        return dataclasses.replace(file, samples=samples)
+
+    def open(self, file: ShardFile) -> OpenShard:
+        """Open a shard. Raises DataError, in one line, for any that cannot be read."""
+        for _ in range(_TRIES):
+            path, beside = self.local(file)
+            with self.explained(file):
+                try:
+                    return self.form.open(path, beside)
+                except FileNotFoundError:  # another process removed it from the cache for one of its own
+                    continue
+        raise DataError(
+            f"the shard {file.label} was removed from the cache {self.cache.folder} {_TRIES} times before it could be "
+            "opened; raise `cache_size`"
+        )
+
+    def explained(self, *files: ShardFile) -> "_Explained":
+        """Context manager that names the shards in any error."""
+        return _Explained(files, self.form.name)
+
+
+_TRIES = 10
+
+
+class _Explained:
+    def __init__(self, files: Sequence[ShardFile], form: str) -> None:
+        self._files, self._form = files, form
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, LockstepError):
+            names = " or ".join(file.label for file in self._files)
+            raise DataError(
+                f"the shard {names} cannot be read as {self._form}: {error_line(error)}; restore it, or leave it out"
+            ) from error
+
+
+def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[ShardFile]:
+    """Return the shards with the numbers of their samples, from the index in the cache if there is one.
+
+    Raises:
+        DataError: there are no samples.
+    """
+    if any(file.samples < 0 for file in files):
+        parts = [access.form.name, sorted(access.form.options().items()), [file.key for file in files]]
+        key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
+        def make(part: Path) -> None:
+            _LOG.info("counting the samples of %d shards of %s", len(files), label)
+            with ThreadPoolExecutor(1 if access.store.is_local else _THREADS) as pool:
+                counted = list(pool.map(access.count, files))
+            part.write_text(json.dumps([file.samples for file in counted]))
+
+        counts = json.loads(access.cache.get(f"{key}.index.json", 1, make).read_bytes())
+        files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
+    if not any(file.samples for file in files):
+        raise DataError(f"{label} has {len(files)} shards, and no sample in any of them")
+    return files
+
+
+# --- the dataset
+
+
+@final
+class Shards:
+    """Samples of all shards, one shard after the other.
+
+    Attributes:
+        files: the shards.
+        format: of the files.
+        shard_sizes: samples of each. int64 [shards]
+        draws_random: whether a sample must be seeded.
+    """
+
+    def __init__(self, access: _Access, files: list[ShardFile], transform: Callable[[Any], Any] | None) -> None:
+        self.files, self._access, self._transform = files, access, transform
+        self.format = access.form.name
+        self.shard_sizes: NDArray[np.int64] = np.array([file.samples for file in files], dtype=np.int64)
+        self._ends: NDArray[np.int64] = np.cumsum(self.shard_sizes)
+        self._count = int(self._ends[-1])
+        self.draws_random = transform is not None and bool(getattr(transform, "draws_random", True))
+        self._open: dict[int, OpenShard] = {}  # the most recently used one is last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} of {self._count}")
+        shard = bisect_right(self._ends, index)
+        row = index - int(self._ends[shard]) + int(self.shard_sizes[shard])
+        return self._read({shard: [row]})[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples of a batch in order, those of each shard at once."""
+        if indices and not (min(indices) >= 0 and max(indices) < self._count):
+            raise IndexError(f"samples {min(indices)} to {max(indices)} of {self._count}")
+        places = np.asarray(indices, dtype=np.int64)
+        which = np.searchsorted(self._ends, places, side="right")
+        rows = (places - self._ends[which] + self.shard_sizes[which]).tolist()
+        by_shard: dict[int, list[int]] = {}
+        for place, shard in enumerate(which.tolist()):
+            by_shard.setdefault(shard, []).append(place)
+        samples: list[Any] = [None] * len(rows)
+        read = self._read({shard: [rows[place] for place in members] for shard, members in by_shard.items()})
+        for place, sample in zip(chain.from_iterable(by_shard.values()), read, strict=True):
+            samples[place] = sample
+        return samples
+
+    def _read(self, rows: dict[int, list[int]]) -> list[Any]:
+        """Return these rows of shards, those of the first shard first."""
+        parts = [(self._opened(shard), own) for shard, own in rows.items()]
+        with self._access.explained(*(self.files[shard] for shard in rows)):
+            samples = self._access.form.read(parts)
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def _opened(self, shard: int) -> OpenShard:
+        file = self.files[shard]
+        opened = self._open.pop(shard, None)
+        if opened is None:
+            opened = self._access.open(file)
+            while len(self._open) >= _OPEN:
+                self._open.pop(next(iter(self._open)))
+        elif self._access.store.is_local:
+            self._access.check(file)
+        self._open[shard] = opened
+        return opened
+
+    @property
+    def fetches(self) -> int:
+        """Shards that this rank has fetched from a store so far, including its loader processes."""
+        return int(self._access.fetches)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the shards are in a store."""
+        return not self._access.store.is_local
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; of the shards' names, sizes, samples and checksums, for a resume."""
+        rows = [(os.path.basename(each.path), each.size, each.samples, each.checksum) for each in self.files]
+        return xxhash.xxh3_64_hexdigest(json.dumps([self.format, rows]).encode())
