@@ -121,7 +121,7 @@ class SampledGroups:
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
         self._sampler, self._samples, self._seed = sampler, samples, seed
         self._epochs: dict[int, _Lists] = {}
-        self.size = sampler_length(sampler)
+        self.size = sampler_length(sampler, lists=True)
         first, again = self._draw(0), self._draw(0)
         if not (np.array_equal(first.indices, again.indices) and np.array_equal(first.starts, again.starts)):
             raise DataError(

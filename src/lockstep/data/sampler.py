@@ -462,11 +462,14 @@ def check_indices(indices: Indices, samples: int, source: str) -> None:
         )
 
 
-def sampler_length(sampler: Any) -> int:
+def sampler_length(sampler: Any, *, lists: bool = False) -> int:
     """Return the length of an epoch.
 
+    Args:
+        lists: it is a batch sampler.
+
     Raises:
-        ConfigError: it is not a sampler of single indices for one process.
+        ConfigError: it is not a sampler for one process, or one of lists though `lists` is False.
     """
     name = _type_name(sampler)
     start = f"`order` returned {name}"
@@ -481,7 +484,7 @@ def sampler_length(sampler: Any) -> int:
             f"{start}, which draws one rank's share, but lockstep itself splits the samples among ranks; return the "
             "sampler of one process, or None for a shuffle in each epoch"
         )
-    if isinstance(sampler, BatchSampler):
+    if isinstance(sampler, BatchSampler) and not lists:
         raise ConfigError(
             f"{start}, which yields lists; return the sampler inside it: --batch-size and --micro-batch-size cut a step"
         )
