@@ -46,6 +46,7 @@ COMMANDS = {
         "command",
         "list, inspect, verify or prune the checkpoints of a run",
     ),
+    "data": ("lockstep.commands.data", "command", "tokenize a dataset into shards, in parallel, or look at them"),
     "export": ("lockstep.commands.use", "export_command", "write the weights of a checkpoint in a common format"),
     "verify": ("lockstep.commands.verify", "command", "prove that all engines and world sizes train the same"),
     "trace": ("lockstep.commands.trace", "trace_command", "record the steps of any training script"),

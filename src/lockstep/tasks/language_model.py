@@ -36,11 +36,11 @@ from lockstep.models.hf import (
 )
 from lockstep.models.hf import further_logits as hf_further_logits
 from lockstep.task import Task
+from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards
 from lockstep.text.cache import default_cache
-from lockstep.text.corpus import TokenBlocks, Windows
-from lockstep.text.documents import Packed, PaddedDocuments, Tokenizer
+from lockstep.text.documents import PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
-from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, prepare
+from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, TokenShards, prepare
 
 __all__ = [
     "IGNORED",
@@ -51,7 +51,6 @@ __all__ = [
     "corpus_for",
     "hub_task",
     "loss_inside",
-    "trained_size",
 ]
 
 
@@ -132,7 +131,7 @@ class LanguageModel(Task):
         self.corpus, self.sources = corpus, dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = corpus.train.items_per_sample
-        self.attention_mask = isinstance(corpus.train, Packed)
+        self.attention_mask = corpus.packing == "documents"
         self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
 
     def dataset(self, split: str) -> Samples:
@@ -151,7 +150,7 @@ class LanguageModel(Task):
         Padding needs no mask: it is after the tokens, and none of them attends to later ones. With a mask, padding
         tokens that attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
         """
-        return pad_tokens(samples) if isinstance(self.corpus.train, PaddedDocuments) else _collate_tokens(samples)
+        return pad_tokens(samples) if self.corpus.packing == "padded" else _collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Count the labelled tokens of a batch in host memory."""
@@ -159,7 +158,9 @@ class LanguageModel(Task):
 
     def work(self, dataset: Samples, samples: Sequence[int]) -> float | None:
         """Return the tokens of the batch with padding; None if all samples have equally many."""
-        return float(len(samples) * dataset.longest(samples)) if isinstance(dataset, PaddedDocuments) else None
+        if isinstance(dataset, PaddedDocuments | TokenShards) and dataset.padded:
+            return float(len(samples) * dataset.longest(samples))
+        return None
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """Generate a text that begins like a document of the data.
@@ -320,7 +321,6 @@ def count_labels(batch: Mapping[str, Tensor]) -> int:
 
 
 _DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}
-_MIN_VOCABULARY = 257  # every byte, and the separator
 
 Say = Callable[[str], None]
 
@@ -517,9 +517,9 @@ def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:
         full: the model is compiled as a whole: `transformers` cannot inspect positions then, and makes a mask in case
             documents are packed.
     """
-    if isinstance(corpus.train, Packed):
+    if corpus.packing == "documents":
         return True
-    plain = isinstance(corpus.train, Windows | TokenBlocks) and source.full_attention
+    plain = corpus.packing in ("stream", "blocks") and source.full_attention
     return False if plain and not full else None
 
 
@@ -539,8 +539,19 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
     if data.packing == "documents" and config.attention == "flash":
         raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; use auto")
     cache = cache_of(config)
-    tokenizer = _named_tokenizer(config, cache, say) if config.tokenizer else own()
+    trusts = config.model.trust_remote_code
+    tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say) if config.tokenizer else own()
     packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
+    if is_prepared(name):
+        corpus, index = open_shards(name, packing)
+        trains = isinstance(tokenizer, TokenizerToTrain)
+        other = not trains and getattr(tokenizer, "fingerprint", "") != index["tokenizer"]
+        if config.tokenizer and (other or (trains and config.tokenizer != index["named"])):
+            raise ConfigError(
+                f"--tokenizer {config.tokenizer}: --dataset-name {name} was prepared with {index['named']}; drop the "
+                "flag, or prepare the data again"
+            )
+        return CorpusChoice(corpus, index["revision"], other)
     if is_hub_name(name) or table_files(name):
         columns = data.text_column, data.encoding, packing.answers
         request = DataRequest(name, data.subset, data.split, data.revision, *columns)
@@ -554,31 +565,6 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
 def cache_of(config: Config) -> Path:
     """Return the folder of prepared data."""
     return Path(config.data.cache).expanduser() if config.data.cache else default_cache()
-
-
-def trained_size(tokenizer: str) -> int:
-    """Return VOCAB of "train:VOCAB"; 0 for any other text.
-
-    Raises:
-        ConfigError: VOCAB is no number, or too small.
-    """
-    kind, colon, size = tokenizer.partition(":")
-    if kind != "train" or not colon:
-        return 0
-    if not size.isascii() or not size.isdigit() or int(size) < _MIN_VOCABULARY:
-        raise ConfigError(
-            f"--tokenizer {tokenizer}: the number of tokens must be at least {_MIN_VOCABULARY}, as in train:8192"
-        )
-    return int(size)
-
-
-def _named_tokenizer(config: Config, cache: Path, say: Say) -> Tokenizer | TokenizerToTrain:
-    name = config.tokenizer
-    if size := trained_size(name):
-        return TokenizerToTrain(size)
-    if not is_hub_name(name) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"--tokenizer {name}: no such folder; use a folder, OWNER/NAME on the hub, or train:VOCAB")
-    return HubTokenizer(name, trust_remote_code=config.model.trust_remote_code, cache=cache, say=say)
 
 
 def _sources(revisions: Mapping[str, str]) -> dict[str, str]:

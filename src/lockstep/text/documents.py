@@ -96,7 +96,7 @@ def tokens_of(
             continue
         tokens = next(plain)
         start = alike(tokens, next(prompts)) if example.given and masked else 0
-        results.append((tokens, [place >= start for place in range(len(tokens))]))
+        results.append((tokens, [False] * start + [True] * (len(tokens) - start)))
     return results
 
 
@@ -149,6 +149,8 @@ class PaddedDocuments(_TokenDocuments):
 
     A sample is {"input_ids": int64 [n], "labels": int64 [n]}, n from 1 to seq_len; the task pads it.
     """
+
+    padded = True  # samples differ in length
 
     def __reduce__(self) -> tuple[type["PaddedDocuments"], tuple[Path, int, int, bool]]:
         return PaddedDocuments, (self.path, self.vocab_size, self.seq_len, self.masked)

@@ -17,21 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from lockstep.config.fields import is_hub_name
-from lockstep.data.sampler import Shuffled
+from lockstep.data.sampler import Indices, Shuffled
 from lockstep.errors import DataError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.text.cache import reach, snapshot, way_out
 from lockstep.text.documents import Example
-from lockstep.text.sources import DocumentSpan, TextFile, find, pieces, split
+from lockstep.text.sources import DocumentSpan, TextFile, cut, find, pieces, split
 
 __all__ = [
     "DataRequest",
+    "DocumentRanges",
     "Documents",
     "HubSplit",
     "HubTable",
+    "open_ranges",
     "open_rows",
     "open_table",
     "plain_rows",
@@ -211,6 +214,24 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True)
+class DocumentRanges:
+    """Both splits of a dataset as ranges of documents, which any process can read.
+
+    Attributes:
+        digest, revision: as of `HubRows`.
+        train, evaluation: the ranges, in the data's order.
+        note, prompts: as of `Documents`.
+    """
+
+    digest: str
+    revision: str
+    train: Sequence[HubSplit]
+    evaluation: Sequence[HubSplit]
+    note: str = ""
+    prompts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class HubRows:
     """A dataset that was located, and not yet read.
 
@@ -287,8 +308,7 @@ def open_rows(request: DataRequest, say: Say) -> HubRows:
         return _from_hub(request, say)
     files = table_files(request.name)
     root = Path(request.name).expanduser()
-    digests = [[path.relative_to(root).as_posix() if path != root else path.name, _digest(path)] for path in files]
-    digest = _content_digest(request, digests)
+    digest = _files_digest(request, files, root)
 
     def documents(fraction: float, scratch: Path) -> Documents:
         with _one_line_errors(request):
@@ -296,6 +316,65 @@ def open_rows(request: DataRequest, say: Say) -> HubRows:
             return _split(builder, request, fraction)
 
     return HubRows(digest, "", documents)
+
+
+def open_ranges(request: DataRequest, fraction: float, size: int, scratch: Path, say: Say) -> DocumentRanges:
+    """Open both splits of a dataset as ranges of about `size` bytes.
+
+    The splits are those of `open_rows`, and of `plain_rows` for text files. Data and arguments alone decide the ranges.
+
+    Args:
+        fraction: share of the rows for the evaluation, if the data has no evaluation split.
+        scratch: folder for files' rows as memory-mapped tables; any number of processes may share it.
+
+    Raises:
+        DataError: as `open_rows`.
+    """
+    if not is_hub_name(request.name) and not table_files(request.name):
+        return _plain_ranges(request.name, fraction, size)
+    if is_hub_name(request.name):
+        builder, revision = _hub_builder(request, say)
+        digest = _content_digest(request, [request.name, revision])
+    else:
+        files, root, revision = table_files(request.name), Path(request.name).expanduser(), ""
+        digest = _files_digest(request, files, root)
+        with _one_line_errors(request):
+            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(scratch))
+    with _one_line_errors(request):
+        return _table_ranges(builder, request, fraction, size, digest, revision)
+
+
+def _table_ranges(
+    builder: Any, request: DataRequest, fraction: float, size: int, digest: str, revision: str
+) -> DocumentRanges:
+    builder.download_and_prepare()
+    train, evaluation = _splits(builder, request)
+    held_out = np.empty(0, np.int64) if evaluation is not None else _evaluated_rows(len(train), fraction)
+    read, note, prompts = _row_reader(train, request)
+    trained = []
+    for rows in _row_ranges(train, size):
+        first, last = np.searchsorted(held_out, [rows.start, rows.stop])
+        trained.append(_part(train.select(rows), read, rows, frozenset(held_out[first:last].tolist())))
+    if evaluation is None:
+        per_range = max(1, len(_row_ranges(train, size)[0]))
+        cuts = [held_out[at : at + per_range] for at in range(0, len(held_out), per_range)]
+        evaluated = [_part(train.select(rows), read, rows.tolist()) for rows in cuts]
+    else:
+        evaluated = [_part(evaluation.select(rows), read, rows) for rows in _row_ranges(evaluation, size)]
+    return DocumentRanges(digest, revision, trained, evaluated, note, prompts=prompts)
+
+
+def _row_ranges(table: Any, size: int) -> list[range]:
+    """Cut the rows into ranges of about `size` bytes, by the mean size of a row."""
+    rows = max(1, int(size * len(table) / max(1, table.data.nbytes)))
+    return [range(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
+
+
+def _plain_ranges(name: str, fraction: float, size: int) -> DocumentRanges:
+    rows = plain_rows(name)
+    splits = split(find(name), fraction, _SPLIT_SEED)
+    train, evaluation = ([_plain_part(spans) for spans in cut(part, size)] for part in splits)
+    return DocumentRanges(rows.digest, "", train, evaluation)
 
 
 def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
@@ -350,6 +429,11 @@ def _hub_builder(request: DataRequest, say: Say) -> tuple[Any, str]:
     return builder, folder.name if folder else str(builder.hash)
 
 
+def _files_digest(request: DataRequest, files: list[Path], root: Path) -> str:
+    names = [path.relative_to(root).as_posix() if path != root else path.name for path in files]
+    return _content_digest(request, [[name, _digest(path)] for name, path in zip(names, files, strict=True)])
+
+
 def _content_digest(request: DataRequest, content: list[Any]) -> str:
     """Digest the content, and the flags that select from it."""
     chosen = [request.subset, request.split, request.text_column, request.encoding, *["answers"] * request.answers]
@@ -373,17 +457,30 @@ def _local(request: DataRequest, files: list[Path], root: Path) -> dict[str, Any
 
 def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
     (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
-    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in train.features.items()}
+    read, note, prompts = _row_reader(train, request)
+    return Documents(_part(train, read, rows), _part(evaluation, read, evaluation_rows), note, prompts=prompts)
+
+
+def _row_reader(table: Any, request: DataRequest) -> tuple[Callable[[Row], Example], str, bool]:
+    """Return `reader` of the table's columns, a remark about them, and whether they mark the answer."""
+    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in table.features.items()}
     column, answers = request.text_column, request.answers
     read = reader(columns, column, f"--dataset-name {request.name}", answers=answers)
-    parts = _part(train, read, rows), _part(evaluation, read, evaluation_rows)
-    note, prompts = _ignored_note(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
-    return Documents(*parts, note, prompts=prompts)
+    return read, _ignored_note(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
 
 
 def _parts(builder: Any, request: DataRequest, fraction: float) -> tuple[Numbered, Numbered]:
     """Both splits of a dataset, downloaded and converted now unless the package has it cached."""
     builder.download_and_prepare()
+    train, evaluation = _splits(builder, request)
+    if evaluation is not None:
+        return (train, range(len(train))), (evaluation, range(len(evaluation)))
+    trained, evaluated = _split_rows(len(train), fraction)
+    return (train.select(trained), trained), (train.select(evaluated), evaluated)
+
+
+def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
+    """Return the training rows, and those of the evaluation split; None: the data has none."""
     splits = list(builder.info.splits)
     name = request.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
     if name not in splits:
@@ -393,38 +490,54 @@ def _parts(builder: Any, request: DataRequest, fraction: float) -> tuple[Numbere
     train = builder.as_dataset(split=request.split)
     own = next((split for split in _EVALUATION if split in splits and split != name), None)
     if own is not None:
-        evaluation = builder.as_dataset(split=own)
-        return (train, range(len(train))), (evaluation, range(len(evaluation)))
+        return train, builder.as_dataset(split=own)
     if len(train) < 2:
         raise DataError(
             f"--dataset-name {request.name}: {len(train)} row, too few to split off an evaluation; add more"
         )
-    trained, evaluated = _split_rows(len(train), fraction)
-    return (train.select(trained), trained), (train.select(evaluated), evaluated)
+    return train, None
 
 
 def _split_rows(rows: int, fraction: float) -> tuple[list[int], list[int]]:
     """Split rows into (training, evaluation), each in the data's order and at least one."""
+    evaluated = _evaluated_rows(rows, fraction)
+    return np.delete(np.arange(rows), evaluated).tolist(), evaluated.tolist()
+
+
+def _evaluated_rows(rows: int, fraction: float) -> Indices:
+    """Return the rows to hold out for the evaluation, in order: at least one, and not all."""
     count = min(max(round(rows * fraction), 1), rows - 1)
-    evaluated = sorted(Shuffled(rows, _SPLIT_SEED).at(0, count)[1].tolist())
-    excluded = set(evaluated)
-    return [row for row in range(rows) if row not in excluded], evaluated
+    return np.sort(Shuffled(rows, _SPLIT_SEED).at(0, count)[1])
 
 
-def _part(table: Any, read: Callable[[dict[str, Any]], Example], rows: Sequence[int]) -> HubSplit:
+def _part(
+    table: Any,
+    read: Callable[[dict[str, Any]], Example],
+    rows: Sequence[int],
+    left_out: frozenset[int] = frozenset(),
+) -> HubSplit:
+    """Return a table's rows as documents.
+
+    Args:
+        rows: the number of each row in the data.
+        left_out: numbers of rows that are not documents of this split.
+    """
+
     def documents() -> Iterator[tuple[Example, bool]]:
         place = iter(rows)
         for batch in table.iter(batch_size=1000):
             names = list(batch)
             for values in zip(*batch.values(), strict=True):
                 number = next(place)
+                if number in left_out:
+                    continue
                 try:
                     example = read(dict(zip(names, values, strict=True)))
                 except DataError as error:
                     raise DataError(f"{error} (row {number})") from None
                 yield replace(example, row=number), True
 
-    return HubSplit(len(table), documents, lambda example: 1)
+    return HubSplit(len(table) - len(left_out), documents, lambda example: 1)
 
 
 def _encoding(path: Path, request: DataRequest) -> str:

@@ -21,7 +21,7 @@ import xxhash
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
-__all__ = ["DocumentSpan", "TextFile", "find", "pieces", "split"]
+__all__ = ["DocumentSpan", "TextFile", "cut", "find", "pieces", "split"]
 
 _STDLIB = "builtin:stdlib"
 
@@ -55,11 +55,16 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpan:
-    """A document: the bytes start to stop - 1 of a file."""
+    """A document: the bytes start to stop - 1 of a file.
+
+    Attributes:
+        ends: the document ends at `stop`; False: the next span continues it.
+    """
 
     path: Path
     start: int
     stop: int
+    ends: bool = True
 
 
 def find(name: str) -> list[TextFile]:
@@ -178,6 +183,25 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
     return chosen or {min(sources, key=lambda source: source.size)}
 
 
+def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
+    """Cut documents into ranges of about `size` bytes, in order; a longer document at a line's end."""
+    ranges: list[list[DocumentSpan]] = []
+    room = 0
+    for whole in spans:
+        start = whole.start
+        while start < whole.stop:
+            if room <= 0:
+                ranges.append([])
+                room = size
+            stop = whole.stop
+            if stop - start > room:
+                stop = _line_end(TextFile("", whole.path, whole.stop, "", True), start + room)
+            ranges[-1].append(DocumentSpan(whole.path, start, stop, ends=stop == whole.stop))
+            room -= stop - start
+            start = stop
+    return ranges
+
+
 def _line_end(source: TextFile, position: int) -> int:
     """The first line end from `position` on, before the file's; else a character's start."""
     with source.path.open("rb") as file:
@@ -214,7 +238,7 @@ def _read(file: BinaryIO, span: DocumentSpan) -> Iterator[tuple[str, bool]]:
         block += file.readline(max(span.stop - file.tell(), 0))
         if not block:  # the file became shorter since it was found
             return
-        yield _text(block), file.tell() >= span.stop
+        yield _text(block), span.ends and file.tell() >= span.stop
 
 
 def _text(block: bytes) -> str:

@@ -14,7 +14,7 @@ differ in length.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from typing import Any, final
 
 import numpy as np
 import xxhash
+from torch import Tensor
 
 from lockstep.errors import DataError
 from lockstep.text.cache import prepared
@@ -33,8 +34,12 @@ __all__ = [
     "Packing",
     "Samples",
     "TokenCorpus",
+    "TokenShards",
     "TokenizerToTrain",
+    "begin_corpus",
+    "check_split",
     "prepare",
+    "write_split",
 ]
 
 
@@ -79,12 +84,30 @@ class Written:
     Attributes:
         tokens: before any rest was left out.
         labels: tokens that are learned.
-        notes: remarks for the user.
+        truncated: examples cut to `Packing.seq_len`.
+        skipped: examples, or pieces of them, without a label.
+        first_skipped: row of the first of these; -1: none, or unknown.
     """
 
     tokens: int = 0
     labels: int = 0
-    notes: list[str] = field(default_factory=list)
+    truncated: int = 0
+    skipped: int = 0
+    first_skipped: int = -1
+
+    def notes(self, split: str, seq_len: int) -> list[str]:
+        """Return remarks about what is not learned in the split of this name."""
+        notes = []
+        if self.truncated:
+            plural = "s" * (self.truncated > 1)
+            notes.append(f"{self.truncated} example{plural} of the {split} split truncated to --seq-len {seq_len}")
+        if self.skipped:
+            first = f" (first: row {self.first_skipped})" if self.first_skipped >= 0 else ""
+            notes.append(
+                f"{self.skipped} example{'s' * (self.skipped > 1)} of the {split} split{first} skipped: no label "
+                f"within --seq-len {seq_len}; raise it to keep more of each"
+            )
+        return notes
 
 
 def write_split(
@@ -134,16 +157,15 @@ def _write_stream(
                 tokens_of(tokenizer, examples, blocks, masked), group, strict=True
             ):
                 stream += tokens
-                marked += labelled
+                marked += labelled if masked else ()
                 if last and not blocks and not example.messages and tokenizer.separator >= 0:
                     stream.append(tokenizer.separator)
-                    marked.append(True)
+                    marked += [True] * masked
             counts.tokens += len(stream)
-            counts.labels += sum(marked)
+            counts.labels += sum(marked) if masked else len(stream)
             length = len(stream) // packing.seq_len * packing.seq_len if blocks else len(stream)
-            file.write(np.array(stream[:length], dtype=kind).tobytes())
-            if masked:
-                marks.write(np.array(marked[:length], dtype="u1").tobytes())
+            file.write(np.fromiter(stream, kind, length).tobytes())
+            marks.write(bytes(marked[:length]))
             progress(examples)
     if not masked:
         path.with_suffix(LABELS).unlink()
@@ -160,17 +182,16 @@ def _write_documents(
 ) -> None:
     (masked, prompts), room = flags, packing.seq_len + 1
     kind, starts = token_type(tokenizer.vocab_size), [0]
-    skipped: list[int] = []  # rows
-    cut = 0
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
             counts.tokens += len(tokens)
-            cut += prompts and len(tokens) > room
+            counts.truncated += prompts and len(tokens) > room
             begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
             for begin in begins:
                 piece, learned = tokens[begin : begin + room], labelled[begin : begin + room]
                 if not any(learned[1:]):
-                    skipped.append(row)
+                    counts.first_skipped = counts.first_skipped if counts.skipped else row
+                    counts.skipped += 1
                     continue
                 counts.labels += sum(learned[1:])
                 file.write(np.array(piece, dtype=kind).tobytes())
@@ -184,20 +205,6 @@ def _write_documents(
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
         _numbers(path.with_suffix(".packs"), np.cumsum([0, *map(len, windows)]).tolist())
-    counts.notes = _notes(path.stem, packing.seq_len, cut, skipped)
-
-
-def _notes(split: str, seq_len: int, cut: int, skipped: list[int]) -> list[str]:
-    notes = []
-    if cut:
-        notes.append(f"{cut} example{'s' * (cut > 1)} of the {split} split truncated to --seq-len {seq_len}")
-    if skipped:
-        first = f" (first: row {skipped[0]})" if skipped[0] >= 0 else ""
-        notes.append(
-            f"{len(skipped)} example{'s' * (len(skipped) > 1)} of the {split} split{first} skipped: no label within "
-            f"--seq-len {seq_len}; raise it to keep more of each"
-        )
-    return notes
 
 
 def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
@@ -262,7 +269,66 @@ _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": Pa
 
 _OPENING, _LONGEST = 8, 256  # tokens of plain text that begin a sample of text; maximum tokens of a prompt
 
-Samples = Windows | TokenBlocks | PaddedDocuments | Packed
+TokenSamples = Windows | TokenBlocks | PaddedDocuments | Packed
+
+
+@final
+class TokenShards:
+    """The samples of a split in several files, one after the other.
+
+    Args:
+        parts: the samples of each file, of one kind.
+
+    Attributes:
+        shard_sizes: samples of each file.
+        padded: samples differ in length.
+    """
+
+    draws_random = False  # a sample needs no seed
+
+    def __init__(self, parts: Sequence[TokenSamples]) -> None:
+        self._parts = list(parts)
+        self.shard_sizes = [len(part) for part in parts]
+        self.padded = isinstance(self._parts[0], PaddedDocuments)
+        self._ends = np.cumsum(self.shard_sizes)
+        self.seq_len, self.items_per_sample = parts[0].seq_len, parts[0].items_per_sample
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the split."""
+        return sum(part.tokens for part in self._parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return the samples of a batch, in order."""
+        samples: list[dict[str, Tensor]] = [{}] * len(indices)
+        for part, places, own in self._by_part(indices):
+            for place, sample in zip(places, part.__getitems__(own), strict=True):
+                samples[place] = sample
+        return samples
+
+    def longest(self, samples: Sequence[int]) -> int:
+        """Return the tokens of the longest of these samples; only for padded documents."""
+        return max(part.longest(own) for part, _, own in self._by_part(samples) if isinstance(part, PaddedDocuments))
+
+    def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[TokenSamples, list[int], list[int]]]:
+        """Yield (file, places in `indices`, indices within the file) for each file that has some of them."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
+            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            start = int(self._ends[number]) - self.shard_sizes[number]
+            yield self._parts[number], places.tolist(), (wanted[places] - start).tolist()
+
+
+Samples = TokenSamples | TokenShards
 Say = Callable[[str], None]
 
 
@@ -283,6 +349,7 @@ class TokenCorpus:
         separator: the token that ends a document; -1 if the tokenizer has none.
         fingerprint: hex; of everything that the corpus was made from.
         chat: its documents are conversations, by the tokenizer's template.
+        packing: `Packing.kind`.
         begin: the tokens that begin a document.
         folder: of its files.
     """
@@ -294,12 +361,19 @@ class TokenCorpus:
         self.separator: int = facts["separator"]
         self.chat: bool = facts["chat"]
         self.begin: list[int] = facts["begin"]
-        self.train: Samples
-        self.evaluation: Samples
+        self.packing = packing.kind
+        shards: dict[str, list[str]] = facts.get("shards", {})
         self.train, self.evaluation = (
-            _KINDS[packing.kind](folder / f"{name}.bin", self.vocab_size, packing.seq_len, facts["masked"])
-            for name in ("train", "evaluation")
+            self._samples(shards.get(name), name, packing, facts["masked"]) for name in ("train", "evaluation")
         )
+
+    def _samples(self, shards: list[str] | None, name: str, packing: Packing, masked: bool) -> Samples:
+        """Open a split: its shards, or its only file."""
+        parts: list[TokenSamples] = [
+            _KINDS[packing.kind](self.folder / f"{each}.bin", self.vocab_size, packing.seq_len, masked)
+            for each in shards or [name]
+        ]
+        return parts[0] if shards is None else TokenShards(parts)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -322,7 +396,7 @@ class TokenCorpus:
         sample = self.evaluation[0]
         inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         length = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
-        separated = isinstance(self.evaluation, Windows)  # its first window has no separator before it
+        separated = self.packing == "stream"  # its first window has no separator before it
         return [*self.begin * separated, *inputs[: length if 1 < length <= _LONGEST else _OPENING]]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -372,11 +446,19 @@ def prepare(
         say(f"--dataset-name {name}: {note}")
     corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, TokenizerToTrain) else tokenizer, packing)
     for part, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
-        _check_split(name, part, len(samples), facts, packing)
+        check_split(name, part, len(samples), facts, packing)
     return corpus
 
 
-def _check_split(name: str, part: str, samples: int, facts: dict[str, Any], packing: Packing) -> None:
+def check_split(name: str, part: str, samples: int, facts: dict[str, Any], packing: Packing) -> None:
+    """Raise DataError if a split has no sample, or no label.
+
+    Args:
+        name: the value of --dataset-name.
+        part: "train" or "evaluation".
+        samples: of the split.
+        facts: of the corpus, with its tokens and labels.
+    """
     subject = f"--dataset-name {name}: its {part} split has"
     if not facts["labels"][part] and facts["tokens"][part]:
         raise DataError(
@@ -405,34 +487,56 @@ def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing)
 def _write(
     documents: Documents, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, folder: Path, say: Say
 ) -> dict[str, Any]:
-    if packing.labels == "completion" and not documents.prompts:
+    tokenizer, facts = begin_corpus([documents.train], documents.prompts, tokenizer, packing, folder, say)
+    for name, part in (("train", documents.train), ("evaluation", documents.evaluation)):
+        report, path = _progress(name, part, say), folder / f"{name}.bin"
+        flags = {"masked": facts["masked"], "prompts": documents.prompts}
+        written = write_split(tokenizer, part, packing, path, **flags, progress=report)
+        facts["tokens"][name], facts["labels"][name] = written.tokens, written.labels
+        facts["notes"] += written.notes(name, packing.seq_len)
+    return facts
+
+
+def begin_corpus(
+    train: Sequence[HubSplit],
+    prompts: bool,
+    tokenizer: Tokenizer | TokenizerToTrain,
+    packing: Packing,
+    folder: Path,
+    say: Say,
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Train the tokenizer if needed, and return it with the facts of a corpus without tokens.
+
+    Args:
+        train: the documents of the training split, in parts.
+        prompts: the rows mark the answer.
+        folder: gets tokenizer.json.
+
+    Raises:
+        DataError: `packing` wants answers, and the rows do not mark them.
+    """
+    if packing.labels == "completion" and not prompts:
         raise DataError(
             "--data.labels completion: the rows do not mark the answer; use rows with the columns prompt and "
             "completion, instruction and output, or messages, or drop the flag"
         )
     if isinstance(tokenizer, TokenizerToTrain):
         say(f"learning a vocabulary of {tokenizer.vocab_size} tokens")
-        trained = ByteBPE.train((example.text for example, _ in documents.train.read()), tokenizer.vocab_size)
+        texts = (example.text for part in train for example, _ in part.read())
+        trained = ByteBPE.train(texts, tokenizer.vocab_size)
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
-    masked = documents.prompts and packing.answers
-    first = next((example for example, _ in documents.train.read()), Example(""))
-    facts: dict[str, Any] = {
+    first = next((example for part in train for example, _ in part.read()), Example(""))
+    return tokenizer, {
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
-        "masked": masked,
+        "masked": prompts and packing.answers,
         "chat": bool(first.messages),
         "begin": _begin_of(tokenizer, packing),
         "tokens": {},
         "labels": {},
         "notes": [],
     }
-    for name, part in (("train", documents.train), ("evaluation", documents.evaluation)):
-        report, path = _progress(name, part, say), folder / f"{name}.bin"
-        written = write_split(tokenizer, part, packing, path, masked=masked, prompts=documents.prompts, progress=report)
-        facts["tokens"][name], facts["labels"][name] = written.tokens, written.labels
-        facts["notes"] += written.notes
-    return facts
 
 
 def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:

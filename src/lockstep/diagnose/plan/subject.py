@@ -27,7 +27,8 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.task import Task, as_task
-from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, trained_size
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside
+from lockstep.tasks.prepare import trained_size
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.named_task import make_task
 

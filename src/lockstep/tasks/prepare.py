@@ -1,0 +1,508 @@
+"""Tokenize a dataset into shards of memory-mapped tokens, in parallel processes.
+
+    prepare_shards(job, processes=8, say=print)     # lockstep data prepare wiki/ --tokenizer gpt2 --out wiki-tokens
+    open_shards("wiki-tokens", seq_len=1024)        # lockstep train --dataset-name wiki-tokens
+
+A shard holds the samples of a range of the data, in the files of `token_store`. Data, tokenizer and flags alone decide
+its content, never the number of processes. `NAME.json` beside a shard is written last and has its counts and checksums:
+a second call writes only what is missing. `tokens.json` is written when all shards are there.
+"""
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from lockstep.config.fields import is_hub_name
+from lockstep.errors import ConfigError, DataError
+from lockstep.files import bytes_text, storage_error, sync, write_whole
+from lockstep.models.hf import HubTokenizer
+from lockstep.text.cache import alone
+from lockstep.text.corpus import ByteBPE
+from lockstep.text.documents import Tokenizer
+from lockstep.text.hub import DataRequest, DocumentRanges, open_ranges
+from lockstep.text.token_store import (
+    Packing,
+    TokenCorpus,
+    TokenizerToTrain,
+    begin_corpus,
+    check_split,
+    write_split,
+)
+
+__all__ = [
+    "INDEX",
+    "Job",
+    "check_shards",
+    "describe_index",
+    "is_prepared",
+    "named_tokenizer",
+    "open_shards",
+    "prepare_shards",
+    "read_index",
+    "sample_text",
+    "trained_size",
+]
+
+
+INDEX = "tokens.json"
+_FORMAT = "lockstep tokens 1"
+_JOB = "job.json"
+_TOKENIZER = "tokenizer"  # folder of the tokenizer's files
+_BLOCK = 1 << 20
+_MIN_VOCABULARY = 257  # every byte, and the separator
+_SPLITS = ("train", "evaluation")
+_LINE_SECONDS = 5.0  # between two lines of progress
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to prepare.
+
+    Attributes:
+        request: the data.
+        packing: how documents become samples; not "blocks", whose remainders depend on the ranges.
+        shard_size: bytes of data in a shard.
+        tokenizer: a tokenizer's name or folder on the hub, or "train:VOCAB".
+        trust_remote_code: run the Python code that comes with it.
+        folder: to write.
+        cache: folder for the rows of data files as memory-mapped tables.
+    """
+
+    request: DataRequest
+    packing: Packing
+    shard_size: int
+    tokenizer: str
+    trust_remote_code: bool
+    folder: Path
+    cache: Path
+
+
+class _Shard(NamedTuple):
+    """A shard to write: range `number` of a split."""
+
+    split: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.number:05d}"
+
+
+def is_prepared(name: str) -> bool:
+    """Whether a path is a folder that `prepare_shards` wrote or has begun to write."""
+    folder = Path(name).expanduser()
+    return (folder / INDEX).is_file() or (folder / _JOB).is_file()
+
+
+def prepare_shards(job: Job, tokenizer: Tokenizer | TokenizerToTrain, *, processes: int, say: Say) -> dict[str, Any]:
+    """Write the shards that are missing, then the index.
+
+    Args:
+        tokenizer: the one that `job` names, or the size of one to train on the training split.
+        processes: that tokenize; 1: only this one.
+        say: gets lines about the progress.
+
+    Returns:
+        The index.
+
+    Raises:
+        ConfigError: the folder has shards of other settings, or cannot be written.
+        DataError: no such data, or data that cannot be tokenized; a process was killed.
+    """
+    folder = job.folder
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone(folder, say, str(folder)):
+            return _prepare(job, tokenizer, processes, say)
+
+
+def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, say: Say) -> dict[str, Any]:
+    folder = job.folder
+    ranges = _open_data(job, say)
+    if ranges.note:
+        say(ranges.note)
+    key = _key(job, ranges, tokenizer)
+    _check_folder(folder, key)
+    if (folder / INDEX).is_file():
+        say(f"{folder} is complete: nothing to do")
+        return read_index(folder)
+    facts = _begin(job, ranges, tokenizer, key, say)
+    shards = [_Shard(split, number) for split in _SPLITS for number in range(len(getattr(ranges, split)))]
+    written = {shard: facts_of_shard for shard in shards if (facts_of_shard := _read_facts(folder, shard))}
+    missing = [shard for shard in shards if shard not in written]
+    if written:
+        say(f"{len(written)} of {len(shards)} shards are there already")
+    progress = _Progress(len(shards), len(missing), say)
+    for shard, counts in _write_all(job, facts, missing, processes):
+        written[shard] = counts
+        progress.add(counts)
+    return _finish(job, ranges, facts, written)
+
+
+def _open_data(job: Job, say: Say) -> DocumentRanges:
+    return open_ranges(job.request, job.packing.fraction, job.shard_size, job.cache, say)
+
+
+@lru_cache(maxsize=1)
+def _opened(job: Job) -> tuple[DocumentRanges, Tokenizer]:
+    """Open data and tokenizer once in a process."""
+    return _open_data(job, lambda line: None), _stored_tokenizer(job.folder, job.trust_remote_code)
+
+
+def _stored_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
+    """Open the tokenizer that is stored with the shards."""
+    own = folder / _TOKENIZER
+    if (own / "tokenizer.json").is_file() and not (own / "tokenizer_config.json").is_file():
+        return ByteBPE.load(own / "tokenizer.json")
+    return HubTokenizer(str(own), trust_remote_code=trust_remote_code, cache=folder, say=lambda line: None)
+
+
+def trained_size(tokenizer: str) -> int:
+    """Return VOCAB of "train:VOCAB"; 0 for any other text.
+
+    Raises:
+        ConfigError: VOCAB is no number, or too small.
+    """
+    kind, colon, size = tokenizer.partition(":")
+    if kind != "train" or not colon:
+        return 0
+    if not size.isascii() or not size.isdigit() or int(size) < _MIN_VOCABULARY:
+        raise ConfigError(
+            f"--tokenizer {tokenizer}: the number of tokens must be at least {_MIN_VOCABULARY}, as in train:8192"
+        )
+    return int(size)
+
+
+def named_tokenizer(name: str, trust_remote_code: bool, cache: Path, say: Say) -> Tokenizer | TokenizerToTrain:
+    """Open the tokenizer of --tokenizer.
+
+    Raises:
+        ConfigError: there is none, or "train:VOCAB" is too small.
+    """
+    if size := trained_size(name):
+        return TokenizerToTrain(size)
+    if not is_hub_name(name) and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"--tokenizer {name}: no such folder; use a folder, OWNER/NAME on the hub, or train:VOCAB")
+    return HubTokenizer(name, trust_remote_code=trust_remote_code, cache=cache, say=say)
+
+
+def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain) -> dict[str, Any]:
+    """Return everything that decides the content of the shards."""
+    packing = asdict(job.packing)
+    if job.packing.kind == "stream":  # windows of any length share the files
+        del packing["seq_len"]
+    trained = isinstance(tokenizer, TokenizerToTrain)
+    return {
+        "format": _FORMAT,
+        "data": ranges.digest,
+        "tokenizer": job.tokenizer if trained else getattr(tokenizer, "fingerprint", ""),
+        "packing": packing,
+        "shard_size": job.shard_size,
+    }
+
+
+def _check_folder(folder: Path, key: dict[str, Any]) -> None:
+    """Raise ConfigError unless the folder is new, or has shards of the same job."""
+    try:
+        other = json.loads((folder / _JOB).read_bytes())["key"]
+    except FileNotFoundError:
+        names = sorted(path.name for path in folder.iterdir())
+        if names:
+            raise ConfigError(f"--out {folder}: the folder is not empty (it has {names[0]}); give a new one") from None
+        return
+    except (ValueError, KeyError):
+        raise ConfigError(f"--out {folder}: its {_JOB} is damaged; remove the folder") from None
+    differing = sorted(name for name in key if other.get(name) != key[name])
+    if differing:
+        raise ConfigError(
+            f"--out {folder}: it has shards of another job (different: {', '.join(differing)}); give a new folder, or "
+            "remove this one"
+        )
+
+
+def _begin(
+    job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTrain, key: dict[str, Any], say: Say
+) -> dict[str, Any]:
+    """Store the tokenizer and the facts that all shards share, and return these."""
+    folder = job.folder
+    if (folder / _JOB).is_file():
+        facts: dict[str, Any] = json.loads((folder / _JOB).read_bytes())["facts"]
+        return facts
+    own = folder / _TOKENIZER
+    own.mkdir(exist_ok=True)
+    known, facts = begin_corpus(ranges.train, ranges.prompts, tokenizer, job.packing, own, say)
+    if isinstance(known, HubTokenizer):
+        known.save(own)
+    facts |= {"prompts": ranges.prompts, "tokenizer": getattr(known, "fingerprint", ""), "named": job.tokenizer}
+    write_whole(folder / _JOB, json.dumps({"key": key, "facts": facts}, indent=2) + "\n")
+    return facts
+
+
+def _write_all(
+    job: Job, facts: dict[str, Any], shards: list[_Shard], processes: int
+) -> Iterator[tuple[_Shard, dict[str, Any]]]:
+    """Write the shards, and yield each with its counts when it is on disk."""
+    if processes == 1 or len(shards) < 2:
+        for shard in shards:
+            yield shard, _write_shard(job, facts, shard)
+        return
+    # Not forked: the tokenizers' threads and open tables would not survive it.
+    context = multiprocessing.get_context("spawn")
+    count = min(processes, len(shards))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each; the processes inherit it
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
+        futures = {pool.submit(_write_shard, job, facts, shard): shard for shard in shards}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                f"a process that tokenizes was killed, perhaps for memory; start again with fewer --processes than "
+                f"{count}: finished shards are kept"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _init_process() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _write_shard(job: Job, facts: dict[str, Any], shard: _Shard) -> dict[str, Any]:
+    """Write a shard's files, then its facts, and return these."""
+    ranges, tokenizer = _opened(job)
+    part = getattr(ranges, shard.split)[shard.number]
+    work = job.folder / f".{shard.name}.{os.getpid()}"
+    work.mkdir(exist_ok=True)
+    began = time.perf_counter()
+    flags = {"masked": facts["masked"], "prompts": facts["prompts"]}
+    try:
+        counts = write_split(tokenizer, part, job.packing, work / f"{shard.name}.bin", **flags, progress=lambda _: None)
+        files = {}
+        for path in sorted(work.iterdir()):
+            sync(path)
+            files[path.name] = {"size": path.stat().st_size, "xxh3_128": _digest(path)}
+            path.replace(job.folder / path.name)
+    finally:
+        for path in work.iterdir():
+            path.unlink()
+        work.rmdir()
+    sync(job.folder)
+    result = {**asdict(counts), "files": files, "seconds": round(time.perf_counter() - began, 3)}
+    write_whole(_facts_path(job.folder, shard), json.dumps(result) + "\n")
+    return result
+
+
+def _facts_path(folder: Path, shard: _Shard) -> Path:
+    return folder / f"{shard.name}.json"
+
+
+def _read_facts(folder: Path, shard: _Shard) -> dict[str, Any] | None:
+    """Return the facts of a shard whose files are there in full length; else None."""
+    try:
+        facts: dict[str, Any] = json.loads(_facts_path(folder, shard).read_bytes())
+        whole = all((folder / name).stat().st_size == file["size"] for name, file in facts["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return facts if whole else None
+
+
+class _Progress:
+    """Progress lines: shards, tokens, rate and the time that is left."""
+
+    def __init__(self, total: int, missing: int, say: Say) -> None:
+        self._total, self._missing, self._say = total, missing, say
+        self._done, self._tokens = 0, 0
+        self._began = self._last = time.perf_counter()
+
+    def add(self, counts: dict[str, Any]) -> None:
+        self._done, self._tokens = self._done + 1, self._tokens + counts["tokens"]
+        now = time.perf_counter()
+        if now - self._last < _LINE_SECONDS and self._done < self._missing:
+            return
+        self._last, seconds = now, max(now - self._began, 1e-9)
+        left = seconds / self._done * (self._missing - self._done)
+        shards = self._total - self._missing + self._done
+        rest = f", about {_duration(left)} left" if self._done < self._missing else ""
+        self._say(f"{shards} of {self._total} shards, {self._tokens / seconds:,.0f} tokens/s{rest}")
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def _finish(
+    job: Job, ranges: DocumentRanges, facts: dict[str, Any], written: dict[_Shard, dict[str, Any]]
+) -> dict[str, Any]:
+    """Write the index, and return it."""
+    notes = []
+    index = {"format": _FORMAT, "name": job.request.name, "revision": ranges.revision, **facts}
+    index |= {"packing": asdict(job.packing), "tokens": {}, "labels": {}, "shards": {}, "files": {}}
+    for split in _SPLITS:
+        own = [(shard, written[shard]) for shard in sorted(written) if shard.split == split]
+        index["shards"][split] = [shard.name for shard, _ in own]
+        for name in ("tokens", "labels"):
+            index[name][split] = sum(counts[name] for _, counts in own)
+        for _, counts in own:
+            index["files"] |= counts["files"]
+        truncated, skipped = (sum(counts[name] for _, counts in own) for name in ("truncated", "skipped"))
+        notes += [f"{truncated} examples of the {split} split truncated to --seq-len {job.packing.seq_len}"] * (
+            truncated > 0
+        )
+        notes += [f"{skipped} examples of the {split} split skipped: no label within --seq-len"] * (skipped > 0)
+    index["notes"] = notes
+    index["fingerprint"] = xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
+    # A stream's windows may have any length: a run checks the one that it asks for.
+    packing = replace(job.packing, seq_len=1) if job.packing.kind == "stream" else job.packing
+    corpus = _corpus(job.folder, index, packing, None)
+    for split in _SPLITS:
+        check_split(job.request.name, split, len(getattr(corpus, split)), index, packing)
+    write_whole(job.folder / INDEX, json.dumps(index, indent=1) + "\n")
+    for shard in written:
+        _facts_path(job.folder, shard).unlink()
+    return index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read the index of prepared shards.
+
+    Raises:
+        DataError: there is none, its format is another version's, or it is damaged.
+    """
+    label = f"--dataset-name {folder}"
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+    except FileNotFoundError:
+        raise DataError(
+            f"{label}: its shards are incomplete; finish them with the same `lockstep data prepare ... --out {folder}`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{label}: cannot read {INDEX}: {error}; prepare the data again") from error
+    if index.get("format") != _FORMAT:
+        raise DataError(
+            f"{label}: {INDEX} has the format {index.get('format')!r}, not {_FORMAT!r}; use the lockstep that wrote it"
+        )
+    return index
+
+
+def open_shards(name: str, packing: Packing) -> tuple[TokenCorpus, dict[str, Any]]:
+    """Open prepared shards.
+
+    Args:
+        name: the value of --dataset-name, a folder.
+        packing: as the run's flags have it.
+
+    Returns:
+        The corpus, and the index.
+
+    Raises:
+        DataError: the shards are incomplete or damaged, or were prepared with other flags.
+    """
+    folder = Path(name).expanduser()
+    index = read_index(folder)
+    own = Packing(**index["packing"])
+    if own.kind == "stream":
+        own = replace(own, seq_len=packing.seq_len)
+    if (own.kind, own.seq_len) != (packing.kind, packing.seq_len):
+        raise DataError(
+            f"--dataset-name {name}: prepared for --data.packing {own.kind} --seq-len {own.seq_len}; give these flags, "
+            "or prepare the data again"
+        )
+    if problem := next(iter(check_shards(folder, index, contents=False)), ""):
+        raise DataError(f"--dataset-name {name}: {problem}")
+    corpus = _corpus(folder, index, own, _stored_tokenizer(folder))
+    for split in _SPLITS:
+        check_split(name, split, len(getattr(corpus, split)), index, own)
+    return corpus, index
+
+
+def _corpus(folder: Path, index: dict[str, Any], packing: Packing, tokenizer: Tokenizer | None) -> TokenCorpus:
+    return TokenCorpus(folder, index, tokenizer, packing)
+
+
+def check_shards(folder: Path, index: dict[str, Any], *, contents: bool) -> Iterator[str]:
+    """Yield a line for each damaged file.
+
+    Args:
+        contents: compare checksums too, which reads everything.
+    """
+    for name, file in index["files"].items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            yield f"{name}: {error.strerror}; copy it again, or prepare the data again"
+            continue
+        if size != file["size"]:
+            yield f"{name} has {size:,} bytes instead of {file['size']:,}; copy it again, or prepare the data again"
+        elif contents and _digest(path) != file["xxh3_128"]:
+            yield f"{name} was changed: its checksum differs; copy it again, or prepare the data again"
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Context manager that turns an error of the storage into one line."""
+    try:
+        yield
+    except OSError as error:
+        if known := storage_error(error):
+            raise known from error
+        raise ConfigError(
+            f"--out {folder}: {error.strerror or error}; make room or fix its permissions, then start again: finished "
+            "shards are kept"
+        ) from error
+
+
+def describe_index(index: dict[str, Any]) -> list[str]:
+    """Return lines about prepared shards."""
+    packing = index["packing"]
+    length = "" if packing["kind"] == "stream" else f", --seq-len {packing['seq_len']}"
+    lines = [
+        f"from {index['name']}" + (f" at {index['revision'][:12]}" if index["revision"] else ""),
+        f"vocabulary {index['vocab_size']:,}, packing {packing['kind']}{length}",
+    ]
+    for split in _SPLITS:
+        names = index["shards"][split]
+        size = sum(file["size"] for name, file in index["files"].items() if name.partition(".")[0] in names)
+        tokens, labels = index["tokens"][split], index["labels"][split]
+        share = f", {100 * labels / max(1, tokens):.0f}% of them learned" if index["masked"] else ""
+        plural = "s" * (len(names) != 1)
+        lines.append(f"{split}: {tokens:,} tokens{share} in {len(names)} shard{plural} ({bytes_text(size)})")
+    return [*lines, *index["notes"]]
+
+
+def sample_text(folder: Path, index: dict[str, Any], number: int) -> str:
+    """Return the text of a training sample; of a stream, a window of 128 tokens.
+
+    Raises:
+        ConfigError: there is no such sample.
+    """
+    packing = Packing(**index["packing"])
+    packing = replace(packing, seq_len=128) if packing.kind == "stream" else packing
+    corpus = _corpus(folder, index, packing, _stored_tokenizer(folder))
+    if not 0 <= number < len(corpus.train):
+        raise ConfigError(f"--sample {number}: the training split has the samples 0 to {len(corpus.train) - 1}")
+    return corpus.decode(corpus.train[number]["input_ids"].tolist())
