@@ -10,26 +10,35 @@ stays within the bound. Samples of one rounded length change places in each epoc
 always has the same number of groups, and each sample once. Apart from one sorted list of the samples all is arithmetic.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
 
+from lockstep.data.batches import Batches, MicroBatch, slots
+from lockstep.data.loader import Drawing, Key, Loader, Loading, blamed
 from lockstep.data.sampler import (
     CACHED_EPOCHS,
+    Begun,
     Indices,
     Sequential,
     Shuffled,
+    SizedOrder,
     check_indices,
+    draw_order,
     draw_seeded,
     number_repeats,
+    order_from,
     permute,
     sampler_length,
 )
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.seeds import derive
+from lockstep.task import Task, has_own
 
-__all__ = ["GroupOrder", "SampledGroups", "TokenGroups", "padding"]
+__all__ = ["FirstGroups", "GroupBatches", "GroupOrder", "SampledGroups", "TokenGroups", "padding", "training_order"]
 
 _BITS = 5  # significant bits of a rounded length: at most 1/16 longer, and half of that on average
 
@@ -41,6 +50,10 @@ class GroupOrder(Protocol):
     @property
     def size(self) -> int:
         """Micro-batches in an epoch."""
+
+    @property
+    def description(self) -> str:
+        """What a micro-batch holds, for the log."""
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
@@ -60,6 +73,8 @@ class TokenGroups:
 
     Attributes:
         size: micro-batches in an epoch.
+        bound: as given.
+        longest: tokens of the longest sample.
 
     Raises:
         DataError: there are no samples, or one is longer than `bound`.
@@ -77,6 +92,7 @@ class TokenGroups:
                 f"--micro-batch-tokens {bound}: sample {int(lengths.argmax())} has {lengths.max()} tokens; raise it, "
                 "or leave out or cut longer samples"
             )
+        self.longest, self.description = int(lengths.max()), f"at most {bound:,} tokens"
         rounded = np.minimum(round_up(lengths), bound)
         self._sorted = np.argsort(-rounded, kind="stable")
         descending = rounded[self._sorted]
@@ -84,7 +100,7 @@ class TokenGroups:
         self._classes = np.concatenate([[0], changes, [len(lengths)]])  # where each rounded length begins
         self._cuts = _cut(descending, bound)
         self.size = len(self._cuts) - 1
-        self._seed, self._order = seed, Shuffled(self.size, seed)
+        self.bound, self._seed, self._order = bound, seed, Shuffled(self.size, seed)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
@@ -121,6 +137,7 @@ class SampledGroups:
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
         self._sampler, self._samples, self._seed = sampler, samples, seed
         self._epochs: dict[int, _Lists] = {}
+        self.description = f"the samples that {type(sampler).__name__} lists"
         self.size = sampler_length(sampler, lists=True)
         first, again = self._draw(0), self._draw(0)
         if not (np.array_equal(first.indices, again.indices) and np.array_equal(first.starts, again.starts)):
@@ -187,3 +204,118 @@ def padding(groups: TokenGroups, lengths: NDArray[Any]) -> float:
     lengths = np.asarray(lengths, dtype=np.int64)
     own = [lengths[groups.samples(0, number)[1]] for number in range(groups.size)]
     return 1.0 - float(lengths.sum()) / sum(int(each.max()) * len(each) for each in own)
+
+
+def training_order(task: Task, dataset: Any, seed: int, bound: int) -> SizedOrder:
+    """Create the order of a training set: of its samples, or of groups of them.
+
+    Args:
+        bound: tokens of a micro-batch, of --micro-batch-tokens; 0: the task's `order` decides.
+
+    Raises:
+        ConfigError: the lengths are unknown, or `order` returned something else.
+        DataError: `order` or `work` fails, or its result is invalid.
+    """
+    if bound:
+        if has_own(task, "order"):
+            raise ConfigError("--batch-tokens orders the samples itself; drop it, or the task's `order`")
+        return TokenGroups(lengths_of(task, dataset), bound, seed)
+    order = draw_order(task, len(dataset), seed)
+    return SampledGroups(order, len(dataset), seed) if _lists(order, seed) else order_from(order, len(dataset), seed)
+
+
+def _lists(order: Any, seed: int) -> bool:
+    """Whether this is a batch sampler: it yields lists."""
+    if isinstance(order, type | DataLoader) or not hasattr(order, "__iter__") or hasattr(order, "at"):
+        return False
+    return isinstance(draw_seeded(order, seed, 0, lambda sampler: next(iter(sampler), None)), list | tuple)
+
+
+def lengths_of(task: Task, dataset: Any) -> NDArray[np.int64]:
+    """Return the tokens of each sample: the dataset's `lengths`, else what the task's `work` says of each.
+
+    Raises:
+        ConfigError: neither is known.
+        DataError: `work` fails.
+    """
+    known = getattr(dataset, "lengths", None)
+    if known is None and len(dataset) and task.work(dataset, [0]) is None:
+        raise ConfigError(
+            "--batch-tokens: the lengths of the samples are not known; define work(dataset, samples) in the task, the "
+            "tokens of a batch with padding, or give the dataset an attribute `lengths`"
+        )
+    if known is not None:
+        return np.asarray(known, dtype=np.int64)
+    try:
+        works = (task.work(dataset, [sample]) or 0 for sample in range(len(dataset)))
+        return np.ceil(np.fromiter(works, np.float64, len(dataset))).astype(np.int64)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("work", error, "a sample alone") from error
+
+
+@final
+class FirstGroups:
+    """The first groups of each epoch of another order.
+
+    Args:
+        groups: the whole order.
+        count: groups in an epoch here.
+    """
+
+    def __init__(self, groups: GroupOrder, count: int) -> None:
+        self.size, self._begun, self.description = count, Begun(groups, groups.size, count), groups.description
+        self.samples = groups.samples
+
+    def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
+        """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
+        return self._begun.at(start, stop)
+
+
+@final
+class GroupBatches(Batches):
+    """A dataset in groups of samples: a position of the plan is a micro-batch.
+
+    Args:
+        groups: the samples of each micro-batch.
+        others: as of `Batches`.
+    """
+
+    def __init__(self, task: Task, dataset: Any, groups: GroupOrder, *others: Any, **options: Any) -> None:
+        super().__init__(task, dataset, groups, *others, **options)
+        self._groups = groups
+
+    def known_items(self, each: int | None) -> Callable[[int], int] | None:
+        """Return None: only the ranks together know the items of a step."""
+        return None
+
+    def describe(self) -> list[str]:
+        """Return lines for the log about the groups."""
+        return [f"micro-batches of {self._groups.description}, {self._groups.size:,} in an epoch"]
+
+    def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
+        """Load slices of samples; see `Batches.parts`. They end with the plan."""
+        first = self._first_key(step)
+        keys, ends = [first], len(first.samples)
+        place = step * self.step_plan.micro_batches + first.micro
+        while ends < max(b for _, b in cuts) and place + 1 < self.step_plan.steps * self.step_plan.micro_batches:
+            place += 1
+            keys.append(self._key(*divmod(place, self.step_plan.micro_batches)))
+            ends += len(keys[-1].samples)
+        epochs = [epoch for key in keys for epoch in key.epochs]
+        samples = [sample for key in keys for sample in key.samples]
+        own = [first._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]) for a, b in cuts]
+        loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
+        return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(own))]
+
+    def _key(self, step: int, micro: int) -> Key:
+        start, stop = self.step_plan.positions(step, micro)
+        (epoch,), (number,) = self._groups.at(start, stop)
+        epochs, samples = self._groups.samples(int(epoch), int(number))
+        return Key(step, micro, 1.0, epochs.tolist(), samples.tolist())
+
+    def _keys(self, start: int) -> Iterator[Key]:
+        for step in range(start, self.step_plan.steps):
+            for micro, weight in slots(self.sharing.at(step), self.rank, self.step_plan.present(step)):
+                yield self._key(step, micro)._replace(weight=weight)

@@ -33,6 +33,7 @@ __all__ = [
     "Shuffled",
     "SizedOrder",
     "check_indices",
+    "draw_order",
     "draw_seeded",
     "number_repeats",
     "order_from",
@@ -408,8 +409,8 @@ class CheckedOrder:
         return epochs, samples
 
 
-def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
-    """Create the order of a task's training set.
+def draw_order(task: Task, samples: int, seed: int) -> Any:
+    """Return what the task's `order` returns.
 
     Args:
         task: its `order` is called.
@@ -417,24 +418,32 @@ def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
         seed: the run's; seeds random draws within `order`, so that all ranks draw the same.
 
     Raises:
-        ConfigError: `order` returned something else.
-        DataError: it fails, or its result is invalid.
+        DataError: it fails.
     """
     with generators_kept():
         seed_everything(derive(seed, "order"))
         try:
-            order = task.order(samples, seed)
+            return task.order(samples, seed)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("order", error, f"order({samples}, {seed})") from error
-    return order_from(order, samples, seed)
+
+
+def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
+    """Create the order of a task's training set.
+
+    Raises the errors of `draw_order` and `order_from`.
+    """
+    return order_from(draw_order(task, samples, seed), samples, seed)
 
 
 def order_from(order: Any, samples: int, seed: int) -> SizedOrder:
     """Convert a user's order: None, a sampler, or an object with `at(start, stop)`.
 
-    Raises the same errors as `order_of`.
+    Raises:
+        ConfigError: it is something else.
+        DataError: it is invalid.
     """
     if order is None:
         return Shuffled(samples, seed)

@@ -33,7 +33,8 @@ from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
-from lockstep.data.sampler import Begun, SizedOrder, order_of
+from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, training_order
+from lockstep.data.sampler import Begun, SizedOrder
 from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.streams import Lanes
 from lockstep.distributed.balance import Balancer
@@ -120,12 +121,17 @@ def build_batches(
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
     dataset, retry_dataset, full_order = training
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    if isinstance(full_order, GroupOrder):
+        balancer = balancer_of(config, world, None, state)
+        groups = FirstGroups(full_order, run_plan.samples)
+        options: dict[str, Any] = {"seed": config.seed, "loading": loading, "sharing": sharing_of(config, balancer)}
+        return GroupBatches(task, retry_dataset, groups, run_plan.step_plan, world, **options), balancer
     if full_order is None:
         balancer = balancer_of(config, world, None, state)
         step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
         lanes = Lanes(parts, step_plan.micro_batches, step_plan.micro_size, config.seed, run_plan.min_samples)
         place = (state.global_step, state.stream) if state.stream else None
-        options: dict[str, Any] = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
+        options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
     order: Order = full_order
     if run_plan.samples < full_order.size:
@@ -361,7 +367,11 @@ def build(
     training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
     check_extension(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
-    resolved = resolve(requested, Facts.of(task, model, samples, training.order.size if training.order else 0, start))
+    facts = Facts.of(task, model, samples, training.order.size if training.order else 0, start)
+    if isinstance(training.order, GroupOrder):
+        longest = training.order.longest if isinstance(training.order, TokenGroups) else 0
+        facts = dataclasses.replace(facts, grouped=True, longest=longest)
+    resolved = resolve(requested, facts)
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
@@ -460,7 +470,7 @@ def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet
     if isinstance(loaded, StreamData):
         on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
         return TrainingSet(dataset, loaded, None), evaluation, 0
-    order = on_all_ranks(world, lambda: order_of(task, samples, draft.seed))
+    order = on_all_ranks(world, lambda: training_order(task, dataset, draft.seed, draft.micro_batch_tokens))
     return TrainingSet(dataset, loaded, order), evaluation, samples
 
 

@@ -97,7 +97,7 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
-    *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
+    *("batch_size", "micro_batch_size", "batch_tokens", "micro_batch_tokens", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout"),
     *IMAGE_OPTIONS,
@@ -117,6 +117,7 @@ class RunPlan:
         origin: step and sample position at which steps of this size begin.
         min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
         dataset_samples: of the training set.
+        grouped: the task's order is a batch sampler; samples and sizes count its lists.
     """
 
     samples: int
@@ -124,6 +125,7 @@ class RunPlan:
     origin: Origin
     min_samples: int
     dataset_samples: int
+    grouped: bool = False
 
     @property
     def step_plan(self) -> StepPlan:
@@ -221,7 +223,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     """
     plain, flat = Config(), cli.flatten(Config(), own_task=True)
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
-    newer = ("optim.", "fp16.", "weight_copies", "grad_dtype")
+    newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
     added["dataset_samples"] = before.get("samples")
     before, now = defaults | added | before, defaults | now
@@ -234,7 +236,8 @@ _OPTIMIZER_SOURCES = ("optim.name", "lora.rank", "task")
 _DATA_SOURCES = ("task", "dataset_name", "seq_len")
 _FOLLOWS_FROM = {
     "steps": ("batch_size", "samples", "dataset_samples"),  # but not with --max-steps
-    "samples": ("dataset_samples",),
+    "batch_size": ("batch_tokens", "micro_batch_tokens"),
+    "samples": ("dataset_samples", "micro_batch_tokens"),
     "dataset_samples": ("data", *_DATA_SOURCES),
     "data": _DATA_SOURCES,
     "model": ("task", "model_name", "lora.rank", "seq_len"),
