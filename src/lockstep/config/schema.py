@@ -73,6 +73,8 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "lr": (0, 1e6, "a finite number, not negative"),
     "batch_size": (1, 10**9, "at least 1"),
     "micro_batch_size": (1, 10**9, "at least 1, or auto"),
+    "batch_tokens": (0, 10**12, "a number of tokens, or 0 for --batch-size"),
+    "micro_batch_tokens": (0, 10**12, "a number of tokens, or 0 for 1/8 of --batch-tokens"),
     "seq_len": (1, 10**7, "at least 1"),
     "log_freq": (1, 10**9, "at least 1"),
     "ckpt_freq": (0, 10**12, "a number of steps, or 0 for the end only"),
@@ -186,6 +188,13 @@ class Config:
         0,
         "samples per forward pass on one device; auto: the largest divisor of the batch size up to 1/8 of it, at "
         "least 16 with BatchNorm",
+    )
+    batch_tokens: int = option(
+        0,
+        "tokens per step, padding included, in place of --batch-size: micro-batches of samples of like length; 0: off",
+    )
+    micro_batch_tokens: int = option(
+        0, "with --batch-tokens: maximum tokens per forward pass on one device, padding included; 0: 1/8 of it"
     )
     seq_len: int = option(128, "tokens per sample", tasks="causal-lm, classification")
     log_freq: int = option(10, "steps between log records", span=True)
@@ -340,6 +349,7 @@ class Config:
                 FieldName("extend_to"),
                 f" is {self.extend_to}: it must be a number of steps, or of whole epochs such as 3epochs",
             )
+        _check_tokens(self.batch_tokens, self.micro_batch_tokens)
         if self.batch_size % (self.micro_batch_size or 1):
             near = _nearest_divisor(self.batch_size, self.micro_batch_size)
             batch, micro_batch = FieldName("batch_size"), FieldName("micro_batch_size")
@@ -462,6 +472,16 @@ def default_micro_batch_size(batch_size: int, least: int = 1) -> int:
     size = next(size for size in range(max(1, batch_size // 8), 0, -1) if batch_size % size == 0)
     start = min(max(size, least), batch_size)
     return next(size for size in range(start, batch_size + 1) if batch_size % size == 0)
+
+
+def _check_tokens(step: int, micro_batch: int) -> None:
+    if micro_batch and (not step or step % micro_batch):
+        raise FieldError(
+            FieldName("micro_batch_tokens"),
+            f" is {micro_batch}: ",
+            FieldName("batch_tokens"),
+            f", {step}, must be a multiple of it",
+        )
 
 
 def _nearest_divisor(batch_size: int, size: int) -> int:

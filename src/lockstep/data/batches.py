@@ -311,6 +311,10 @@ class Batches:
     def _first_key(self, step: int) -> Key:
         return self._key(step, slots(self.sharing.at(step), self.rank, self.step_plan.present(step))[0].micro)
 
+    def known_items(self, each: int | None) -> Callable[[int], int] | None:
+        """Return the items of any step over all ranks, if all samples have `each`; None: they must be counted."""
+        return None if not each else lambda step: each * self.step_plan.samples(step)
+
     def describe(self) -> list[str]:
         """Return lines for the log about how the data are read."""
         return []

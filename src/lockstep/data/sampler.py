@@ -11,8 +11,8 @@ epochs stay in memory. `CheckedOrder` validates a user's own order.
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Sized
-from typing import Any, Protocol, TypeAlias, final
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -25,23 +25,30 @@ from lockstep.seeds import derive
 from lockstep.task import Order, Task
 
 __all__ = [
+    "CACHED_EPOCHS",
     "Begun",
     "EpochOrder",
     "Indices",
     "Sequential",
     "Shuffled",
     "SizedOrder",
+    "check_indices",
     "check_size",
+    "draw_order",
+    "draw_seeded",
+    "number_repeats",
     "order_from",
     "order_of",
     "permute",
     "permute_groups",
+    "sampler_length",
     "within",
 ]
 
 
 Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
+_T = TypeVar("_T")
 
 _ROUNDS = 8  # four rounds pass the tests of uniformity; eight cost little more
 _SMALL = 64  # a Feistel network of fewer values has visible structure
@@ -260,7 +267,7 @@ def check_size(size: int) -> int:
     return size
 
 
-_CACHED_EPOCHS = 2  # epochs: a step may span two
+CACHED_EPOCHS = 2  # epochs: a step may span two
 _REPEAT = 32  # bits of an epoch's number; the higher bits count the draws of a sample
 
 
@@ -313,7 +320,7 @@ class EpochOrder(ABC):
 
     def _cached_epoch(self, epoch: int) -> tuple[Indices, Indices]:
         if epoch not in self._cache:
-            while len(self._cache) >= _CACHED_EPOCHS:
+            while len(self._cache) >= CACHED_EPOCHS:
                 self._cache.pop(next(iter(self._cache)))
             indices = self.draw(epoch)
             check_indices(indices, self._samples, f"epoch {epoch} of `order`")
@@ -340,7 +347,7 @@ class SamplerOrder(EpochOrder):
     """
 
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
-        super().__init__(_length(sampler), samples)
+        super().__init__(sampler_length(sampler), samples)
         self._sampler, self._seed = sampler, seed
         if not np.array_equal(self.draw(0), self._cached_epoch(0)[0]):
             raise DataError(
@@ -350,36 +357,49 @@ class SamplerOrder(EpochOrder):
 
     def draw(self, epoch: int) -> Indices:
         """Draw an epoch under its seed; restore all generators."""
-        generators = [each for each in map(_generator, within(self._sampler)) if each is not None]
-        states = [each.get_state() for each in generators]
-        key = derive(self._seed, "order", epoch)
-        try:
-            with generators_kept():
-                seed_everything(key)
-                for generator in generators:
-                    generator.manual_seed(key)
-                for each in within(self._sampler):
-                    if callable(getattr(each, "set_epoch", None)):
-                        each.set_epoch(epoch)
-                return self._list_epoch(epoch)
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        return draw_seeded(self._sampler, self._seed, epoch, lambda sampler: self._list_epoch(epoch))
 
     def _list_epoch(self, epoch: int) -> Indices:
         name = _type_name(self._sampler)
-        try:
-            indices = np.fromiter(map(_index, self._sampler), np.int64)
-        except LockstepError:
-            raise
-        except Exception as error:
-            raise blamed("order", error, f"epoch {epoch}") from error
+        indices = np.fromiter(map(_index, self._sampler), np.int64)
         if len(indices) != self.size:
             raise DataError(
                 f"the sampler {name} of `order` yields {len(indices)} indices in epoch {epoch}, but its length is "
                 f"{self.size}; yield as many in every epoch as `__len__` returns"
             )
         return indices
+
+
+def draw_seeded(sampler: Any, seed: int, epoch: int, read: Callable[[Any], _T]) -> _T:
+    """Draw an epoch of a sampler under the epoch's seed; restore all generators.
+
+    Args:
+        sampler: its `generator`, and that of a sampler inside it, is seeded; its `set_epoch` is called.
+        seed: the run's.
+        read: reads it, once.
+
+    Raises:
+        DataError: reading it fails.
+    """
+    generators = [each for each in map(_generator, within(sampler)) if each is not None]
+    states = [each.get_state() for each in generators]
+    key = derive(seed, "order", epoch)
+    try:
+        with generators_kept():
+            seed_everything(key)
+            for generator in generators:
+                generator.manual_seed(key)
+            for each in within(sampler):
+                if callable(getattr(each, "set_epoch", None)):
+                    each.set_epoch(epoch)
+            return read(sampler)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("order", error, f"epoch {epoch}") from error
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @final
@@ -425,8 +445,8 @@ class CheckedOrder:
         return epochs, samples
 
 
-def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
-    """Create the order of a task's training set.
+def draw_order(task: Task, samples: int, seed: int) -> Any:
+    """Return what the task's `order` returns.
 
     Args:
         task: its `order` is called.
@@ -434,24 +454,32 @@ def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
         seed: the run's; seeds random draws within `order`, so that all ranks draw the same.
 
     Raises:
-        ConfigError: `order` returned something else.
-        DataError: it fails, or its result is invalid.
+        DataError: it fails.
     """
     with generators_kept():
         seed_everything(derive(seed, "order"))
         try:
-            order = task.order(samples, seed)
+            return task.order(samples, seed)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("order", error, f"order({samples}, {seed})") from error
-    return order_from(order, samples, seed)
+
+
+def order_of(task: Task, samples: int, seed: int) -> SizedOrder:
+    """Create the order of a task's training set.
+
+    Raises the errors of `draw_order` and `order_from`.
+    """
+    return order_from(draw_order(task, samples, seed), samples, seed)
 
 
 def order_from(order: Any, samples: int, seed: int) -> SizedOrder:
     """Convert a user's order: None, a sampler, or an object with `at(start, stop)`.
 
-    Raises the same errors as `order_of`.
+    Raises:
+        ConfigError: it is something else.
+        DataError: it is invalid.
     """
     if order is None:
         return Shuffled(samples, seed)
@@ -479,11 +507,14 @@ def check_indices(indices: Indices, samples: int, source: str) -> None:
         )
 
 
-def _length(sampler: Any) -> int:
+def sampler_length(sampler: Any, *, lists: bool = False) -> int:
     """Return the length of an epoch.
 
+    Args:
+        lists: it is a batch sampler.
+
     Raises:
-        ConfigError: it is not a sampler of single indices for one process.
+        ConfigError: it is not a sampler for one process, or one of lists though `lists` is False.
     """
     name = _type_name(sampler)
     start = f"`order` returned {name}"
@@ -498,7 +529,7 @@ def _length(sampler: Any) -> int:
             f"{start}, which draws one rank's share, but lockstep itself splits the samples among ranks; return the "
             "sampler of one process, or None for a shuffle in each epoch"
         )
-    if isinstance(sampler, BatchSampler):
+    if isinstance(sampler, BatchSampler) and not lists:
         raise ConfigError(
             f"{start}, which yields lists; return the sampler inside it: --batch-size and --micro-batch-size cut a step"
         )
@@ -540,6 +571,12 @@ def _repeats(indices: Indices, samples: int) -> Indices:
     repeats = np.empty_like(indices)
     repeats[by_sample] = np.arange(len(indices)) - np.repeat(first, np.diff(np.r_[first, len(indices)]))
     return repeats
+
+
+def number_repeats(epochs: Indices, indices: Indices, samples: int) -> Indices:
+    """Give each further occurrence of a sample in an epoch its own epoch number; see `EpochOrder.at`."""
+    repeats = _repeats(indices, samples)
+    return epochs + (repeats << _REPEAT) if repeats.size else epochs
 
 
 def _generator(sampler: Any) -> torch.Generator | None:

@@ -145,6 +145,11 @@ class _TokenRows:
         """Tokens in the split."""
         return len(self._tokens)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.full(self._count, self.seq_len)
+
     def __len__(self) -> int:
         return self._count
 

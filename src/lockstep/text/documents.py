@@ -158,6 +158,11 @@ class PaddedDocuments(_TokenDocuments):
     def __len__(self) -> int:
         return max(0, len(self._starts) - 1)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.diff(self._starts) - 1
+
     def longest(self, samples: Sequence[int]) -> int:
         """Return the tokens of the longest of these samples."""
         return max(int(self._starts[sample + 1] - self._starts[sample]) - 1 for sample in samples)
@@ -185,6 +190,11 @@ class Packed(_TokenDocuments):
 
     def __reduce__(self) -> tuple[type["Packed"], tuple[Path, int, int, bool]]:
         return Packed, (self.path, self.vocab_size, self.seq_len, self.masked)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.full(len(self), self.seq_len)
 
     def __len__(self) -> int:
         return max(0, len(self._packs) - 1)

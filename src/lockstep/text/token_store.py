@@ -22,6 +22,7 @@ from typing import Any, final
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.errors import DataError
@@ -311,6 +312,11 @@ class TokenShards:
             for place, sample in zip(places, part.__getitems__(own), strict=True):
                 samples[place] = sample
         return samples
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.concatenate([part.lengths for part in self._parts])
 
     def longest(self, samples: Sequence[int]) -> int:
         """Return the tokens of the longest of these samples; only for padded documents."""

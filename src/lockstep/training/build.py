@@ -34,6 +34,7 @@ from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
+from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, grouped_order
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import place_order, training_order
 from lockstep.data.stream_batches import StreamBatches, StreamData
@@ -134,12 +135,17 @@ def build_batches(
     """Make the training batches, and the balancer of `--shares auto`. Collective."""
     dataset, retry_dataset, full_order = training
     loading = Loading(config.data.workers, config.data.prefetch, config.guards.retries)
+    if isinstance(full_order, GroupOrder):
+        balancer = balancer_of(config, world, None, state)
+        groups = FirstGroups(full_order, run_plan.samples)
+        options: dict[str, Any] = {"seed": config.seed, "loading": loading, "sharing": sharing_of(config, balancer)}
+        return GroupBatches(task, retry_dataset, groups, run_plan.step_plan, world, **options), balancer
     if full_order is None:
         balancer = balancer_of(config, world, None, state)
         step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
         lanes = Lanes(parts, step_plan.micro_batches, step_plan.micro_size, config.seed, run_plan.min_samples)
         place = (state.global_step, state.stream) if state.stream else None
-        options: dict[str, Any] = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
+        options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
     order = place_order(full_order, run_plan.geometry, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
@@ -428,7 +434,7 @@ def build_together(
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     model = build_model(draft.config, task, world, state, say)
-    resolved = resolve(requested, Facts.of(task, model, samples, training.order.size if training.order else 0, start))
+    resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
@@ -533,9 +539,23 @@ def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet
     if isinstance(loaded, StreamData):
         on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))
         return TrainingSet(dataset, loaded, None), evaluation, 0
-    shuffle_shards = draft.data.shuffle_shards
-    order = on_all_ranks(world, lambda: training_order(task, dataset, samples, draft.seed, shuffle_shards))
+    order = on_all_ranks(world, lambda: _order(draft, task, dataset))
     return TrainingSet(dataset, loaded, order), evaluation, samples
+
+
+def _task_facts(task: Task, model: nn.Module, samples: int, order: SizedOrder | None, start: StartFacts) -> Facts:
+    """Collect what the configuration is resolved by."""
+    facts = Facts.of(task, model, samples, order.size if order else 0, start)
+    if not isinstance(order, GroupOrder):
+        return facts
+    longest = order.longest if isinstance(order, TokenGroups) else 0
+    return dataclasses.replace(facts, grouped=True, longest=longest)
+
+
+def _order(draft: Config, task: Task, dataset: Any) -> SizedOrder:
+    """Make the order of the training samples, or of groups of them."""
+    groups = grouped_order(task, dataset, draft.seed, draft.micro_batch_tokens, draft.data.shuffle_shards)
+    return groups or training_order(task, dataset, len(dataset), draft.seed, draft.data.shuffle_shards)
 
 
 def _check_plan(

@@ -89,7 +89,6 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
     """Build the components, from the step after the last one trained. Collective."""
     config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
-    items_per_sample = items_of_a_sample(built.task)
     profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
 
@@ -97,7 +96,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         seconds = clock.spent()
         return BusySeconds(seconds.get("data", 0.0), seconds.get("forward", 0.0), recorder.saver.blocked)
 
-    item_count = (lambda step: items_per_sample * step_plan.samples(step)) if items_per_sample else None
+    item_count = built.batches.known_items(items_of_a_sample(built.task))
     share_reporter, survives_losses = ShareReporter(built, clock), bool(session.member)
     exchange = StepExchange(
         world,

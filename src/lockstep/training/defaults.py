@@ -93,6 +93,11 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
     verb = "of" if run_plan.samples < run_plan.dataset_samples else "draws from"
+    if config.batch_tokens:
+        forwards = f"{count} forward{'s' * (count > 1)} of at most {config.micro_batch_tokens:,}"
+        return f"a step of at most {config.batch_tokens:,} tokens = {forwards}{over}"
+    if run_plan.grouped:
+        return f"a step of {count} list{'s' * (count > 1)} of the batch sampler, {run_plan.samples:,} in an epoch{over}"
     part = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
     over += part if run_plan.samples != run_plan.dataset_samples else ""
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"

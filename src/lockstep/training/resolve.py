@@ -114,6 +114,8 @@ class Facts:
         batchnorm: the model has BatchNorm layers.
         samples: of the training set.
         epoch: samples of an epoch in the task's order.
+        grouped: micro-batches are groups of samples: a batch size counts these.
+        longest: tokens of the longest sample, if they are made by tokens; else 0.
     """
 
     start: StartFacts
@@ -122,6 +124,8 @@ class Facts:
     batchnorm: bool
     samples: int
     epoch: int
+    grouped: bool = False
+    longest: int = 0
 
     @classmethod
     def of(cls, task: Task, model: nn.Module, samples: int, epoch: int = 0, start: StartFacts | None = None) -> Self:
@@ -155,6 +159,10 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     """Resolve precision, compile, known micro-batch size and plan length, which need no task."""
     if facts.steps:
         config = dataclasses.replace(config, max_steps=facts.steps, stop_at=0)
+    if config.batch_tokens:  # the plan's positions are micro-batches (data/groups.py)
+        size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)
+        count = config.batch_tokens // size
+        config = dataclasses.replace(config, micro_batch_tokens=size, batch_size=count, micro_batch_size=1)
     values, notices = _device_defaults(config, facts)
     config = dataclasses.replace(config, **{"micro_batch_size": _micro_batch_size(config, facts), **values})
     extension = _extension(config, facts.checkpoint)
@@ -287,12 +295,19 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve the values that depend on task, model and number of steps."""
     whole_step = config.batch_size if facts.per_micro_batch else 0
     default = default_micro_batch_size(config.batch_size, MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1)
-    size = config.micro_batch_size or whole_step or default
+    if facts.grouped and config.micro_batch_size > 1:
+        raise ConfigError(
+            f"--micro-batch-size is {config.micro_batch_size}, but the task's `order` is a batch sampler, whose lists "
+            "are the micro-batches; drop the flag: --batch-size counts lists"
+        )
+    size = 1 if facts.grouped else config.micro_batch_size or whole_step or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
     first = facts.start.checkpoint.plan.get("geometry") if facts.start.checkpoint else None
     geometry = Geometry(*(first or (config.batch_size, config.micro_size)))
-    run_plan = RunPlan(epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples, geometry)
+    run_plan = RunPlan(
+        epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples, geometry=geometry, grouped=facts.grouped
+    )
     steps, shape = run_plan.step_plan.steps, config.optim.schedule
     if not steps:
         _refuse_empty_plan(run_plan)
@@ -300,7 +315,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         **_optimizer_defaults(config, facts.kind),
         "optim.warmup_steps": default_warmup(steps, shape),
         "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
-        "eval_micro_batch_size": size,
+        "eval_micro_batch_size": max(1, config.micro_batch_tokens // facts.longest) if facts.longest else size,
         "eval_workers": config.data.workers,
     }
     values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)

@@ -100,7 +100,7 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
-    *("batch_size", "micro_batch_size", "seed", "seq_len", "lr"),
+    *("batch_size", "micro_batch_size", "batch_tokens", "micro_batch_tokens", "seed", "seq_len", "lr"),
     *("precision", "residual_dtype", "weight_copies", "grad_dtype", "fused_kernels", "batchnorm"),
     *("model_name", "dataset_name", "model.dropout", "data.shuffle_shards"),
     *IMAGE_OPTIONS,
@@ -121,6 +121,7 @@ class RunPlan:
         min_samples: of a micro-batch: 2 with trainable BatchNorm, which fails on one sample.
         dataset_samples: of the training set.
         geometry: of the run's first start, for orders that depend on it.
+        grouped: the task's order is a batch sampler; samples and sizes count its lists.
     """
 
     samples: int
@@ -129,6 +130,7 @@ class RunPlan:
     min_samples: int
     dataset_samples: int
     geometry: Geometry = ONE_LANE
+    grouped: bool = False
 
     @property
     def step_plan(self) -> StepPlan:
@@ -227,7 +229,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     """
     plain, flat = Config(), cli.flatten(Config(), own_task=True)
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
-    newer = ("optim.", "fp16.", "weight_copies", "grad_dtype")
+    newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
     added["data.shuffle_shards"] = 0
     added["dataset_samples"] = before.get("samples")
@@ -242,7 +244,8 @@ _OPTIMIZER_SOURCES = ("optim.name", "lora.rank", "task")
 _DATA_SOURCES = ("task", "dataset_name", "seq_len")
 _FOLLOWS_FROM = {
     "steps": ("batch_size", "samples", "dataset_samples"),  # but not with --max-steps
-    "samples": ("dataset_samples",),
+    "batch_size": ("batch_tokens", "micro_batch_tokens"),
+    "samples": ("dataset_samples", "micro_batch_tokens"),
     "dataset_samples": ("data", *_DATA_SOURCES),
     "data": _DATA_SOURCES,
     "model": ("task", "model_name", "lora.rank", "seq_len"),

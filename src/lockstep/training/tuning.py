@@ -170,9 +170,9 @@ def rate_at(step: int) -> float:
 
 def _train_losses(built: RunParts) -> list[float]:
     """Train, and return the losses until they diverge, the same on every rank. Collective."""
-    world, step_plan, per_sample = built.world, built.run_plan.step_plan, items_of_a_sample(built.task)
+    world, step_plan = built.world, built.run_plan.step_plan
     step_loader = built.batches.from_step(0)
-    constant = (lambda step: per_sample * step_plan.samples(step)) if per_sample else None
+    constant = built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     exchange.take_turns(step_loader.turns)
     seed = seeder(built.config.seed, "micro", world.device)

@@ -160,10 +160,8 @@ def _training(
     built: RunParts, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed
 ) -> Iterator[StepRecord]:
     """Start the real loop over `watched`, as `training/` does."""
-    each, step_plan = items_of_a_sample(built.task), built.run_plan.step_plan
-    exchange = StepExchange(
-        built.world, step_loader.items, (lambda step: each * step_plan.samples(step)) if each else None
-    )
+    step_plan, known = built.run_plan.step_plan, built.batches.known_items(items_of_a_sample(built.task))
+    exchange = StepExchange(built.world, step_loader.items, known)
     exchange.take_turns(step_loader.turns)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
