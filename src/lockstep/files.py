@@ -11,6 +11,7 @@ A killed write leaves a file named `.NAME.tmp-...`; `clean` removes it.
 
 import contextlib
 import errno
+import importlib
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from lockstep.errors import ConfigError, StorageError
 
@@ -27,6 +28,7 @@ __all__ = [
     "clean",
     "create_file",
     "default_cache",
+    "import_fsspec",
     "replace_file",
     "retry_io",
     "storage_error",
@@ -80,6 +82,11 @@ def retry_io(action: Callable[[], T]) -> T:
                 raise failure from error
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def import_fsspec() -> Any:
+    """Import fsspec, through which object stores are reached: this file alone names the package."""
+    return importlib.import_module("fsspec")
 
 
 def default_cache() -> Path:

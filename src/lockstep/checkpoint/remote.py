@@ -7,17 +7,16 @@
 
 The store has the files of the run's local folder under the same names. A checkpoint's manifest is uploaded last and
 removed first: one that has a manifest is whole. Files are read in ranges; sizes and checksums are the manifest's.
-This file alone imports fsspec.
 """
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -32,7 +31,7 @@ from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, dump, rea
 from lockstep.checkpoint.store import path_of
 from lockstep.config.secrets import mask
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
-from lockstep.files import bytes_text, sync, write_whole
+from lockstep.files import bytes_text, import_fsspec, sync, write_whole
 
 __all__ = ["RECORDS", "RemoteRun", "Say"]
 
@@ -104,7 +103,7 @@ class RemoteRun:
         Raises:
             ConfigError: fsspec does not know the URL's scheme, or a package is missing.
         """
-        fsspec: Any = importlib.import_module("fsspec")
+        fsspec = import_fsspec()
         scheme = self.url.partition("://")[0]
         if scheme not in fsspec.available_protocols():
             raise self._error(f"fsspec knows no store {scheme!r}; give s3://BUCKET/PATH, gs:// or az://")
@@ -114,7 +113,7 @@ class RemoteRun:
         try:
             system, path = fsspec.url_to_fs(self.url, **options)
         except ImportError as error:
-            known: Any = importlib.import_module("fsspec.registry").known_implementations
+            known: Any = sys.modules["fsspec.registry"].known_implementations  # `fsspec.registry` is a mapping
             module = str(known[scheme]["class"]).partition(".")[0]
             package = _PACKAGES.get(module, module)
             raise self._error(f"the package {module} is not installed; pip install {package}") from error

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask, printable
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.files import bytes_text
+from lockstep.files import bytes_text, import_fsspec
 
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
 
@@ -138,7 +138,7 @@ class Store:
         return self._system[1]
 
     def _connect(self) -> Any:
-        fsspec: Any = importlib.import_module("fsspec")
+        fsspec = import_fsspec()
         scheme = "file" if self.is_local else self._path.partition("://")[0]
         options: dict[str, Any] = {"skip_instance_cache": True}
         try:

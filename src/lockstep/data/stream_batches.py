@@ -1,6 +1,6 @@
 """Cut a stream into steps and micro-batches, and load those of this rank.
 
-    batches = StreamBatches(task, StreamData(source_of(dataset)), step_plan, world, seed=0)
+    batches = StreamBatches(task, StreamData(source_of(dataset)), lanes, step_plan, world)
     for step, micro in batches.from_step(0): ...
     state = batches.stream_state(done, world)           # for a checkpoint: where each lane stands
 
@@ -49,8 +49,11 @@ class StreamData:
         retries: how often a part that fails is opened again.
 
     Attributes:
+        fetches: shards fetched from a store, which `lockstep.shards` alone counts.
         counts: [retries, skipped samples] so far on this rank, including loader processes; a stream skips none.
     """
+
+    fetches = 0
 
     def __init__(self, source: StreamSource, retries: int = 0) -> None:
         self.source, self.retries = source, retries

@@ -1,6 +1,6 @@
 """Keep the standard error of each rank in a file of its own, and show it as the launcher's too.
 
-    output = RankStderr(folder)             # DIR/rank-00003.err, then rank-00003.2.err, ... of later starts
+    output = RankStderr("DIR", folder)    # DIR/rank-00003.err, then rank-00003.2.err, ... of later starts
     path = output.open("3")                 # for a process's stderr; "" if the file cannot be created
     output.show()                           # at each poll: new whole lines, with their rank
     output.close()                          # the rest; empty files are removed

@@ -1,7 +1,7 @@
 """Tokenize a dataset into shards of memory-mapped tokens, in parallel processes.
 
-    prepare_shards(job, processes=8, say=print)     # lockstep data prepare wiki/ --tokenizer gpt2 --out wiki-tokens
-    open_shards("wiki-tokens", seq_len=1024)        # lockstep train --dataset-name wiki-tokens
+    prepare_shards(job, tokenizer, processes=8, say=print)      # lockstep data prepare wiki/ ... --out wiki-tokens
+    corpus, index = open_shards("wiki-tokens", packing)         # lockstep train --dataset-name wiki-tokens
 
 A shard holds the samples of a range of the data, in the files of `token_store`. Data, tokenizer and flags alone decide
 its content, never the number of processes. `NAME.json` beside a shard is written last and has its counts and checksums:

@@ -1,7 +1,7 @@
 """Check that all ranks start from the same folder, data and weights.
 
     with ExitStack() as stack:
-        first = exchange_first_facts(config, world, stack)                # compares the configurations
+        first = exchange_first_facts(config, world, stack, check)         # compares the configurations
         check_shared_folder(folder, world, first.token)     # ConfigError: the rank, its host and its path
 
 A model that was made before the run gets rank 0's values. The device of each rank is logged here too.

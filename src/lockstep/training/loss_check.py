@@ -1,6 +1,6 @@
 """Detect whether a task's loss is a sum or a mean over its items.
 
-    check_loss(trial, training)             # sets task.reduction if it is "auto"; refuses a loss that is neither
+    check_loss(trial, training, samples)    # sets task.reduction if it is "auto"; refuses a loss that is neither
     classify(measurements, index, limit)    # {"sum": 0.0002}: the kinds that number `index` fits, with their errors
 
 The loss of a few samples is compared with the losses of their halves: sum and mean differ by a factor, so four samples
