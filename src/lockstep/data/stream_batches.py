@@ -1,6 +1,6 @@
 """Cut a stream into steps and micro-batches, and load those of this rank.
 
-    batches = StreamBatches(task, StreamData(source_of(dataset)), step_plan, world, seed=0)
+    batches = StreamBatches(task, StreamData(source_of(dataset)), lanes, step_plan, world)
     for step, micro in batches.from_step(0): ...
     state = batches.stream_state(done, world)           # for a checkpoint: where each lane stands
 
