@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.config.cli import Config
     from lockstep.config.engine_options import EngineOptions
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
-    from lockstep.data.streams import stream
+    from lockstep.data.stream_types import stream
     from lockstep.distributed.world import World
     from lockstep.engines.registry import engine
     from lockstep.optim.schedule import torch_schedule
@@ -46,7 +46,7 @@ _MODULES = {
         "Model",
         "Optim",
     ),
-    "lockstep.data.streams": ("stream",),
+    "lockstep.data.stream_types": ("stream",),
     "lockstep.distributed.world": ("World",),
     "lockstep.engines.registry": ("engine",),
     "lockstep.optim.schedule": ("torch_schedule",),

@@ -14,7 +14,8 @@ from typing import Any, cast, final
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from lockstep.data.streams import Opened, SplitStream, Stream, StreamSource, set_worker_info
+from lockstep.data.stream_types import SplitStream, Stream
+from lockstep.data.streams import Opened, StreamSource, set_worker_info
 from lockstep.errors import DataError
 
 __all__ = ["is_stream", "source_of"]
