@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports 
     from lockstep.config.sections import Checkpoint, Data, Guards, Model, Optim
     from lockstep.data.mixture import mixture
     from lockstep.data.shards import index_shards, shards
-    from lockstep.data.streams import stream
+    from lockstep.data.stream_types import stream
     from lockstep.distributed.world import World
     from lockstep.engines.registry import engine
     from lockstep.optim.schedule import torch_schedule
@@ -53,7 +53,7 @@ _MODULES = {
         "index_shards",
         "shards",
     ),
-    "lockstep.data.streams": ("stream",),
+    "lockstep.data.stream_types": ("stream",),
     "lockstep.distributed.world": ("World",),
     "lockstep.engines.registry": ("engine",),
     "lockstep.optim.schedule": ("torch_schedule",),

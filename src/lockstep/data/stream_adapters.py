@@ -3,11 +3,10 @@
     if is_stream(dataset):
         source = source_of(dataset)
 
-No library is imported here before an object of it is given.
+No library is imported here: an object of it brings it along.
 """
 
 import copy
-import importlib
 import inspect
 from collections.abc import Generator, Iterator
 from typing import Any, cast, final
@@ -15,7 +14,8 @@ from typing import Any, cast, final
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from lockstep.data.streams import Opened, SplitStream, Stream, StreamSource, set_worker_info
+from lockstep.data.stream_types import SplitStream, Stream
+from lockstep.data.streams import Opened, StreamSource, set_worker_info
 from lockstep.errors import DataError
 
 __all__ = ["is_stream", "source_of"]
@@ -156,6 +156,10 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
     return False
 
 
+# Stages of webdataset: lockstep splits, and a part may be empty.
+_LEFT_OUT = ("split_by_node", "single_node_only", "split_by_worker", "check_empty")
+
+
 @final
 class WebSource(StreamSource):
     """A webdataset pipeline over a list of URLs: one URL a part."""
@@ -163,16 +167,13 @@ class WebSource(StreamSource):
     def __init__(self, inner: Any, urls: list[str]) -> None:
         super().__init__(len(urls), type(inner).__name__, bool(getattr(inner, "draws_random", True)))
         self._inner, self._urls = inner, urls
-        shards = importlib.import_module("webdataset.shardlists")
-        check_empty = importlib.import_module("webdataset.compat").check_empty  # a part may be empty
-        self._left_out = (shards.split_by_node, shards.single_node_only, shards.split_by_worker, check_empty)
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         first, *rest = self._inner.pipeline
         pipeline = copy.copy(self._inner)
         one = copy.copy(first)
         one.urls = [self._urls[part]]
-        pipeline.pipeline = [one, *(each for each in rest if each not in self._left_out)]  # lockstep splits
+        pipeline.pipeline = [one, *(each for each in rest if getattr(each, "__name__", "") not in _LEFT_OUT)]
         return Opened(iter(pipeline), 0)
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import torch
 from lockstep.data.loader import failure, seed_everything
 from lockstep.data.sampler import permute
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
 
 __all__ = [
@@ -36,64 +36,14 @@ __all__ = [
     "LaneReader",
     "Lanes",
     "Opened",
-    "SplitStream",
-    "Stream",
     "StreamSource",
     "merge_cursors",
     "set_worker_info",
-    "stream",
 ]
 
 _LOG = logging.getLogger("lockstep")
 _MAX_TURNS = 8  # lanes of a slot, so that several loader processes can read for one slot
 _PAUSE = 0.05  # seconds before a part is opened again; a network may need them
-
-
-@runtime_checkable
-class Stream(Protocol):
-    """Samples without an index, as a user writes them.
-
-    Attributes:
-        parts: number of parts, each with its own samples.
-    """
-
-    parts: int
-
-    def iter(self, part: int, start: int, state: Any = None) -> Iterator[Any]:
-        """Iterate over the samples of a part, from number `start` on.
-
-        The sequence must be the same in each call, on every rank. The iterator may have `state_dict()`, which returns
-        JSON: it comes back as `state`, if the iterator should continue there.
-        """
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SplitStream:
-    """A torch IterableDataset that splits itself by `get_worker_info()`; see `lockstep.stream`."""
-
-    dataset: Any
-    parts: int
-
-
-def stream(dataset: Any, parts: int) -> SplitStream:
-    """Declare an iterable dataset that splits itself by `torch.utils.data.get_worker_info()`.
-
-    Part i is read with a worker info of `id` i and `num_workers` `parts`. Without this an iterable dataset is one part,
-    which a single process reads for all ranks.
-
-    Args:
-        dataset: torch's IterableDataset, or another object whose `__iter__` opens it anew.
-        parts: into how many it splits itself; at least the micro-batches of a step, best eight times as many.
-
-    Raises:
-        ConfigError: `parts` is not above 0, or the dataset cannot be iterated.
-    """
-    if parts < 1:
-        raise ConfigError(f"lockstep.stream: parts is {parts}: it must be at least 1")
-    if not hasattr(dataset, "__iter__"):
-        raise ConfigError(f"lockstep.stream: {type(dataset).__name__} has no `__iter__`; give an iterable dataset")
-    return SplitStream(dataset, parts)
 
 
 class Opened(NamedTuple):

@@ -1,0 +1,62 @@
+"""Define streams as a user writes them: samples in parts, without an index.
+
+    def dataset(self, split):
+        return lockstep.stream(Documents(), parts=64)       # splits itself by get_worker_info()
+
+`data/streams.py` reads them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
+
+from lockstep.errors import ConfigError
+
+__all__ = ["SplitStream", "Stream", "stream"]
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples without an index, as a user writes them.
+
+    Attributes:
+        parts: number of parts, each with its own samples.
+    """
+
+    parts: int
+
+    def iter(self, part: int, start: int, state: Any = None) -> Iterator[Any]:
+        """Iterate over the samples of a part, from number `start` on.
+
+        The sequence must be the same in each call, on every rank. The iterator may have `state_dict()`, which returns
+        JSON: it comes back as `state`, if the iterator should continue there.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SplitStream:
+    """A torch IterableDataset that splits itself by `get_worker_info()`; see `lockstep.stream`."""
+
+    dataset: Any
+    parts: int
+
+
+def stream(dataset: Any, parts: int) -> SplitStream:
+    """Declare an iterable dataset that splits itself by `torch.utils.data.get_worker_info()`.
+
+    Part i is read with a worker info of `id` i and `num_workers` `parts`. Without this an iterable dataset is one part,
+    which a single process reads for all ranks.
+
+    Args:
+        dataset: torch's IterableDataset, or another object whose `__iter__` opens it anew.
+        parts: into how many it splits itself; at least the micro-batches of a step, best eight times as many.
+
+    Raises:
+        ConfigError: `parts` is not above 0, or the dataset cannot be iterated.
+    """
+    if parts < 1:
+        raise ConfigError(f"lockstep.stream: parts is {parts}: it must be at least 1")
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(f"lockstep.stream: {type(dataset).__name__} has no `__iter__`; give an iterable dataset")
+    return SplitStream(dataset, parts)
