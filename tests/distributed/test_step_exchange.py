@@ -237,7 +237,7 @@ class Wire:
     def perf_counter(self):
         return self.now
 
-    def new_group(self, backend, timeout):
+    def new_group(self, ranks, backend, timeout, use_local_synchronization):
         self.groups.append((backend, timeout))
         return "own"
 

@@ -206,6 +206,10 @@ class StreamBatches(Batches):
         """Loader processes that read lanes."""
         return self._loading.workers
 
+    def shares(self, first: int, last: int) -> dict[str, float]:
+        """Return no shares: a stream is not a mixture."""
+        return {}
+
     def describe(self) -> list[str]:
         """Return a line about each thing that makes the stream slower than it could be."""
         lanes, lines = self.lanes, list[str]()
