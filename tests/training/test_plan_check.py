@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from lockstep.config import cli
 from lockstep.errors import ResumeError
@@ -75,3 +76,16 @@ def test_a_refused_resume_names_each_setting_as_typed_and_its_way_out(change, fl
     for word in [*named, "--experiment-name", "--resume-anyway"]:
         assert word in line
     assert not [word for word in unnamed if word in line]
+
+
+def test_a_smaller_micro_batch_of_a_loss_that_adds_up_needs_no_flag():
+    before, flags = PLAN | {"micro_batch_size": 4}, ["--micro-batch-size", "2"]
+    asked = cli.parse(flags)
+    (line,) = check_plan(Path("runs/r"), before, before | {"micro_batch_size": 2}, asked, asked, is_additive=True)
+    assert "--micro-batch-size 2 in place of 4" in line
+    for size, more, additive in ((2, [], False), (2, ["--exact"], True), (8, [], True)):
+        asked = cli.parse([*flags, *more])
+        with refuses(ResumeError, "--micro-batch-size 4"):
+            check_plan(Path("runs/r"), before, before | {"micro_batch_size": size}, asked, asked, is_additive=additive)
+    with refuses(ResumeError, "--lr 0.1"):
+        check_plan(Path("r"), before, before | {"micro_batch_size": 2, "lr": 0.2}, asked, asked, is_additive=True)

@@ -72,6 +72,7 @@ from lockstep.training.build_engine import (
 )
 from lockstep.training.defaults import (
     all_devices_fast,
+    batchnorm_names,
     describe_loss,
     describe_optimizer,
     describe_step,
@@ -448,7 +449,11 @@ def build_together(
     own_task = user_task is not None or kind_of(requested.task) == OWN
     data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
     plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan
-    _check_plan(folder, state, plan, settings, requested, world)
+    is_additive = task.reduction in ("sum", "mean") and not batchnorm_names(model)
+    plan_check = partial(check_plan, folder.path, checkpoint_plan(state, plan), plan, settings, requested)
+    world.check_same("plan", plan)
+    for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive)):
+        say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
     check_programs(world, task, batches.samples(first, 0))
@@ -556,17 +561,6 @@ def _order(draft: Config, task: Task, dataset: Any) -> SizedOrder:
     """Make the order of the training samples, or of groups of them."""
     groups = grouped_order(task, dataset, draft.seed, draft.micro_batch_tokens, draft.data.shuffle_shards)
     return groups or training_order(task, dataset, len(dataset), draft.seed, draft.data.shuffle_shards)
-
-
-def _check_plan(
-    folder: RunFolder, state: RunState, plan: dict[str, Any], config: Config, requested: Config, world: World
-) -> None:
-    """Compare the plan between the ranks and with the checkpoint. Collective."""
-    world.check_same("plan", plan)
-    for line in on_all_ranks(
-        world, lambda: check_plan(folder.path, checkpoint_plan(state, plan), plan, config, requested)
-    ):
-        notify(world)(line)
 
 
 def _can_compile(

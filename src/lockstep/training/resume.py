@@ -263,7 +263,13 @@ _NO_FLAG = (*_DERIVED, "task", "stream_parts")
 
 
 def check_plan(
-    path: Path, before: dict[str, Any] | None, now: dict[str, Any], config: Config, user_config: Config
+    path: Path,
+    before: dict[str, Any] | None,
+    now: dict[str, Any],
+    config: Config,
+    user_config: Config,
+    *,
+    is_additive: bool = False,
 ) -> list[str]:
     """Refuse a resume whose plan differs from the checkpoint's.
 
@@ -273,16 +279,25 @@ def check_plan(
         now: the plan of this start.
         config: the resolved configuration of this start.
         user_config: the same as the user gave it.
+        is_additive: a smaller micro-batch computes the same step, up to rounding and random numbers.
 
     Returns:
-        A line for each change that --resume-anyway accepts.
+        A line for each change that is accepted.
 
     Raises:
         ResumeError: the plans differ without --resume-anyway, or some samples would be trained on twice.
     """
     if before is None:
         return []
-    differences = compare_plans(before, now)
+    differences, lines = compare_plans(before, now), list[str]()
+    if is_additive and not config.exact:
+        smaller = [each for each in differences if each.key == "micro_batch_size" and each.now < each.before]
+        differences = [each for each in differences if each not in smaller]
+        lines = [
+            f"--micro-batch-size {each.now} in place of {each.before}: the loss adds up, so a step is the same up to "
+            "rounding and the random numbers of the model"
+            for each in smaller
+        ]
     if differences and not config.resume_anyway:
         roots = _root_differences(differences, user_config)
         settings = ", ".join(_format_difference(each, user_config) for each in roots)
@@ -290,7 +305,7 @@ def check_plan(
     _check_epoch(before, now, config)
     _check_stream(before, now)
     changes = [_format_difference(each, user_config) for each in differences]
-    return [f"--resume-anyway continues with another setting: {change}" for change in changes]
+    return lines + [f"--resume-anyway continues with another setting: {change}" for change in changes]
 
 
 def _root_differences(differences: list[PlanDifference], user_config: Config) -> list[PlanDifference]:
