@@ -236,7 +236,7 @@ class FakeWindows:
 
 
 class FakeCorpus:
-    train, evaluation, vocab_size, fingerprint = FakeWindows(), FakeWindows(), 50, "made up"
+    train, evaluation, vocab_size, fingerprint, packing = FakeWindows(), FakeWindows(), 50, "made up", "stream"
 
 
 def batch_of(masked):

@@ -49,7 +49,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Corpus:
-    vocab_size, fingerprint, separator = 50, "made up", 0
+    vocab_size, fingerprint, separator, packing = 50, "made up", 0, "stream"
 
     def __init__(self, samples):
         self.train, self.evaluation = Rows(samples), Rows(7)

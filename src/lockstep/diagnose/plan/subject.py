@@ -229,7 +229,7 @@ class _ShapeOnlyCorpus:
     """A corpus that only has the form of its samples."""
 
     def __init__(self, vocab_size: int, seq_len: int) -> None:
-        self.vocab_size, self.separator, self.fingerprint = vocab_size, -1, ""
+        self.vocab_size, self.separator, self.fingerprint, self.packing = vocab_size, -1, "", "stream"
         self.train = self.evaluation = SimpleNamespace(seq_len=seq_len, items_per_sample=seq_len)
 
 
