@@ -19,12 +19,16 @@ from lockstep_lint.events.event import Mark
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
 from lockstep_lint.events.norms import normalises
 
-__all__ = ["Marks"]
+__all__ = ["Marks", "summed"]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 MOVES = ("to", "cuda", "xpu", "npu")
 SHARDS = ("fully_shard",)
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "set_seed", "seed_everything")
+# What waits for the device if it is given a tensor that is there.
+FINITE = ("isnan", "isinf", "isfinite")
+SHOWS = ("print", "add_scalar", "add_scalars", "set_postfix", "set_description", "log", "log_metrics", "info")
+READS = ("item", "tolist", "cpu", "float", "int", *SHOWS, *FINITE)
 # What the data set of datasets or webdataset is put in another order by.
 SHUFFLES = ("shuffle",)
 
@@ -68,6 +72,20 @@ def optimized(call: ast.Call) -> ast.expr | None:
     given = argument(call, 0, "params")
     own = isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
     return given.func.value if own else None  # type: ignore[union-attr]
+
+
+def summed(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
+    """Return what a statement adds to, and the value: of `total += x`, `total = total + x`, `sums[k] += x`."""
+    target = stmt.targets[0] if isinstance(stmt, ast.Assign) else getattr(stmt, "target", None)
+    holder = dotted(target.value if isinstance(target, ast.Subscript) else target) or ""
+    value = getattr(stmt, "value", None)
+    if isinstance(stmt, ast.Assign):
+        plus = value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
+        left, right = (plus.left, plus.right) if plus is not None else (None, None)
+        value = right if holder and dotted(left) == holder else left if holder and dotted(right) == holder else None
+    elif not isinstance(stmt, ast.AugAssign) or not isinstance(stmt.op, ast.Add):
+        return "", None
+    return holder, value if isinstance(value, ast.expr) and not isinstance(value, ast.Constant) else None
 
 
 class Marks:
@@ -231,8 +249,33 @@ class Marks:
     def move(self, site: Site) -> Found:
         """A model is moved to a device."""
         receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
-        if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):  # in a loop it is data
+        data = loops(site.stmt, site.module) or site.scope.kind == "function"
+        if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
             yield "move", receiver, ""
+        if given and data and not MODEL.search(last(receiver)) and self.trains(site.module):
+            host = any(constant(value) == "cpu" for each in site.call.args[:1] for value in walk(each))
+            yield "read" if host else "batch", receiver, ""
+
+    @kept
+    def trains(self, module: Module) -> bool:
+        """Whether the programs of a file compute gradients."""
+        return self.analysis.effects.mentioned(module, "backward", "training_step", ".step(")
+
+    def look(self, site: Site) -> Found:
+        """A value is read, shown or tested by the host, which waits for the device if it is there."""
+        if not self.trains(site.module):
+            return
+        given = [*site.call.args, *(item.value for item in site.call.keywords)]
+        if site.name in ("item", "tolist", "cpu") and not given:
+            yield "read", site.receiver, ""
+        elif given and not all(isinstance(value, ast.Constant) for value in given):
+            yield "read", None, ""
+
+    def append(self, site: Site) -> Found:
+        """A list takes in a value."""
+        if len(site.call.args) == 1 and site.receiver is not None and self.trains(site.module):
+            holder = site.receiver.value if isinstance(site.receiver, ast.Subscript) else site.receiver
+            yield "keep", site.call.args[0], dotted(holder) or ""
 
     def mode(self, site: Site) -> Found:
         """A model is switched to training mode, or to evaluation mode."""
@@ -310,11 +353,14 @@ class Marks:
             yield "fit", next(iter(site.call.args), None), ""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """Return the mark of an assignment: `p.grad = None` clears gradients."""
+        """Return the mark of an assignment: `p.grad = None` clears gradients, a sum takes in a value."""
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
+        holder, value = summed(stmt)
+        if holder and value is not None and self.trains(scope.module):
+            return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()
 
 
@@ -343,6 +389,8 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.state: STATES,
     Marks.fit: ("fit",),
     Marks.folder: FOLDERS,
+    Marks.look: READS,
+    Marks.append: ("append",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():
