@@ -86,6 +86,8 @@ def train(model, x, y, optimizer):
     ("first", "data", "number"),
     [
         ("pass", "TensorDataset(x, y)", 1),
+        ("x = x.cuda()", "TensorDataset(x, y)", 0),  # its workers could not hand that out
+        ("data = TensorDataset(x.to('cuda'), y.to('cuda'))", "data", 0),
         ("data = TensorDataset(x.to('cpu'), y)", "data", 1),
         ("x = x.cuda()", "build(x, y)", 1),  # may bring them back
     ],

@@ -36,6 +36,7 @@ STEP = "optimizer.step()"
         (f"if i % 4 != 0:\n            continue\n        {STEP}", READ, True),
         (f"{STEP}\n        if i % 4 != 0:\n            continue", READ, False),
         ("pass", f"if i % 4 == 0:\n            if args.amp:\n                {STEP}\n            {READ}", True),
+        ("pass", f"if i % 4 == 0:\n            if x.sum() > 0:\n                {STEP}\n            {READ}", True),
         (STEP, f"if i == 0:\n            losses = []\n        else:\n            {READ}", True),
         (STEP, f"if i > 0:\n            {READ}", True),
         (STEP, f"if i == 0:\n            {READ}", False),

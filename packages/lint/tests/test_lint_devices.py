@@ -54,6 +54,7 @@ def told(**lines):
         ("parts", "{'bce': bce.detach()}", False),
         ("parts", "{'weight': float(weight)}", False),
         ("inner", "bce = bce if any([weight]) else 0 * bce", False),
+        ("inner", "if (target > 1).all(): raise ValueError", True),
         ("inner", "if target.size(0) > 1: raise ValueError", False),
         ("inner", "if target.shape[0] == 1 or weight > 3: raise ValueError", False),
         # an object that the step hands its tensors
@@ -69,6 +70,7 @@ def told(**lines):
         ("last", "norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))", True),
         ("last", "for name, value in (('a', loss), ('b', out.mean())): count += float(value.detach())", True),
         ("last", "for name, value in (('a', i), ('b', 3)): count += float(value)", False),
+        ("last", "if out.max() > 100: break", True),
         ("last", "if mask.any(): count += 1", False),
         ("last", "if model.training == config.training: count += 1", False),
         ("last", "if i >= limit: break", False),
@@ -117,6 +119,11 @@ def train(model, loader, optimizer, scaler, accelerator, params, file):
             False,
         ),
         # in the other arm of a test, nothing trains
+        (
+            "if params.export: write(loss, file)\n        else:\n            loss.backward(); optimizer.step()",
+            "total += 1",
+            False,
+        ),
         (
             "if params.train:\n            loss.backward(); optimizer.step(); write(loss, file)",
             "total += 1",

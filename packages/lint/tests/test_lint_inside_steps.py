@@ -75,6 +75,7 @@ def told(**change):
         ({"after": "if args.rank == 0 and time.time() - last_time >= 30: print(losses.sum().item())"}, False),
         ({"after": "if time.time() - last_time > 3e4: break\n        print(losses.sum().item())"}, True),
         # an arm that ends the turn before anything is trained
+        ({"before": "if args.show:\n            print(x.cpu())\n            continue"}, False),
         ({"after": "if args.show:\n            print(losses.cpu())\n            continue"}, True),
         # where the network chooses, not where an agent acts at random
         ({"after": "if random.random() < args.epsilon: pass\n        else: y = model(x).argmax().item()"}, True),

@@ -74,6 +74,7 @@ class Trainer:
         ({"prepare": "batch = batch.to(self.device, non_blocking=True)"}, False),
         ({"prepare": "extra = extra.cuda()"}, False),
         ({"prepare": "size = len(batch); size = size.to('cuda')"}, False),
+        ({"loader": "self.test_loader"}, True),  # trains on it, whatever its name
         ({"loader": "range(3)"}, False),
     ],
 )
@@ -140,6 +141,7 @@ def main(args, rank):
         ("root = f'data{os.getpid()}'", "root", False),
         ("root = tempfile.mkdtemp()", "root + '/cifar'", False),
         ("root = args.data", "os.path.join(root, 'cifar')", True),
+        ("args = make(rank)", "os.path.join(args.data, 'cifar')", True),
         ("pass", "args.rootTemp", False),
         ("pass", "args.contemporary", True),
         ("pass", "args.ranker_dir", True),

@@ -66,10 +66,13 @@ LOGGED = "writer.add_scalar('loss', loss, i)"
     [
         ("losses['loss']", "", True),
         ("losses['loss'].item()", "", False),
+        ("losses['loss'].data[0] / n", "", False),
         ("(losses['loss'], n)", "[0]", True),
         ("reduced", ".pop('loss')", False),
         ("reduced", "['loss']", False),
         ("{'loss': losses['loss'].item()}", "['loss']", False),
+        ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", "['loss']", False),
+        ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", ".pop('loss')", False),
         ("{'loss': losses['loss'].item(), 'raw': losses['loss']}", "['raw']", True),
         ("{**losses, 'loss': losses['loss'].item()}", "['raw']", True),
     ],
@@ -78,7 +81,7 @@ def test_what_a_step_gives_back(given, part, told):
     assert (LOGGED in found(STEPPED.format(part=part), given=given)) is told
 
 
-@pytest.mark.parametrize(("part", "told"), [("['raw']", True)])
+@pytest.mark.parametrize(("part", "told"), [("['loss']", False), ("['raw']", True)])
 def test_what_a_step_gives_back_under_a_name(part, told):
     kept = "{'loss': losses['loss'].item(), 'raw': losses['loss']}"
     assert (LOGGED in found(STEPPED.format(part=part), reduced=kept, given="reduced")) is told
@@ -120,6 +123,8 @@ def test_a_test_of_what_was_brought_to_the_cpu_does_not_wait(place, told):
         ("norm += out.sum()\n        print(norm)", True),
         ("print(norm)\n        norm += out.sum()", True),
         ("for k in range(9):\n            print(norm)\n        norm += out.sum()", True),
+        ("count = 0\n        count += out.sum()\n        count = 3\n        print(count)", False),
+        ("count = 0\n        print(count)\n        count += out.sum()", False),
     ],
 )
 def test_a_sum_that_is_begun_anew_before_it_is_shown(lines_of_sum, told):
@@ -156,6 +161,7 @@ def test_one_of_several_values(given, told):
         ("assert model.uncertainty_loss == True", False),
         ("if out == None: break", False),
         # moved in a chain
+        ("mask = batch['mask'].bool().to(device=args.device)\n        if mask.any(): pass", True),
         ("mask = batch['mask'].bool().to(dtype=torch.int)\n        if mask.any(): pass", False),
         # an arm beside one that ends the turn
         ("if len(x) == 7: pass\n        else: print(loss.item())", False),
@@ -163,6 +169,7 @@ def test_one_of_several_values(given, told):
         ("log = False\n        if log: print(loss.item())", False),
         ("log = i % 50 == 0\n        if log and args.verbosely: print(loss.item())", False),
         # at the first turn alone
+        ("if args.kept is None: args.kept = loss.item()", False),
     ],
 )
 def test_what_is_read_beside_a_step(last, told):
@@ -172,6 +179,9 @@ def test_what_is_read_beside_a_step(last, told):
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
+        ("torch.isnan(torch.sum(whole))", True),
+        ("whole.sum().isnan()", True),
+        ("whole.cpu().isnan().any()", True),  # for its .cpu()
         ("whole.shape[0] == 2", False),
     ],
 )
@@ -209,8 +219,11 @@ def train(model, critic, loader, g_optim, d_optim, args):
 @pytest.mark.parametrize(
     ("usual", "every", "more", "told"),
     [
+        ("g_optim.step()", "args.every", "g_optim.step()", False),
         ("pass", "args.accumulation", "g_optim.step()", True),
-        ("g_optim.step()", "5", "d_optim.step()", True),  # a critic that learns more often
+        ("g_optim.step()", "5", "d_optim.step()", False),
+        ("g_optim.step()", "50", "d_optim.step()", False),
+        ("if i % args.accumulation == 0: g_optim.step()", "50", "d_optim.step()", False),
     ],
 )
 def test_an_optimizer_that_steps_once_more_now_and_then(usual, every, more, told):
@@ -278,6 +291,7 @@ def train(model, loader, optimizer):
     [
         ("micro_step", "for x in loader: train_step(model, x.cuda(), optimizer, 4)", True),
         ("micro_step", "train_step(model, loader, optimizer, 4)", False),
+        ("i", "for x in loader: train_step(model, x.cuda(), optimizer, 4)", True),
     ],
 )
 def test_a_function_that_makes_a_step_of_micro_batches(name, loop, told):
@@ -397,7 +411,8 @@ test([])
 @pytest.mark.parametrize(
     ("cut", "call", "number"),
     [
-        ("cpu()", "model(each, train=False)", 2),
+        ("cpu().data.numpy()", "model(each, train=False)", 0),
+        ("cpu()", "model(each, train=False)", 1),  # integers keep no graph
         ("cpu()", "model.eval_model(each)", 0),
     ],
 )

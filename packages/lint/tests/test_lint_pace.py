@@ -81,6 +81,7 @@ def found(text):
         ("noted = False\n        if noted and args.log: show(loss)", 0),
         ("noted = True\n        if not noted: show(loss)", 0),
         ("noted = True\n        if noted: pass\n        else: show(loss)", 0),
+        ("if best is None: best = show(loss)", 0),
         ("best = None\n        if best is None: best = show(loss)", 1),
         ("if best is None: best = show(loss)\n        best = None", 1),
         ("if True: show(loss)", 1),
@@ -168,7 +169,7 @@ def test_a_flag_that_callers_give_and_some_runs_turn_off():
     assert found(text.replace("rank, epochs", "epochs, noted=True")) == 1
 
 
-@pytest.mark.parametrize(("before", "told"), [("noted = True", 1), ("noted = rank == 0", 1)])
+@pytest.mark.parametrize(("before", "told"), [("noted = True", 1), ("noted = False", 0), ("noted = rank == 0", 1)])
 def test_a_flag_that_callers_give_in_vain(before, told):
     text = FLAG.format(before=before, between="pass")
     assert found(text.replace("rank, epochs", "rank, epochs, noted=None")) == told
@@ -238,6 +239,8 @@ class Agent:
     [
         ("", 1),
         ("def run(agent: Agent, memory):\n    agent.update(memory.R, memory.Q)", 1),
+        ("def main():\n    Agent().update(1, 2)", 0),
+        ("Agent().update(1, 2)", 0),
     ],
 )
 def test_a_step_that_other_methods_call(last, told):

@@ -54,7 +54,9 @@ USUAL = {
         ({"option": "pin_memory=str(device).startswith('cuda')"}, True),
         ({"option": "pin_memory=torch.cuda.device_count() > 0"}, True),
         ({"option": "pin_memory=torch.cuda.is_available() and cfg.use_cuda"}, True),
+        ({"option": "pin_memory=torch.cuda.is_available() and cfg.pins"}, False),
         ({"above": "on_gpu = torch.cuda.is_available()", "option": "pin_memory=on_gpu"}, True),
+        ({"above": "on_gpu = os.cpu_count() > 0", "option": "pin_memory=on_gpu"}, False),
         ({"parameter": "useGpu=True", "option": "pin_memory=useGpu"}, True),
         ({"above": "kwargs = EasyDict(pin_memory=True)", "option": "**kwargs"}, True),
         ({"above": "# pin_memory = True", "option": ""}, False),
@@ -70,6 +72,7 @@ def test_where_memory_is_pinned(change, told):
         ({"move": "images = Variable(images).cuda()"}, True),
         ({"move": "images = Variable(images)\n        images = images.cuda()"}, True),
         ({"move": "images = data.crop(images)\n        images = images.cuda()"}, False),
+        ({"move": "for image in data.crop(images): image.cuda()"}, False),
         ({"move": "images = images.to(torch.int32)"}, False),
         ({"move": "images = images.to(torch.uint8)"}, False),
         ({"move": "images = images.to(torch.bfloat16)"}, False),
@@ -99,6 +102,25 @@ def test_no_workers_by_a_name(named, given, told):
     text = "import torch\nfrom torch.utils.data import DataLoader\n\ndef main(data, cfg, rank):\n"
     found = check_text(text + "".join(f"    {line}\n" for line in lines), configure({}, "LS022", ""))
     assert bool(found) is told
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("options['num_workers'] = 4; loader = DataLoader(data, **options)", False),
+        ("options.update(rest); loader = DataLoader(data, **options)", False),
+        ("options.update({'num_workers': 4}); loader = DataLoader(data, **options)", False),
+        ("options[rest] = 4; loader = DataLoader(data, **options)", False),
+        ("more = {'num_workers': 4}; loader = DataLoader(data, **options, **more)", False),
+        ("batch = next(iter(DataLoader(data)))", False),
+        ("loader = iter(DataLoader(data))", True),
+    ],
+)
+@pytest.mark.parametrize("options", ["{'batch_size': 8, 'num_workers': 0}", "dict(shuffle=True, num_workers=0)"])
+def test_no_workers_in_options_that_are_written_out(options, line, told):
+    text = "import torch\nfrom torch.utils.data import DataLoader\n\ndef main(data, rest):\n"
+    text += f"    torch.cuda.init()\n    options = {options}\n    {line}\n"
+    assert bool(check_text(text, configure({}, "LS022", ""))) is told
 
 
 DRAWN = """
@@ -260,6 +282,8 @@ SEVERAL_SHOWN = "for _ in range(9): batch = next(stream); model(batch.cuda())"
 @pytest.mark.parametrize(
     ("change", "number"),
     [
+        ({"shown": "val_loader"}, 0),
+        ({}, 0),
         ({"move": SEVERAL_SHOWN}, 1),
         ({"move": SEVERAL_SHOWN, "shown": "val_loader"}, 0),
         ({"move": SEVERAL_SHOWN, "name": "evaluate"}, 0),

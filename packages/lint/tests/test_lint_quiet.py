@@ -105,6 +105,19 @@ def test_a_parameter_that_is_filled_with_the_rank(tmp_path, call, test, number):
 
 
 @pytest.mark.parametrize(
+    ("maker", "number"),
+    [
+        ("from accelerate.logging import get_logger\nlogger = get_logger(__name__)", 0),
+    ],
+)
+@pytest.mark.parametrize("line", ["'batch a GPU: %d', batch_per_gpu", "f'rank {args.local_rank}'"])
+def test_a_logger_of_accelerate_names_a_rank(tmp_path, maker, number, line):
+    start = f"from accelerate import Accelerator\n{maker}\n\ndef main(args):\n    accelerator = Accelerator()\n"
+    run = f"import logging\n{start}    logger.info({line})\n{RUN}"
+    assert len(told(tmp_path, run=run)) == number
+
+
+@pytest.mark.parametrize(
     ("test", "number"),
     [
         ("args.lora_rank > 0", 1),

@@ -105,6 +105,7 @@ def test_a_hidden_reading_is_told(tmp_path, body):
         "for key in losses:\n    if 'box' in key:\n        log.append(losses[key].detach())",
         "if i > cfg.last_step:\n    log.append(loss.item())",
         "_, info = step_of(model, optimizer, x.cuda())\nprint(info)",
+        'loss = number_of(model, optimizer, x)\nprint(f"{loss:.3f}")',
     ],
 )
 def test_what_reads_nothing_is_not(tmp_path, body):

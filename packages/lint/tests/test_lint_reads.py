@@ -210,6 +210,9 @@ def train(model, loader, optimizer):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({}, [7]),
+        ({"made": "Loss().cuda()"}, [7]),
+        ({"line": "if x.mean().item() > 3: x = x / 2"}, [7]),
         ({"line": "if self.step % 50 == 0: print(x.mean().item())"}, []),
         ({"line": "x = x.detach()"}, []),
         ({"made": "nn.MSELoss()"}, []),
@@ -218,5 +221,5 @@ def train(model, loader, optimizer):
     ],
 )
 def test_the_forward_of_a_loss_of_its_own(change, told):
-    usual = {"line": "self.seen = y.sum().item()", "made": "Loss()", "call": "criterion(model(x), y)"}
+    usual = {"line": "self.seen = y.sum().item()", "made": "Loss()", "call": "criterion(model(x), y.cuda())"}
     assert lines(FORWARD.format(**(usual | change))) == told

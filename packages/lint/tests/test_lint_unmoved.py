@@ -74,6 +74,7 @@ def train(model, loader, optimizer, cfg, use_cuda):
     [
         ("if loss == 'dpo': beta = 1.0", "pass", 0),
         ("pass", "if i >= cfg['total']: break", 0),
+        ("pass", "if loss > cfg['most']: break", 1),
         ("pass", "print(loss.item())", 1),
         ("pass", "if i % 100 == 0: loss = loss.cpu()\n        print(loss.item())", 1),
     ],

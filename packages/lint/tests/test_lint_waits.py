@@ -79,7 +79,9 @@ READ = "total += loss.item()"
         (f"if args.evaluate: {READ}", False),
         # Python decides by a number on the device
         ("if torch.isnan(loss): raise ValueError", True),
+        ("assert not loss.isnan()", True),
         ("assert torch.isfinite(loss).all()", True),
+        ("if loss > 100: break", True),
         ("if i % 10 == 0 and torch.isnan(loss): break", False),
         ("if i % 10 == 0:\n            assert not torch.isnan(loss)", False),
         ("if loss is None: break", False),
@@ -89,6 +91,8 @@ READ = "total += loss.item()"
         (f"if epoch > args.first_epoch: {READ}", True),
         (f"if epoch == 3: {READ}", False),
         # the arm of an evaluation
+        (f"if noisy.is_train:\n            pass\n        else:\n            {READ}", False),
+        (f"if not noisy.training: {READ}", False),
         (f"if noisy.training: {READ}", True),
         # a score without a graph, in a function of its own
         ("if i % 10 == 0: total += score(loss, [1, 5])", False),
@@ -108,7 +112,9 @@ READ = "total += loss.item()"
         ("wandb.log({'i': i})", False),
         ("logger.info('%s', loss.shape)", False),
         ("if i % 10 == 0: wandb.log({'loss': loss})", False),
+        ("return float(loss)", False),  # ends the loop
         ("y = x.cuda()\n        if torch.is_tensor(y) != True: break", False),
+        ("y = x.cuda()\n        if torch.sum(y) != 0: break", True),
         ("y = y.to('cuda')", False),
         # what is on the host already
         ("y = [part.tolist() for part in y]", False),

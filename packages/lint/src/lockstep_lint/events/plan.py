@@ -18,9 +18,11 @@ __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
 MAX_EXITS = 25
 MAX_DEPTH = 60
 # Kinds of marks that alone are no reason to enter a function.
-QUIET = ("read", "keep", "batch")
+QUIET = ("sync", "keep", "batch")
 # Expressions whose parts are not all worked out, once, from left to right.
 FORKS = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+# Statements that may be events by themselves.
+MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert)
 ENDS = ("exit", "_exit", "quit", "abort")
 
 
@@ -104,8 +106,8 @@ class _Planner:
                 self.does[site.call] = Do(site, marks, functions)
                 self.loud.add(site.stmt)
                 self.result.functions.update(dict.fromkeys(functions))
-        assignments = (stmt for stmt in scope.stmts if isinstance(stmt, ast.Assign | ast.AugAssign))
-        self.assigned = {stmt: marks for stmt in assignments if (marks := assigned(stmt, scope))}
+        marked = (stmt for stmt in scope.stmts if isinstance(stmt, MARKED))
+        self.assigned = {stmt: marks for stmt in marked if (marks := assigned(stmt, scope))}
         if self.does or self.assigned:
             self.result.steps, _ = self.block(getattr(scope.node, "body", []), 0)
         found = (*(do.marks for do in self.does.values()), *self.assigned.values())
@@ -173,8 +175,7 @@ class _Planner:
             for child in ast.iter_child_nodes(stmt):
                 if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
                     steps += self.expression(child, stmt)
-        if stmt in self.assigned:
-            steps.append(Do(None, self.assigned[stmt], ()))
+        steps += self.own(stmt)
         if isinstance(stmt, ast.Return | ast.Raise):
             return steps, [("function", ())]
         if isinstance(stmt, ast.Continue | ast.Break):
@@ -184,8 +185,12 @@ class _Planner:
             return steps, [("function", ())]
         return steps, []
 
+    def own(self, stmt: ast.stmt) -> list[Step]:
+        """The events that a statement is by itself."""
+        return [Do(None, self.assigned[stmt], ())] if stmt in self.assigned else []
+
     def choice(self, stmt: ast.If, depth: int) -> tuple[list[Step], list[Exit]]:
-        head = self.expression(stmt.test, stmt)
+        head = self.expression(stmt.test, stmt) + self.own(stmt)
         body, left = self.block(stmt.body, depth + 1)
         orelse, other = self.block(stmt.orelse, depth + 1)
         exits = [(what, ((stmt.test, True), *tests)) for what, tests in left]
@@ -198,7 +203,7 @@ class _Planner:
 
     def loop(self, stmt: Loop, depth: int) -> tuple[list[Step], list[Exit]]:
         header = stmt.test if isinstance(stmt, ast.While) else stmt.iter
-        head = self.expression(header, stmt)
+        head = self.expression(header, stmt) + self.own(stmt)
         body, _ = self.block(stmt.body, depth)  # a way out of the function says little of what follows the loop
         orelse, _ = self.block(stmt.orelse, depth)
         if isinstance(stmt, ast.While):  # asked in every turn
@@ -268,7 +273,7 @@ class _Planner:
 
 def is_loud(mark: Mark) -> bool:
     """Whether a mark is a reason to enter its function: what only looks at values is, if they are arguments."""
-    if mark.kind not in QUIET or mark.scope.name == "training_step":
+    if mark.kind not in QUIET or mark.scope.name == "training_step" or mark.detail == "test":
         return True
     given = set(mark.scope.params) - {"self", "cls"}
     return mark.subject is not None and not given.isdisjoint(idents(mark.subject))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import passed, turns_off_gradients
-from lockstep_lint.analysis.context import withs
+from lockstep_lint.analysis.context import loops, withs
 from lockstep_lint.analysis.evaluation import MODELS, RUNS
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import (
@@ -26,7 +26,7 @@ from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 
-__all__ = ["HOST", "Value", "losses", "reads", "value_at"]
+__all__ = ["HOST", "Value", "losses", "reads", "value_at", "value_in"]
 
 # Calls whose result is a number, a text or an array on the host.
 HOST = {"item", "tolist", "numpy", "float", "int", "bool", "str", "repr", "len", "format", "round", "isinstance"}
@@ -84,6 +84,11 @@ def value_at(view: View, event: Event, node: ast.expr | None = None) -> Value:
     return found.detached() if any(cuts_graph(block.node) for block in event.withs) else found
 
 
+def value_in(view: View, node: ast.expr, scope: Scope) -> Value:
+    """Return the facts of an expression in a scope, whoever calls that."""
+    return _of(view, node, scope, (), MAX_DEPTH)
+
+
 def cuts_graph(context: ast.expr) -> bool:
     """Check whether a context certainly keeps no graph, whatever flag it is given."""
     if isinstance(context, ast.IfExp):
@@ -101,6 +106,11 @@ def _any(view: View, nodes: Iterator[ast.expr] | list[ast.expr], scope: Scope, c
 
 def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of an item: of a key's value in a dictionary that is written out, else of what holds it."""
+    if isinstance(node.value, ast.Attribute) and node.value.attr == "data" and constant(node.slice) == 0:
+        return UNKNOWN  # a number, in the first versions of torch
+    under = _under(view, node.value, constant(node.slice), scope, depth)
+    if under is not None:
+        return under
     if isinstance(constant(node.slice), str):
         origins = [origin for origin in view.origins.of(node, scope) if origin.node is not node]
         found = UNKNOWN
@@ -111,6 +121,23 @@ def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: in
     found = _of(view, node.value, scope, calls, depth)
     picks = any(isinstance(part, ast.Compare) for part in walk(node.slice))
     return found.computed() if picks else found  # a choice is a copy
+
+
+def _under(view: View, holder: ast.expr | None, key: object, scope: Scope, depth: int) -> Value | None:
+    """Return the facts of what a function of the project gives under a key, where it writes that key out."""
+    target = view.calls.target(holder, scope) if isinstance(holder, ast.Call) and isinstance(key, str) else None
+    made = [origin for each in target.returns() for origin in view.origins.of(each, target)] if target else []
+    tables = [(origin.node, origin.scope) for origin in made if isinstance(origin.node, ast.Dict)]
+    values = [
+        (value, home)
+        for table, home in tables
+        for k, value in zip(table.keys, table.values, strict=True)
+        if constant(k) == key
+    ]
+    found = UNKNOWN
+    for value, home in values:
+        found |= _of(view, value, home, (), depth - 1)
+    return found if values else None
 
 
 @kept
@@ -168,10 +195,12 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
     found = UNKNOWN
     for bind, home in binds:
         part = _bound(view, bind, home, calls if home is scope else (), depth - 1)
-        computes = key in losses(view, home) and bind.how == "assign" and not reads(bind.value)
+        computes = key in losses(view, home) and bind.how == "assign" and not gives_number(view, bind.value, home)
         found |= COMPUTED if computes and not part.graph else part
     if binds:
-        sums = [bind.value for bind in scope.binds.get(key, []) if bind.how == "aug" and bind.value is not None]
+        start = binds[0][0].stmt.lineno if len(binds) == 1 and binds[0][1] is scope else 0
+        adds = (bind for bind in scope.binds.get(key, []) if bind.how == "aug")
+        sums = [b.value for b in adds if b.value is not None and _reaches(b.stmt, start, node.lineno, scope)]
         sums += [site.call.args[0] for site in scope.named("append") if dotted(site.receiver) == key and site.call.args]
         return found | _any(view, sums, scope, calls, depth - 1).detached()
     if key in scope.params:
@@ -179,6 +208,12 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
     for inner in comprehensions(scope).get(key, []):
         found |= _row(view, inner.iter, scope, calls, depth - 1)
     return found
+
+
+def _reaches(add: ast.stmt, start: int, line: int, scope: Scope) -> bool:
+    """Check whether what a sum takes in is in it at a line, where the sum was last begun at `start`."""
+    again = [(loop.lineno, loop.end_lineno or 0) for loop in loops(add, scope.module)]  # or in the turn before
+    return start < add.lineno < line or any(a <= line <= b and not a <= start <= b for a, b in again)
 
 
 def _ends_before(stmt: ast.stmt, node: ast.expr) -> bool:
@@ -233,6 +268,13 @@ def _bound(view: View, bind: Bind, scope: Scope, calls: Calls, depth: int) -> Va
 def _row(view: View, header: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of what a loop over an expression runs over: a loader's batches, or the items of a value."""
     over = view.kinds.iterated(header, scope)
+    makes = isinstance(header, ast.Call) and isinstance(header.func, ast.Attribute) and over in header.args
+    if makes and isinstance(header, ast.Call) and not (last(header) in PARTS or view.names.qualify(header.func, scope)):
+        return (
+            _of(view, header, scope, calls, depth)
+            if not view.kinds.is_loader(over, scope)
+            else _batch(view, over, scope)
+        )
     if view.kinds.is_loader(over, scope):
         return _batch(view, over, scope)
     return _of(view, over, scope, calls, depth)
@@ -262,13 +304,24 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         return _any(view, [_row_of(view, each, scope) for each in call.args[:1]], scope, calls, depth) | _next(
             view, call, scope
         )
+    if target is not None and path and gives_host(view, target, path):
+        return UNKNOWN
     if runs_model(view, call, scope):
         return _shielded(call, scope, COMPUTED)
+    return _computed(view, call, method if target is None else None, scope, calls, depth)
+
+
+def _computed(view: View, call: ast.Call, method: ast.expr | None, scope: Scope, calls: Calls, depth: int) -> Value:
+    """Return the facts of what a loss computes, or a method of a value."""
+    name = last(call)
     if LOSSES.search(name) and call.args and not name[:1].isupper():
         found = _any(view, call.args, scope, calls, depth).computed()
         return _shielded(call, scope, found)
-    if method is None or target is not None:
+    if method is None:
         return UNKNOWN
+    under = _under(view, method, constant(call.args[0]), scope, depth) if name in ("pop", "get") and call.args else None
+    if under is not None:
+        return under
     found = _of(view, method, scope, calls, depth)
     if name in CUTS:
         return found.detached()
@@ -327,7 +380,8 @@ def _returned(
     """Return the facts of what a function of the project returns."""
     site = sites_of(scope).get(call)
     inner = (*calls, CallBlock(site, target)) if site is not None and depth > 1 else calls
-    values = [part for each in target.returns() for part in (tuple(element_of(each, path)) or (each,))]
+    parts = [tuple(element_of(each, path)) for each in target.returns()]
+    values = [part for found in parts for part in found] or target.returns()
     found = _any(view, values, target, inner, depth - 1)
     return found.detached() if any(map(cuts_graph, target.decorators)) else found
 
@@ -397,6 +451,20 @@ def _terms(value: ast.expr | None) -> Iterator[str]:
         yield from _terms(value.right) if not isinstance(value.op, ast.Div) else ()
     elif isinstance(value, ast.Name):
         yield value.id
+
+
+def gives_number(view: View, value: ast.expr | None, scope: Scope) -> bool:
+    """Check whether a value was read where it stands, or in all returns of the project's function that gives it."""
+    target = view.calls.target(value, scope) if isinstance(value, ast.Call) else None
+    given = list(target.returns()) if target is not None and target.kind == "function" else []
+    return reads(value) or (bool(given) and all(last(each) in HOST for each in given))
+
+
+def gives_host(view: View, target: Scope, path: tuple[int, ...]) -> bool:
+    """Check whether a function gives numbers, texts or arrays at a place of the tuples that it returns."""
+    parts = [part for each in target.returns() for part in element_of(each, path)]
+    made = [origin.node for part in parts for origin in view.origins.of(part, target)]
+    return bool(made) and all(not HOST.isdisjoint(idents(node)) for node in made)
 
 
 def reads(value: ast.expr | None) -> bool:

@@ -12,7 +12,7 @@ from lockstep_lint.analysis.nodes import argument, constant, has_star, idents, k
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.values import PREPARES, value_at
+from lockstep_lint.events.values import PREPARES, value_at, value_in
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
 
@@ -38,7 +38,7 @@ def check(view: View) -> Iterator[Found]:
                     told.add(event.node)
                     yield at(site, BLOCKS, edit=edit("keyword", site.call, "non_blocking", "True"))
     for site in view.sites("DataLoader") if view.gpu else ():
-        if view.full(site).startswith("torch") and not has_workers(view, site):
+        if view.full(site).startswith("torch") and not has_workers(view, site) and not on_device(view, site):
             yield at(site, ALONE, severity=Severity.OPINION)
 
 
@@ -59,10 +59,19 @@ def of_pinned(view: View, run: Run, event: Event) -> bool:
         return False
     if not event.loops or any(turns_off_gradients(block.node) for block in event.withs):
         return False
-    training = any(event.loops[-1] in back.loops for back in run.of("backward"))
+    loop, backs = event.loops[-1], run.of("backward")
+    training = any(loop in back.loops for back in backs)
+    over = loop.node.iter if isinstance(loop.node, ast.For) else None
+    if training and not any(loop is back.loops[-1] for back in backs if back.loops) and counts(over):
+        return False  # once an epoch
     loaders = value_at(view, event).loaders
     names = [last(loader) for loader, _ in loaders] + [event.scope.name]
     return any(may_pin(view, *loader) for loader in loaders) and (training or not any(map(EVALUATION.search, names)))
+
+
+def counts(over: ast.expr | None) -> bool:
+    """Check whether a loop counts, as that of the epochs does."""
+    return isinstance(over, ast.Call) and last(over) in ("range", "count", "trange")
 
 
 def may_pin(view: View, loader: ast.expr, scope: Scope) -> bool:
@@ -95,9 +104,15 @@ def pins(module: Module) -> bool:
             args = node.args.args
             pairs = [(arg.arg, value) for arg, value in zip(reversed(args), reversed(node.args.defaults), strict=False)]
             pairs += [(a.arg, value) for a, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
-        if any(isinstance(name, str) and PIN.search(name) and is_on(value) for name, value in pairs):
+        if any(isinstance(name, str) and PIN.search(name) and is_on(meant(module, value)) for name, value in pairs):
             return True
     return False
+
+
+def meant(module: Module, value: ast.expr | None) -> ast.expr | None:
+    """Return what a name of the file's own lines stands for, if it has one value."""
+    binds = module.top.binds.get(value.id, []) if isinstance(value, ast.Name) else []
+    return binds[0].value if len(binds) == 1 and binds[0].how == "assign" else value
 
 
 def is_on(value: ast.expr | None) -> bool:
@@ -106,7 +121,16 @@ def is_on(value: ast.expr | None) -> bool:
         return constant(value) is True
     if "mps" in strings(value):
         return False
+    if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And):
+        return all(map(is_on, value.values))
     return any(GPU.search(name) for name in idents(value))
+
+
+def on_device(view: View, site: Site) -> bool:
+    """Check whether a loader's data are on the device already, which workers could not hand out."""
+    calls = view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope)
+    made = [(value, home) for call, home, full in calls if full.endswith("TensorDataset") for value in call.args]
+    return any(value_in(view, value, home).device for value, home in made)
 
 
 def has_workers(view: View, site: Site) -> bool:
