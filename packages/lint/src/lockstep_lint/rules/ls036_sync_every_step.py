@@ -54,7 +54,9 @@ def waits(view: View, event: Event) -> str:
     """Return what an event reads of the device, "" where that is nothing."""
     site = event.mark.site
     if site is None:
-        return "a test of a tensor" if value_at(view, event).device else ""
+        part = event.mark.subject
+        asked = [part, *part.args] if isinstance(part, ast.Call) else [part]  # `np.isnan(loss)`
+        return "a test of a tensor" if any(value_at(view, event, each).device for each in asked) else ""
     if event.mark.subject is not None:
         inner = any(isinstance(n, ast.Call) and last(n) in ("item", "tolist", "cpu") for n in walk(event.mark.subject))
         return f".{site.name}()" if not inner and value_at(view, event).device else ""
