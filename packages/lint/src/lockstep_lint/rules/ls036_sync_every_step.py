@@ -126,7 +126,7 @@ def seldom(view: View, loop: LoopBlock | None, block: ArmBlock) -> bool:
     known = [constant(origin.node) for origin in view.origins.of(test, block.scope)]
     if isinstance(test, ast.Name) and known and all(isinstance(value, bool) for value in known):
         given = test.id in block.scope.params and any(
-            above(b.stmt, block.scope.module) for b in block.scope.binds[test.id]
+            above(b.stmt, block.scope.module) for b in block.scope.binds.get(test.id, [])
         )
         return block.when not in known and not given
     if not block.when or not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is | ast.Eq):
