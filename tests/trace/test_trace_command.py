@@ -88,8 +88,9 @@ def test_the_commands_bits_output_and_exit_code_are_kept(folder):
     assert lines[0].startswith("lockstep trace: every step into ")
     assert "at most 1024 MiB (--max-mb)" in lines[0]
     assert [line for line in lines if not line.startswith("lockstep trace: ")] == plain.stderr.splitlines()
-    assert lines[-2] == "lockstep trace: the command ended with exit code 7"
-    assert lines[-1].startswith("lockstep trace: 5 steps of 1 rank, ")
+    assert lines[-3] == "lockstep trace: the command ended with exit code 7"
+    assert lines[-2].startswith("lockstep trace: 5 steps of 1 rank, ")
+    assert "`lockstep lint train.py`" in lines[-1]
     assert json.loads((folder / "one" / FOLDER_FILE).read_text())["code"] == 7
     text = "".join(path.read_text() for path in (folder / "one").iterdir())
     assert "hunter2" not in text

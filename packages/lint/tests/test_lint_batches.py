@@ -52,8 +52,6 @@ MOVED = {"loss": "model(batch.to(device)).sum()"}
         (MOVED | {"first": "batch = batch[batch[:, 0] > 0]"}, 0),  # a copy that is not pinned
         (MOVED | {"first": "batch = batch[:, 0]"}, 1),
         (MOVED | {"first": "batch = batch.cuda(non_blocking=True)"}, 0),  # is there already
-        (MOVED | {"first": "if rank: batch = batch.cuda(); continue"}, 1),
-        ({"loss": "0", "first": "batch, i = \\\n            batch.cuda(), \\\n            i.cuda()"}, 2),
         # a bar of its own on the first rank
         ({"over": "bar"}, 1),
         # begun anew in each step, a part of what that gives
@@ -62,10 +60,8 @@ MOVED = {"loss": "model(batch.to(device)).sum()"}
         ({"loss": "0", "first": "one = next(iter(data))\n        one = one.to(device)"}, 0),
         # where it is said
         ({"pin": "PIN_MEMORY"}, 0),
-        ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', True)).lower() == 'true'"}, 1),
         ({"pin": "PIN_MEMORY", "constant": "str(os.getenv('PIN_MEMORY', False)).lower() == 'true'"}, 0),
         ({"pin": "PIN_MEMORY", "constant": "options.get('pin', True) == 'true'"}, 0),
-        ({"pin": "trainer.args.dataloader_pin_memory"}, 1),
         ({"pin": "trainer.args.dataloader_pin_memory", "constant": "dict(dataloader_pin_memory=False)"}, 0),
     ],
 )

@@ -86,6 +86,7 @@ def ensure_dir(path{options}):
         ("", "path", "ensure_dir(f'{out}/{rank}')", []),
         ("", "path", "rank == 0 and ensure_dir(out)", []),
         ("", "path", "dist.barrier() if rank else ensure_dir(out)", []),
+        ("", "'cache'", "ensure_dir(out)", []),
     ],
 )
 def test_a_folder_that_a_helper_makes_on_every_rank(tmp_path, options, made, call, expected):

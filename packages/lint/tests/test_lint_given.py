@@ -202,9 +202,8 @@ def step(model, x, optim=None):
         ("(torch.rand(4).cuda() * 8).tolist()", "pass", 1),
         ("torch.rand(4).to(x.device).tolist()", "pass", 1),
         ("1", "crop = torch.rand(4) * 8; print(crop.tolist())", 0),
-        ("1", "if optim == None: flow.sum().item()", 0),
-        ("1", "if optim is None and size: flow.sum().item()", 0),
-        ("1", "if optim is not None: flow.sum().item()", 1),
+        ("1", "if optim == None: flow.sum().item()", 1),
+        ("1", "if optim is not None: flow.sum().item()", 0),  # no call gives one
     ],
 )
 def test_what_a_step_reads(size, test, number):

@@ -57,7 +57,6 @@ def told(**change):
     ("change", "expected"),
     [
         # every n-th turn of a loop inside the step, and a way to compute that a parameter names
-        ({"kept": "x.cpu()"}, True),
         ({"size": "int(x.max().item())"}, True),
         ({"size": "int(x.max().item())", "way": "val"}, False),  # a part of the data, perhaps
         ({"after": "if i % 2 == 0: print(losses[0].item())"}, False),
@@ -66,12 +65,10 @@ def told(**change):
         ({"after": "seen += float(losses[0])"}, True),
         ({"after": "seen += float(args.losses[0])"}, False),
         # functions that ask of a loss
-        ({"after": "if broken(losses): break"}, True),
         ({"after": "if empty(losses): break"}, False),
         ({"after": "if i % 50 == 0 and broken(losses): break"}, False),
         ({"after": "if torch.isfinite(model(x)).all(): pass"}, True),
         # the model's own forward, of what is certainly on the device
-        ({"scale": "torch.zeros(3, device='cuda').sum().item()"}, True),
         ({"scale": "self.scale.item()"}, False),
         # how long ago something was
         ({"after": "if time.time() - last_time > 30: print(losses.sum().item())"}, False),
@@ -86,7 +83,6 @@ def told(**change):
         ({"after": "if random.random() < args.epsilon: y = model(x).argmax().item()"}, False),
         ({"after": "if random.random() < args.share: y = model(x).argmax().item()"}, False),
         # a name that is made of itself
-        ({"after": "y = model(x)\n        y = y.clone()\n        if y > 3: break"}, True),
         ({"after": "y = model(x)\n        y = y.tolist()\n        if y > 3: break"}, True),
     ],
 )
@@ -119,7 +115,6 @@ def train(model, loader, optimizer):
 @pytest.mark.parametrize(
     ("read", "line", "number"),
     [
-        (".item()", "right = accuracy(output, y.cuda())", 1),
         ("", "right = accuracy(output, y.cuda())", 0),
         (".item()", "right = accuracy([1, 2], [1, 2])", 0),
         (".item()", "if i % 10 == 0: right = accuracy(output, y.cuda())", 0),

@@ -97,6 +97,7 @@ OTHER = "class MyParallel(nn.Module):\n    pass\n"
         main("state = ddp.state_dict()", "whole = {'net': state}", "torch.save(whole, 'x.pt')"),
         main("whole = {}", "whole['net'] = ddp.state_dict()", "torch.save(whole, 'x.pt')"),
         main("whole = {}", "whole.update({'net': ddp.state_dict()})", "torch.save(whole, 'x.pt')"),
+        main("on_cpu = {}", "for k, v in ddp.state_dict().items(): on_cpu[k] = v.cpu()", "torch.save(on_cpu, 'x.pt')"),
         main("with open('x', 'wb') as f: pickle.dump(ddp.state_dict(), f)"),
         main("threading.Thread(target=torch.save, args=(ddp.state_dict(), 'x.pt')).start()"),
         main("torch.save(ddp.cpu().state_dict(), 'x.pt')"),

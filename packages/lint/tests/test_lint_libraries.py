@@ -134,9 +134,6 @@ USUAL = {"more": "", "pin": "True", "line": "yield self.func(*b)", "made": "Prep
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({}, True),
-        ({"made": "Prepared(dl=train_loader, func=prepare)"}, True),
-        ({"line": "yield to_device(b, device)", "made": "Prepared(train_loader)"}, True),
         ({"more": ", non_blocking=True"}, False),
         ({"line": "yield to_device(b, device)", "more": ", non_blocking=True"}, False),
         ({"pin": "False"}, False),

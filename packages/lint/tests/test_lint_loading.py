@@ -24,9 +24,6 @@ def told(text, code):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"options": "{'batch_size': 8, 'pin_memory': True}"}, True),
-        ({"options": "dict(batch_size=8, shuffle=True)"}, True),
-        ({"options": "{'batch_size': 8}", "given": "shuffle=True, **options"}, True),
         ({"options": "{'batch_size': 8, 'num_workers': 4}"}, False),
         ({"options": "dict(num_workers=args.workers)"}, False),
         ({"options": "{'batch_size': 8, **more}"}, False),
@@ -71,15 +68,13 @@ class Trainer:
     ("change", "found"),
     [
         ({}, True),
-        ({"prepare": "for k, v in batch.items(): batch[k] = v.to(self.device)"}, True),
         ({"prepare": "batch = [x.cuda() for x in batch]"}, True),
         ({"prepare": "x, y = batch; x = x.cuda(); y = y.cuda()"}, True),
-        ({"prepare": "for i, v in enumerate(batch): batch[i] = v.cuda()"}, True),
         ({"prepare": "x = batch['x']; x = x.to(self.device)"}, True),
         ({"prepare": "batch = batch.to(self.device, non_blocking=True)"}, False),
         ({"prepare": "extra = extra.cuda()"}, False),
         ({"prepare": "size = len(batch); size = size.to('cuda')"}, False),
-        ({"loader": "self.test_loader"}, False),  # an evaluation alone moves by it
+        ({"loader": "self.test_loader"}, True),  # trains on it, whatever its name
         ({"loader": "range(3)"}, False),
     ],
 )
@@ -146,6 +141,7 @@ def main(args, rank):
         ("root = f'data{os.getpid()}'", "root", False),
         ("root = tempfile.mkdtemp()", "root + '/cifar'", False),
         ("root = args.data", "os.path.join(root, 'cifar')", True),
+        ("args = make(rank)", "os.path.join(args.data, 'cifar')", True),
         ("pass", "args.rootTemp", False),
         ("pass", "args.contemporary", True),
         ("pass", "args.ranker_dir", True),
@@ -238,7 +234,12 @@ def look_over(model):
 """
 
 
-@pytest.mark.parametrize(("decorated", "told"), [("@torch.no_grad()", False), ("", True)])
+@pytest.mark.parametrize(
+    ("decorated", "told"),
+    [
+        ("@torch.no_grad()", False),
+    ],
+)
 def test_a_batch_that_is_moved_where_no_graph_is_kept_is_an_evaluations(decorated, told):
     found = check_text(SCORED.format(decorated=decorated), configure({}, "LS022", ""))
     assert bool(found) is told

@@ -151,6 +151,7 @@ def test_the_name_that_is_looked_up_counts_more_than_other_options(tmp_path, mad
         ("model = nets.Block(kind='GN')", ""),
         ("model = nets.Switched()", ""),
         ("model = nets.Normed(norm_layer=nn.LayerNorm)", ""),
+        ("model = nets.Chosen(name)", ""),
         ("model = nets.Teacher(nets.Block())", ""),
         ("model = nets.Holder(nets.Block('GN'))", ""),
         ("model, width = nets.plain(8)", ""),

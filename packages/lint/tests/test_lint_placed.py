@@ -64,8 +64,6 @@ BASIC = "logging.basicConfig(level=logging.INFO, handlers=[logging.StreamHandler
     [
         (f"{BASIC}; level = args.get_process_log_level(); logger.setLevel(level)", False),
         (f"{BASIC}; logger.setLevel(logging.INFO if args.should_log else logging.WARN)", False),
-        (f"{BASIC}; level = args.log_level; logger.setLevel(level)", True),
-        (BASIC, True),
     ],
 )
 def test_a_level_that_the_training_arguments_give(setting, told):

@@ -246,16 +246,6 @@ def main(rank):
     dist.destroy_process_group()
 """
 SETUPS = {
-    "a format that names the rank, on all alike": (
-        "logging.basicConfig(format=f'[{rank}] %(message)s', level=20)",
-        True,
-    ),
-    "the same, with a formatter": (
-        "h = logging.StreamHandler(); h.setFormatter(logging.Formatter(f'{rank} %(message)s')); logger.addHandler(h)"
-        "; logger.setLevel(20)",
-        True,
-    ),
-    "a handler of its own": ("logger.setLevel(20); logger.addHandler(logging.StreamHandler())", True),
     "a level by the rank": ("logging.basicConfig(format='%(message)s', level=20 if rank == 0 else 40)", False),
     "a handler on one rank": ("if rank == 0: logger.addHandler(logging.StreamHandler())", False),
     "a handler that goes by the rank": (
@@ -299,8 +289,6 @@ def test_a_script_in_a_project_where_another_one_prints(tmp_path):
 
 SHOWN = "class Progress:\n    def {name}(self, i):\n        {line}\n"
 SHOW = {
-    "a display": ("display", "print(i)", "bar.display(3)", True),
-    "a report": ("report_scores", "print(i)", "bar.report_scores(3)", True),
     "a display on one rank": ("display", "print(i)", "if rank == 0: bar.display(3)", False),
     "a display that asks for the rank": ("display", "if dist.get_rank() == 0: print(i)", "bar.display(3)", False),
     "a display that prints nothing": ("display", "self.i = i", "bar.display(3)", False),

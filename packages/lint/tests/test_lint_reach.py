@@ -131,28 +131,6 @@ PAIRS = {
         "rank >= 0",
         "rank == 0",
     ),
-    "loguru writes on every rank": (
-        "LS028",
-        "from loguru import logger\n" + GROUP + "    logger.debug('hello')\n    dist.destroy_process_group()\n",
-        "    logger.debug('hello')",
-        "    if rank == 0:\n        logger.debug('hello')",
-    ),
-    "batches that a method moves": (
-        "LS022",
-        "def step(model, batch):\n    return model(batch.cuda())\n\n"
-        "def train(model, data):\n    loader = DataLoader(data, pin_memory=True, num_workers=2)\n"
-        "    for batch in loader:\n        step(model, batch)\n",
-        ".cuda()",
-        ".cuda(non_blocking=True)",
-    ),
-    "batches of a generator over the loader": (
-        "LS022",
-        "def forever(loader):\n    while True:\n        for batch in loader:\n            yield batch\n\n"
-        "def train(model, data):\n    source = forever(DataLoader(data, pin_memory=True, num_workers=2))\n"
-        "    for _ in range(9):\n        batch = next(source)\n        x, y = batch\n        model(x.cuda())\n",
-        ".cuda()",
-        ".cuda(non_blocking=True)",
-    ),
     "a sync beside every step of the optimizer": (
         "LS036",
         "def train(model, loader, optimizer, losses, every):\n    for i, x in enumerate(loader):\n"

@@ -42,9 +42,7 @@ TAKEN = {"make": TABLE + "; loss = parts['total'] / 2"}
     ("text", "told"),
     [
         # as torch's first versions read a number
-        (step("total += loss.data[0]"), True),
         (step("print('%f' % err_d.data[0])"), True),
-        (step("if loader.cuda: total += err_d.data[0]"), True),
         (step("if i % 100 == 0: print(loss.data[0])"), False),
         (step("total = x.data[0]"), False),  # a row, which stays where it is
         (step("total = loss.data[1]"), False),
@@ -215,7 +213,6 @@ def train(model, loader, optimizer):
         ({}, [7]),
         ({"made": "Loss().cuda()"}, [7]),
         ({"line": "if x.mean().item() > 3: x = x / 2"}, [7]),
-        ({"line": "self.step += 1; self.seen = y.sum().item() if self.step % 50 == 0 else 0"}, [7]),
         ({"line": "if self.step % 50 == 0: print(x.mean().item())"}, []),
         ({"line": "x = x.detach()"}, []),
         ({"made": "nn.MSELoss()"}, []),
@@ -224,5 +221,5 @@ def train(model, loader, optimizer):
     ],
 )
 def test_the_forward_of_a_loss_of_its_own(change, told):
-    usual = {"line": "self.seen = y.sum().item()", "made": "Loss()", "call": "criterion(model(x), y)"}
+    usual = {"line": "self.seen = y.sum().item()", "made": "Loss()", "call": "criterion(model(x), y.cuda())"}
     assert lines(FORWARD.format(**(usual | change))) == told

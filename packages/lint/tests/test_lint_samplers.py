@@ -33,11 +33,19 @@ FIXED = "    return DataLoader(data, sampler=DistributedSampler(data, shuffle=Fa
 @pytest.mark.parametrize(
     ("body", "loaders", "loop", "extra", "number"),
     [
+        (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "pass", 1),
         (ONE, "loader = make(train_set, shared=True)", "loader", "pass", 1),
         (ONE, "loader = make(train_set, shared=True)", "(tqdm(loader) if args.bar else loader)", "pass", 1),
         (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "loader.sampler.set_epoch(epoch)", 0),
         (FIXED, "loader = make(train_set)", "loader", "pass", 0),
         (ONE, "val_loader = make(val_set, shared=True)", "args.data", "pass", 0),
+        (
+            ONE,
+            "loader = make(train_set) if dist.get_rank() == 0 else None",
+            "args.data",
+            "pass",
+            0,
+        ),  # `shared` is False
         ("    return DataLoader(data)\n", "loader = make(train_set)", "loader", "pass", 0),
     ],
 )
@@ -67,8 +75,14 @@ def test_a_sampler_that_a_name_holds_beside_shuffle(line, number):
     assert len(check_text(start + body, configure({}, "LS003", ""))) == number
 
 
-@pytest.mark.parametrize(("name", "number"), [("fit", 0), ("evaluate", 0)])
-def test_an_evaluation_that_calls_the_method_that_trains(name, number):
+@pytest.mark.parametrize(
+    ("name", "training", "number"),
+    [
+        *(("fit", "True", 1), ("run_epoch", "True", 1), ("one_pass", "True", 1), ("fit", "False", 0)),
+        *(("evaluate", "False", 0), ("validate", "False", 0), ("test", "False", 0), ("test", "args.train", 0)),
+    ],
+)
+def test_an_evaluation_that_calls_the_method_that_trains(name, training, number):
     text = f"""
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -88,7 +102,7 @@ def {name}(net, rank):
     dist.init_process_group('nccl')
     model = Model(net, rank)
     for x, y in DataLoader(CIFAR10('data'), batch_size=16):
-        model.update(x, training=False)
+        model.update(x, training={training})
 
 if __name__ == '__main__':
     {name}(make(), 0)
@@ -196,7 +210,8 @@ USUAL = {"split": "train, val = random_split(data, [0.9, 0.1])", "options": "bat
 @pytest.mark.parametrize(
     ("change", "number"),
     [
-        ({}, 0),
+        ({}, 1),
+        ({"split": "train = data"}, 1),
         ({"options": "batch_size=8, sampler=DistributedSampler(data)"}, 0),
         ({"options": "**args.options"}, 0),
         ({"then": "options['sampler'] = DistributedSampler(data)"}, 0),
@@ -219,7 +234,7 @@ def make_sampler(data, shared):
 """
 
 
-@pytest.mark.parametrize(("shared", "number"), [("True", 1), ("args.ranks > 1", 1)])
+@pytest.mark.parametrize(("shared", "number"), [("True", 1), ("args.ranks > 1", 1), ("False", 0)])
 def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, number):
     loaders = f"args.shared = {shared}\n    sampler = make_sampler(train_set, args.shared)\n"
     loaders += "    loader = DataLoader(train_set, sampler=sampler)"
@@ -229,7 +244,7 @@ def test_a_helper_that_is_told_to_make_no_distributed_sampler(tmp_path, shared, 
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
     (tmp_path / "data.py").write_text(CHOSEN.replace("Distributed", "X").replace("Random", "Distributed"))
     turned = check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))
-    assert len(turned) == 1  # made where the flag is off
+    assert len(turned) == (shared != "True")  # made where the flag is off
     anew = CHOSEN.replace("    if shared", "    shared = 1 < len(data)\n    if shared")
     (tmp_path / "data.py").write_text(anew)
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == 1
@@ -255,8 +270,11 @@ def main(model, optimizer, train_set, val_set, keep):
         ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "sampler.set_epoch(epoch)", 1),
         ("pass", "val_sampler = DistributedSampler(val_set, shuffle=False)", "sampler.set_epoch(epoch)", 0),
         ("pass", "sampler = DistributedSampler(val_set, shuffle=False)", "loader.sampler.set_epoch(epoch)", 0),
+        ("keep.append(sampler)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 0),
         ("first = sampler", "sampler = DistributedSampler(val_set)", "first.set_epoch(epoch)", 0),
+        ("for x in loader: model(x)", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 1),
         ("print(len(loader))", "sampler = DistributedSampler(val_set)", "sampler.set_epoch(epoch)", 1),
+        ("pass", "sampler = DistributedSampler(val_set) if keep else None", "sampler.set_epoch(epoch)", 1),
         (
             "pass",
             "if keep:\n        sampler = DistributedSampler(train_set, shuffle=True)",

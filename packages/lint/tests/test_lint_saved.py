@@ -152,6 +152,7 @@ PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n    
         ("if not hasattr(wrapped, 'module'):\n            torch.save(wrapped.state_dict(), 'model.pt')", False),
         # both in one table, each for its purpose; and in two arms, however long they are
         ("torch.save({\n 'net': wrapped.state_dict(),\n 'best': wrapped.module.state_dict(),\n}, 'model.pt')", False),
+        (ARMS, False),
         (ARMS.replace("wrapped.module", "model"), True),
     ],
 )
@@ -235,6 +236,7 @@ SAVES = "not dist.get_rank() and torch.save(model.state_dict(), 'model.pt')"
         ([line.format(block="torch.no_grad()") for line in SHARDED], True),
         ([*WRAPS, "if world_size == 1:", f"    {SAVES}"], False),
         ([*WRAPS, "if world_size > 1:", f"    {SAVES}"], True),
+        ([*WRAPS, *(line.format(state="module.state_dict") for line in LEAVES), SAVES], False),
         ([*WRAPS, *(line.format(state="eval") for line in LEAVES), SAVES], True),
     ],
 )
@@ -275,6 +277,7 @@ def main(model, ddp, rank):
         ("return {k: v.cpu() for k, v in state.items()}", "pass", "clean(state)", True),
         ("return {k[7:]: v for k, v in state.items()}", "pass", "state", True),
         ("pass", "state = model.module.state_dict() if ddp else state", "state", False),
+        ("pass", "old('model.pt')", "state", True),
     ],
 )
 def test_a_function_on_the_way_takes_the_names_off(cleans, after, given, told):

@@ -151,8 +151,6 @@ def main(args):
 @pytest.mark.parametrize(
     ("imports", "given", "fed", "made", "found"),
     [
-        ("", "wandb", "wandb.log({'a': loss})", "wandb = None\n    if args.log:\n        import wandb", 1),
-        ("", "wandb", "wandb.log({'a': loss})", "from tools import wandb", 1),
         (
             "",
             "wandb",
@@ -161,7 +159,6 @@ def main(args):
             0,
         ),
         ("", "other", "other.log({'a': loss})", "other = None", 0),
-        ("import wandb", "run", "run.log({'a': loss})", "run = wandb.init()", 2),
         (
             "import wandb",
             "run",
@@ -181,7 +178,6 @@ def test_a_tracker_that_comes_as_an_argument_or_as_a_run(imports, given, fed, ma
     ("test", "does", "number"),
     [
         ("dist.get_rank() == 0", "import wandb", 0),
-        ("args.log", "import wandb", 1),
         ("args.log", "pass", 0),  # it stays None
     ],
 )

@@ -39,18 +39,12 @@ def found(text):
     ("change", "number"),
     [
         ({}, 0),
-        ({"given": "tokens, labels"}, 1),
-        ({"moved": ".to(device)"}, 1),
-        ({"moved": ".cuda()"}, 1),
-        ({"above": "from accelerate import Accelerator\naccelerator = Accelerator()"}, 1),
         ({"read": "[row.tolist() for row in labels]"}, 0),
         ({"read": "labels = labels.cuda()\n    labels.tolist()"}, 1),
         ({"read": "torch.where(labels != 0)[0].tolist()"}, 0),
-        ({"read": "torch.where(tokenizer(labels) != 0)[0].tolist()"}, 1),
         ({"read": "rows = copy.deepcopy(labels); rows[0].tolist()"}, 0),
         ({"read": "for i, row in enumerate(labels): row.tolist()"}, 0),
         ({"read": "chunks = np.array_split(tokenizer.ids, 4); [c.tolist() for c in chunks]"}, 0),
-        ({"read": "chunks = tokenizer(tokens); [c.tolist() for c in chunks]"}, 1),
     ],
 )
 def test_the_batch_before_it_is_moved(change, number):
@@ -79,22 +73,14 @@ def train(model, loader, optimizer, cfg, use_cuda):
     ("first", "last", "number"),
     [
         ("if loss == 'dpo': beta = 1.0", "pass", 0),
-        ("if logits == beta: beta = 1.0", "pass", 1),
         ("pass", "if i >= cfg['total']: break", 0),
         ("pass", "if loss > cfg['most']: break", 1),
         ("pass", "print(loss.item())", 1),
-        ("pass", "if use_cuda: loss = loss.cpu()\n        print(loss.item())", 1),
         ("pass", "if i % 100 == 0: loss = loss.cpu()\n        print(loss.item())", 1),
     ],
 )
 def test_what_a_step_asks_of_a_loss(first, last, number):
     assert found(STEP.format(first=first, last=last)) == number
-
-
-def test_the_line_that_brings_a_loss_is_told_and_not_the_next():
-    text = STEP.format(first="pass", last="if use_cuda: loss = loss.cpu()\n        print(loss.item())")
-    at = [finding.line for finding in check_text(text, configure({}, "LS036", ""))]
-    assert at == [text.splitlines().index("        if use_cuda: loss = loss.cpu()") + 1]
 
 
 EVALUATED = """
@@ -121,8 +107,6 @@ class Trainer:
     ("decorator", "body", "number"),
     [
         ("@torch.no_grad()", "for y in loader: self.model(y.cuda()).item()", 0),
-        ("@torch.no_grad()", "self.model(x.cuda()).item()", 2),
-        ("# plain", "for y in loader: self.model(y.cuda()).item()", 2),
     ],
 )
 def test_a_function_that_evaluates_without_a_graph(decorator, body, number):

@@ -9,10 +9,12 @@ lockstep scale --runs outputs/n8 outputs/n16 --ranks-per-node 8 --extrapolate 64
 import argparse
 import importlib
 import os
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.commands import train
+from lockstep.commands.lint_hint import lint_hint
 from lockstep.commands.reports import open_folder
 from lockstep.config import cli
 from lockstep.config.cli import Parser, add_flags
@@ -40,6 +42,9 @@ def doctor_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     code: int = importlib.import_module("lockstep.diagnose.doctor.command").run(args)  # loads torch
+    hint = lint_hint([args.task or ""])
+    if hint and not args.json:
+        print(f"lockstep doctor: {hint}", file=sys.stderr)
     return code
 
 

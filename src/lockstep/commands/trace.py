@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.commands.lint_hint import lint_hint
 from lockstep.config.cli import Parser
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError, DifferenceError
@@ -52,10 +53,19 @@ def compare_command(argv: list[str]) -> int:
     else:
         print("\n".join(printable(line) for line in str(verdict).splitlines()))
     if verdict.finding is not None:
+        hint = lint_hint(_scripts(Path(args.two).expanduser()))
+        if hint:
+            print(f"lockstep compare: {hint}", file=sys.stderr)
         raise DifferenceError(f"not the same training: {verdict.finding.stage} at step {verdict.finding.step}")
     if verdict.missing:
         raise DifferenceError(printable(f"not proved to be the same training: {verdict.missing[0]}"))
     return 0
+
+
+def _scripts(folder: Path) -> list[str]:
+    """The scripts of the command that a trace was recorded of; none in a trace of an earlier version."""
+    record = json.loads((folder / FOLDER_FILE).read_text(encoding="utf-8"))
+    return [str(word) for word in record.get("scripts", [])]
 
 
 def _compare_parser() -> Parser:
@@ -118,10 +128,15 @@ def trace_command(argv: list[str]) -> int:
         raise ConfigError(f"lockstep trace: '{printable(program[0])}' cannot be started: {why}") from error
     if code:
         _say(f"the command ended with exit code {code}")
+    scripts = [word for word in program if word.endswith(".py")]
+    record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
-        _ended(folder, created, {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps})
+        _ended(folder, created, record)
     except OSError as error:  # a full disk, a folder that the command has removed: its exit code is kept
         _say(f"{printable(str(folder))}: {error.strerror or error}; the trace may be incomplete")
+    hint = lint_hint(program)
+    if hint:
+        _say(hint)
     return code
 
 

@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Effects
@@ -30,7 +29,6 @@ from lockstep_lint.analysis.context import (
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, MODEL, SCALER, Steps
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
-from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.ranks import Ranks
 
 __all__ = ["LOSSES", "Training", "Trainings"]
@@ -50,19 +48,6 @@ def leaves(guard: Guard, stmt: ast.stmt) -> bool:
         return True
     ends = isinstance(guard.stmt, ast.If) and isinstance(guard.stmt.body[-1], ast.Continue | ast.Break | ast.Raise)
     return ends and not guard.when
-
-
-def once(caller: Site) -> bool:
-    """Whether a call runs once, as far as can be seen: in a script's own lines, its `main`, or a unit test."""
-    return caller.scope.kind != "function" or caller.scope.name == "main" or unit_test(caller.module)
-
-
-def given_by(function: Scope) -> bool:
-    """Whether a function is what the one around it gives back (`def make(model): def step(x): ... return step`)."""
-    maker = function.parent
-    if maker is None or maker.kind != "function":
-        return False
-    return any(dotted(value) == function.name for value in maker.returns())
 
 
 def chooses(test: ast.Compare, scope: Scope) -> bool:
@@ -183,12 +168,6 @@ EPOCH = Words(r"^(epoch|ep|epoch_idx|cur_epoch)$")
 STARTS = Words(r"(^|_)(start|begin|after)(s|_|$)", re.IGNORECASE)
 # What a loss is called.
 LOSSES = Words(r"criterion|loss|^crit$|^criteria(_|\d|$)", re.IGNORECASE)
-# What may step an optimizer out of sight.
-UPDATES = Words(r"(^|_)(steps?|updates?|optimi[sz]er?|learn|fit|gradients)(_|$)", re.IGNORECASE)
-# What a step by hand is made with.
-RATES = {"lr", "learning_rate", "alpha", "eta"}
-# What a loop over the micro-batches of one step is about.
-MICRO = Words(r"accum|micro", re.IGNORECASE)
 # A file with more training loops than this is generated.
 MAX_TRAININGS = 40
 
@@ -238,51 +217,6 @@ class Trainings:
         """The training loops of all files of the programs that a file is part of."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
 
-    @kept
-    def engines(self, module: Module) -> tuple[Training, ...]:
-        """The functions that an Engine of ignite runs in every step, each as if its body were a loop's."""
-        found: dict[Scope, Training] = {}
-        for member in self.calls.project.family(module):
-            for site in member.sites("Engine"):
-                function = self.calls.names.definition(next(iter(site.call.args), None), site.scope)
-                full = self.calls.names.qualify(site.call.func, site.scope)
-                if function is None or function.kind != "function" or not full.startswith("ignite."):
-                    continue
-                backward = next(filter(self.steps.backwards, function.sites), None)
-                if backward is not None:
-                    found[function] = Training(cast(Loop, function.node), function, backward, None)
-        return tuple(found.values())
-
-    @kept
-    def lone(self, module: Module) -> tuple[Training, ...]:
-        """The methods of a file, and the functions that another one makes, that make one whole step of a training whose
-        loop is out of sight, or around a loop over micro-batches in them, each as if its body were a loop's.
-        """
-        found: dict[Scope, Training] = {}
-        for site in filter(self.steps.backwards, () if unit_test(module) else module.sites("backward")):
-            method, nest = site.scope, loops(site.stmt, module)
-            if method.kind != "function" or any(map(once, self.calls.callers(method))):
-                continue
-            if nest and not self.accumulates(nest, method):
-                continue
-            if not nest and (
-                (method.owner is None and not given_by(method))
-                or not any(map(self.steps.steps_optimizer, method.sites))
-                or next(self.around(site), None) is not None
-            ):
-                continue
-            found.setdefault(method, Training(cast(Loop, method.node), method, site, nest[0] if nest else None))
-        return tuple(found.values())
-
-    def accumulates(self, nest: list[Loop], function: Scope) -> bool:
-        """Whether a function makes one step of several micro-batches, by a loop that says so, for a loop of others."""
-        inner = nest[0]
-        header = inner.test if isinstance(inner, ast.While) else ast.Tuple([inner.target, inner.iter], ast.Load())
-        if len(nest) > 1 or not any(map(MICRO.search, idents(header))) or self.steps_in(inner, function):
-            return False
-        turns = function.owner is not None or any(loops(c.stmt, c.module) for c in self.calls.callers(function))
-        return turns and any(map(self.steps.steps_optimizer, function.sites))
-
     def around(self, site: Site) -> Iterator[Training]:
         """The step loops that run a backward call: around it, or around a call of its function."""
         entries = [(site.stmt, site.scope)]
@@ -308,18 +242,6 @@ class Trainings:
     def steps_in(self, loop: Loop, scope: Scope) -> bool:
         block = self.body(loop, scope)
         return self.effects.find(block, self.steps.steps_optimizer) is not None
-
-    @kept
-    def updates(self, training: Training) -> bool:
-        """Whether the parameters may be changed beside a loop that computes gradients: by an optimizer, by something
-        called like one, or by hand. Else its gradients are for something else (the normals of a surface, an estimate).
-        """
-        scope = training.scope
-        near = [site for caller in self.calls.callers(scope) for site in caller.scope.sites]
-        sites = (*scope.sites, *self.each_step(training), *near)
-        called = (scope.name, *(site.name for site in sites))
-        trains = "train" in scope.name.lower() or any(map(UPDATES.search, called))
-        return trains or bool(RATES & set(idents(training.loop)))
 
     def body(self, loop: Loop, scope: Scope) -> list[Site]:
         """The calls in the body of a loop, without those of its header."""

@@ -6,25 +6,32 @@ from collections.abc import Callable, Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
-from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.context import every_so_often, loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
 from lockstep_lint.analysis.evaluation import MODELS, evaluations
 from lockstep_lint.analysis.evaluation import RUNS as RUNS_MODEL
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, is_none, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, is_none, keyword, last, walk
 from lockstep_lint.analysis.processes import STARTS
+from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
 from lockstep_lint.events.norms import normalises
 
-__all__ = ["Marks"]
+__all__ = ["Marks", "summed"]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 MOVES = ("to", "cuda", "xpu", "npu")
 SHARDS = ("fully_shard",)
 SEEDS = ("manual_seed", "manual_seed_all", "seed", "set_seed", "seed_everything")
+# What waits for the device if it is given a tensor that is there.
+FINITE = ("isnan", "isinf", "isfinite")
+SHOWS = ("print", "add_scalar", "add_scalars", "set_postfix", "set_description", "log", "log_metrics", "info")
+READS = ("item", "tolist", "cpu", "float", "int", *SHOWS)
+# What a test asks of a tensor, whose answer the host then waits for.
+ASKED = ("any", "all", "mean", "sum", "max", "min", "norm", "equal", "allclose", *FINITE)
 # What the data set of datasets or webdataset is put in another order by.
 SHUFFLES = ("shuffle",)
 
@@ -70,6 +77,43 @@ def optimized(call: ast.Call) -> ast.expr | None:
     return given.func.value if own else None  # type: ignore[union-attr]
 
 
+def summed(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
+    """Return what a statement adds to, and the value: of `total += x`, `total = total + x`, `sums[k] += x`."""
+    target = stmt.targets[0] if isinstance(stmt, ast.Assign) else getattr(stmt, "target", None)
+    holder = dotted(target.value if isinstance(target, ast.Subscript) else target) or ""
+    value = getattr(stmt, "value", None)
+    if isinstance(stmt, ast.Assign):
+        plus = value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
+        left, right = (plus.left, plus.right) if plus is not None else (None, None)
+        value = right if holder and dotted(left) == holder else left if holder and dotted(right) == holder else None
+    elif not isinstance(stmt, ast.AugAssign) or not isinstance(stmt.op, ast.Add):
+        return "", None
+    return holder, value if isinstance(value, ast.expr) and not isinstance(value, ast.Constant) else None
+
+
+def operands(test: ast.expr) -> Iterator[ast.expr]:
+    """Yield what a test joins by `and`, `or` and `not`."""
+    if isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from operands(value)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from operands(test.operand)
+    else:
+        yield test
+
+
+def asks_tensor(part: ast.expr) -> bool:
+    """Check whether a part of a test may ask a tensor: a comparison or a method of a reduction, or of a loss."""
+    if isinstance(part, ast.Call):
+        return last(part) in ASKED
+    if not isinstance(part, ast.Compare) or isinstance(part.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
+        return False
+    if any(isinstance(constant(side), str | bool) or is_none(side) for side in part.comparators):
+        return False
+    calls = (last(node) for node in walk(part) if isinstance(node, ast.Call))
+    return any(name in ASKED for name in calls) or any(map(LOSSES.search, idents(part)))
+
+
 class Marks:
     """Reads calls and assignments, by what they call and by the types of their objects."""
 
@@ -83,7 +127,8 @@ class Marks:
         """Return the mark of a call, and the project's functions that it runs."""
         functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
         functions += tuple(self.analysis.trainings.overrides(site)) if functions else ()
-        found = list(self.read(site, bool(functions)))
+        functions = functions or tuple(self.analysis.trainings.forwards(site))
+        found = list(self.read(site, any(function.name != "forward" for function in functions)))
         marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
         return tuple(marks), functions
 
@@ -231,8 +276,33 @@ class Marks:
     def move(self, site: Site) -> Found:
         """A model is moved to a device."""
         receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
-        if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):  # in a loop it is data
+        data = loops(site.stmt, site.module) or site.scope.kind == "function"
+        if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
             yield "move", receiver, ""
+        if given and data and not MODEL.search(last(receiver)) and self.trains(site.module):
+            host = any(constant(value) == "cpu" for each in site.call.args[:1] for value in walk(each))
+            yield "sync" if host else "batch", receiver, ""
+
+    @kept
+    def trains(self, module: Module) -> bool:
+        """Whether the programs of a file compute gradients."""
+        return self.analysis.effects.mentioned(module, "backward", "training_step", ".step(")
+
+    def look(self, site: Site) -> Found:
+        """A value is read, shown or tested by the host, which waits for the device if it is there."""
+        if not self.trains(site.module):
+            return
+        given = [*site.call.args, *(item.value for item in site.call.keywords)]
+        if site.name in ("item", "tolist", "cpu") and not given:
+            yield "sync", site.receiver, ""
+        elif given and not all(isinstance(value, ast.Constant) for value in given):
+            yield "sync", None, ""
+
+    def append(self, site: Site) -> Found:
+        """A list takes in a value."""
+        if len(site.call.args) == 1 and site.receiver is not None and self.trains(site.module):
+            holder = site.receiver.value if isinstance(site.receiver, ast.Subscript) else site.receiver
+            yield "keep", site.call.args[0], dotted(holder) or ""
 
     def mode(self, site: Site) -> Found:
         """A model is switched to training mode, or to evaluation mode."""
@@ -310,11 +380,18 @@ class Marks:
             yield "fit", next(iter(site.call.args), None), ""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """Return the mark of an assignment: `p.grad = None` clears gradients."""
+        """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
+        if isinstance(stmt, ast.If | ast.While | ast.Assert):
+            often = self.trains(scope.module) and not every_so_often(stmt.test)
+            asked = [part for part in operands(stmt.test) if asks_tensor(part)] if often else []
+            return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked)
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
+        holder, value = summed(stmt)
+        if holder and value is not None and self.trains(scope.module):
+            return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()
 
 
@@ -343,6 +420,8 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.state: STATES,
     Marks.fit: ("fit",),
     Marks.folder: FOLDERS,
+    Marks.look: READS,
+    Marks.append: ("append",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():

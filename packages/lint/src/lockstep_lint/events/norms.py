@@ -32,8 +32,8 @@ def normalises(view: View, site: Site, full: str) -> bool:
     func, scope = site.call.func, site.scope
     if is_norm(view, func, scope) or of_library(view, site, full):
         return True
-    named = isinstance(func, ast.Name | ast.Attribute) and not full and "BatchNorm" in site.module.text
-    if not named or site.name[:1].isupper() or "norm" not in site.name.lower():
+    named = isinstance(func, ast.Name | ast.Attribute) and not full and not site.name[:1].isupper()
+    if not named or "norm" not in site.name.lower() or "BatchNorm" not in site.module.text:
         return False
     made = [(o.node, o.scope) for o in view.origins.of(func, scope) if not is_none(o.node) and o.node is not func]
     usual = default(scope, site.name, site.call) if site.name in scope.params and not made else None
@@ -44,9 +44,9 @@ def normalises(view: View, site: Site, full: str) -> bool:
 def is_norm(view: View, node: ast.expr, scope: Scope) -> bool:
     """Whether a name stands for a BatchNorm class, not for another one that was given its name."""
     full = view.names.qualify(node, scope)
-    if not full and isinstance(node, ast.Name) and OTHERS.search(scope.module.text):
+    if not NORM.match(full.rpartition(".")[2] or last(node)):
         return False
-    return bool(NORM.match(full.rpartition(".")[2] or last(node)))
+    return bool(full) or not isinstance(node, ast.Name) or not OTHERS.search(scope.module.text)
 
 
 def of_library(view: View, site: Site, full: str) -> bool:

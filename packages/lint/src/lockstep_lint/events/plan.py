@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.context import Loop
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import walk
+from lockstep_lint.analysis.nodes import idents, walk
 from lockstep_lint.events.event import Mark
 
 __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
@@ -17,8 +17,12 @@ __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
 # Early exits, and blocks, nested deeper than this are generated code.
 MAX_EXITS = 25
 MAX_DEPTH = 60
+# Kinds of marks that alone are no reason to enter a function.
+QUIET = ("sync", "keep", "batch")
 # Expressions whose parts are not all worked out, once, from left to right.
 FORKS = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+# Statements that may be events by themselves.
+MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert)
 ENDS = ("exit", "_exit", "quit", "abort")
 
 
@@ -94,7 +98,6 @@ class _Planner:
     def __init__(self, scope: Scope, reader: Reader, assigned: Assigned) -> None:
         self.scope = scope
         self.result = Plan(scope)
-        self.assigned = assigned
         self.does: dict[ast.Call, Do] = {}
         self.loud: set[ast.stmt] = set()
         for site in scope.sites:
@@ -103,10 +106,12 @@ class _Planner:
                 self.does[site.call] = Do(site, marks, functions)
                 self.loud.add(site.stmt)
                 self.result.functions.update(dict.fromkeys(functions))
-        self.grads = any(key.endswith(".grad") for key in scope.binds)
-        if self.does or self.grads:
+        marked = (stmt for stmt in scope.stmts if isinstance(stmt, MARKED))
+        self.assigned = {stmt: marks for stmt in marked if (marks := assigned(stmt, scope))}
+        if self.does or self.assigned:
             self.result.steps, _ = self.block(getattr(scope.node, "body", []), 0)
-        self.result.marked = self.result.marked or any(do.marks for do in self.does.values())
+        found = (*(do.marks for do in self.does.values()), *self.assigned.values())
+        self.result.marked = any(is_loud(mark) for marks in found for mark in marks)
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
         """The steps of a block, and the ways out of it. What follows a test with one is put into its other arm."""
@@ -170,10 +175,7 @@ class _Planner:
             for child in ast.iter_child_nodes(stmt):
                 if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
                     steps += self.expression(child, stmt)
-        marks = self.assigned(stmt, self.scope) if self.grads and isinstance(stmt, ast.Assign) else ()
-        if marks:
-            steps.append(Do(None, marks, ()))
-            self.result.marked = True
+        steps += self.own(stmt)
         if isinstance(stmt, ast.Return | ast.Raise):
             return steps, [("function", ())]
         if isinstance(stmt, ast.Continue | ast.Break):
@@ -183,8 +185,12 @@ class _Planner:
             return steps, [("function", ())]
         return steps, []
 
+    def own(self, stmt: ast.stmt) -> list[Step]:
+        """The events that a statement is by itself."""
+        return [Do(None, self.assigned[stmt], ())] if stmt in self.assigned else []
+
     def choice(self, stmt: ast.If, depth: int) -> tuple[list[Step], list[Exit]]:
-        head = self.expression(stmt.test, stmt)
+        head = self.expression(stmt.test, stmt) + self.own(stmt)
         body, left = self.block(stmt.body, depth + 1)
         orelse, other = self.block(stmt.orelse, depth + 1)
         exits = [(what, ((stmt.test, True), *tests)) for what, tests in left]
@@ -197,7 +203,7 @@ class _Planner:
 
     def loop(self, stmt: Loop, depth: int) -> tuple[list[Step], list[Exit]]:
         header = stmt.test if isinstance(stmt, ast.While) else stmt.iter
-        head = self.expression(header, stmt)
+        head = self.expression(header, stmt) + self.own(stmt)
         body, _ = self.block(stmt.body, depth)  # a way out of the function says little of what follows the loop
         orelse, _ = self.block(stmt.orelse, depth)
         if isinstance(stmt, ast.While):  # asked in every turn
@@ -263,6 +269,14 @@ class _Planner:
                 inner = [*self.parts(test), Branch(test, inner, [])] if inner else self.parts(test)
             inner = self.parts(part.iter) + ([Repeat(part, inner)] if inner else [])
         return inner
+
+
+def is_loud(mark: Mark) -> bool:
+    """Whether a mark is a reason to enter its function: what only looks at values is, if they are arguments."""
+    if mark.kind not in QUIET or mark.scope.name == "training_step" or mark.detail == "test":
+        return True
+    given = set(mark.scope.params) - {"self", "cls"}
+    return mark.subject is not None and not given.isdisjoint(idents(mark.subject))
 
 
 def join_tests(tests: tuple[tuple[ast.expr, bool], ...]) -> tuple[ast.expr, bool]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
+from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, last
 from lockstep_lint.analysis.origins import default
@@ -209,7 +210,7 @@ class _Runner:
             self.programs.plan(function).steps,
             inner,
             function,
-            literals(site.call, function, known),
+            literals(site, function, known),
             owner,
             (*stack, function),
         )
@@ -244,13 +245,14 @@ def plainly(test: ast.expr, when: bool) -> tuple[ast.expr, bool]:
     return test, when
 
 
-def literals(call: ast.Call, function: Scope, known: Known) -> Known:
+def literals(site: Site, function: Scope, known: Known) -> Known:
     """Return the literal values of a function's parameters in a call, as far as calls give them."""
-    found: Known = {}
+    call, found = site.call, Known()
     for name in function.params:
         if name in function.binds or name in ("self", "cls"):
             continue
         value = given(call, function, name) or default(function, name, call)
+        value = written(value, site) or value
         if isinstance(value, ast.Constant):
             found[name] = value.value
         elif (key := dotted(value)) in known:
@@ -261,6 +263,15 @@ def literals(call: ast.Call, function: Scope, known: Known) -> Known:
         if key.startswith("self.") and len(binds) == 1 and (source := dotted(binds[0].value)) in found:
             found[key] = found[source]
     return found
+
+
+def written(value: ast.expr | None, site: Site) -> ast.expr | None:
+    """Return the literal that is the one value of a name in the function that calls (`args.shared = False`)."""
+    key, scope = dotted(value) or "", site.scope
+    binds = scope.binds.get(key, []) if key not in scope.params else []
+    sole = len(binds) == 1 and binds[0].how == "assign" and not above(binds[0].stmt, scope.module)
+    given = binds[0].value if sole and binds[0].stmt.lineno < site.line else None
+    return given if isinstance(given, ast.Constant) else None
 
 
 def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:

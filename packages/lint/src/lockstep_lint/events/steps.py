@@ -14,7 +14,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, parting, seen_from, turn
 from lockstep_lint.events.run import Run, runs
 
-__all__ = ["Accumulation", "StepLoop", "accumulating", "accumulations", "step_loops", "turn_of"]
+__all__ = ["Accumulation", "StepLoop", "accumulating", "accumulations", "step_loops", "turn_of", "turns"]
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +43,19 @@ def step_loops(run: Run) -> list[StepLoop]:
                 found.setdefault(loop, StepLoop(loop, [], steps, inner)).backwards.append(backward)
                 break
     return list(found.values())
+
+
+def turns(run: Run) -> Iterator[tuple[LoopBlock | None, list[Event], list[Event]]]:
+    """Yield the training of a run: a loop that steps, its steps, and the events of one turn of it.
+
+    A function that makes one step, whose loop is out of sight, is a turn without a loop.
+    """
+    loops = step_loops(run)
+    for found in loops:
+        yield found.loop, found.steps, run.events[found.loop.start : found.loop.end]
+    lone = [event for event in run.of("backward", "step") if not event.loops]
+    if not loops and run.entry.owner is not None and {event.kind for event in lone} == {"backward", "step"}:
+        yield None, [event for event in lone if event.kind == "step"], run.events
 
 
 def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from lockstep_lint.analysis.context import guards, inside
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import argument, dotted, has_star, idents, is_true, keyword, last, strings
+from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, last, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, LoopBlock
 from lockstep_lint.events.run import Run, runs
@@ -21,6 +21,7 @@ __all__ = ["RULE"]
 DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
 )
+SAMPLERS = ("sampler", "batch_sampler")
 SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
@@ -85,10 +86,33 @@ def sources(loop: LoopBlock) -> Iterator[ast.expr]:
 def divided(view: View, site: Site) -> bool:
     """Whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
-    given = any(keyword(call, name) is not None for name in ("sampler", "batch_sampler"))
-    if given or has_star(call) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
+    given = any(keyword(call, name) is not None for name in SAMPLERS)
+    if given or not known(site) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
         return True
     return not whole(view, data, site.scope)
+
+
+def known(site: Site) -> bool:
+    """Whether what a loader is given is seen, with no sampler in it: `**options` are written out and left alone."""
+    for item in (item for item in site.call.keywords if item.arg is None):
+        name = item.value.id if isinstance(item.value, ast.Name) else ""
+        binds = site.scope.binds.get(name, [])
+        if not binds or not all(is_plain(bind.value) for bind in binds) or f"{name}[" in site.module.text:
+            return False
+        if any(dotted(other.receiver) == name for other in site.scope.sites):
+            return False  # updated
+    return not any(isinstance(value, ast.Starred) for value in site.call.args)
+
+
+def is_plain(table: ast.expr | None) -> bool:
+    """Whether an expression is a dictionary that is written out, without a sampler."""
+    if isinstance(table, ast.Dict):
+        keys = [constant(key) for key in table.keys]
+    elif isinstance(table, ast.Call) and dotted(table.func) == "dict" and not table.args:
+        keys = [item.arg for item in table.keywords]
+    else:
+        return False
+    return all(isinstance(key, str) and key not in SAMPLERS for key in keys)
 
 
 def whole(view: View, data: ast.expr, scope: Scope) -> bool:

@@ -36,6 +36,7 @@ def check(view: View) -> Iterator[Found]:
     if any(f"{quote}set_epoch{quote}" in m.text for m in view.project.family(view.module) for quote in "'\""):
         return  # called by its name, out of sight
     set_on = [made for event in calls for made in things(view, event.mark.subject, event.scope) or (None,)]
+    set_on = [made for made in set_on if not (isinstance(made, ast.Constant) and made.value is None)]
     if all(isinstance(made, ast.Call) and last(made) != "getattr" for made in set_on):
         keys = {key for event in calls if "." in (key := dotted(event.mark.subject) or "")}
         told = never(view, [run for run in programs if has_epochs(run) or endless(view)], set_on)
@@ -47,7 +48,7 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
     for run in programs:
         for event in run.of("sampler"):
             site, made = shown_at(view, event), event.mark.site
-            if site is None or made is None or not shuffles(event) or event.node in set_on:
+            if site is None or made is None or not shuffles(event) or event.node in set_on or listed(site):
                 continue
             if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
                 yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
@@ -56,7 +57,17 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
 def given_names(stmt: ast.stmt) -> Iterator[str]:
     """The words in a statement that makes a sampler."""
     plain = isinstance(stmt, ast.Assign | ast.Return | ast.Expr) and not isinstance(stmt.value, ast.DictComp)
+    target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+    several = target.elts if isinstance(target, ast.Tuple) else []
+    if several and not all(any(map(EVALUATION.search, idents(part))) for part in several):
+        return iter(())  # `loader, val_loader = make(train_set, val_set)`
     return iter((*idents(stmt), *strings(stmt))) if plain else iter(())
+
+
+def listed(site: Site) -> bool:
+    """Whether a list takes in the sampler that a call makes: it may get its epochs from there."""
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    return any(dotted(value) in names for other in site.scope.named("append") for value in other.call.args)
 
 
 def shuffles(event: Event) -> bool:

@@ -64,7 +64,8 @@ def has_norm(view: View, run: Run, wrap: Event) -> bool:
     makers = dict(made(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
-        if norm.place < wrap.place and any(call in makers for call in calls):
+        typed = any(last(test.node) == "isinstance" for test in norm.tests)  # of an argument that is not known
+        if norm.place < wrap.place and not typed and any(call in makers for call in calls):
             return True
     unknown = ((call, scope) for call, scope in makers.items() if view.names.definition(call.func, scope) is None)
     return any(mostly(view, looked_up(view, call.func, scope)) for call, scope in unknown)

@@ -54,6 +54,8 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
         site = event.mark.site
         if site is None or event.module is not view.module or knows_wrapper(view, site):
             continue
+        if any(last(other.mark.subject) == "module" and apart(event, other) for other in run.of("state")):
+            continue  # what the other arm of a test saves: this one knows of the wrapper
         if event.kind == "save" and event.detail == "torch.save":
             kind = next(filter(None, (wrapped(view, value, event) for value in parts(view, site))), "")
             if kind:
@@ -103,7 +105,10 @@ def knows_wrapper(view: View, site: Site) -> bool:
     lines, start, end = view.module.lines, site.stmt.lineno, site.stmt.end_lineno or site.stmt.lineno
     if any(word in line for line in lines[max(0, start - NEAR) : end + NEAR] for word in STRIPS):
         return True
-    helpers = (f for s in site.scope.sites if s.line >= start and (f := view.calls.target(s.call, s.scope)) is not None)
+    later = (
+        s for s in site.scope.sites if s.line >= start and not all(isinstance(a, ast.Constant) for a in s.call.args)
+    )
+    helpers = (f for s in later if (f := view.calls.target(s.call, s.scope)) is not None)
     if any(view.effects.mentioned_in(function, word) for function in helpers for word in STRIPS):
         return True
     tests = [ast.unparse(guard.test) for guard in guards(site.stmt, site.module)]
@@ -140,7 +145,7 @@ def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
 def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
     """The names of a function that hold a value, by themselves, copied, or in a table."""
     names: set[str] = set()
-    for other in (stmt, *(each for each in scope.stmts if each.lineno > stmt.lineno)):
+    for other in (stmt, *(each for each in scope.stmts if each.lineno >= stmt.lineno and each is not stmt)):
         value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
         if not isinstance(other, ast.Assign | ast.AnnAssign | ast.Expr | ast.For) or value is None:
             continue

@@ -4,26 +4,16 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import guards, inside, loops, withs
-from lockstep_lint.analysis.evaluation import evaluations, is_forward, without_graph
-from lockstep_lint.analysis.graphs import (
-    added,
-    chain,
-    computes_loss,
-    cuts_graph,
-    evaluated,
-    expanded,
-    handed_to_keep,
-    holds,
-    live_at,
-    live_names,
-    plainly,
-)
-from lockstep_lint.analysis.index import Bind, Scope, Site
+from lockstep_lint.analysis.context import Loop, inside, loops
+from lockstep_lint.analysis.evaluation import without_graph
+from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, idents, walk
-from lockstep_lint.analysis.training import Training
+from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, turn
+from lockstep_lint.events.marks import summed
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.values import value_at
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, edit
 
@@ -31,256 +21,119 @@ __all__ = ["RULE"]
 
 MESSAGE = "keeps every step's graph alive: add {}.item() or .detach() instead of the tensor"
 
+# Methods that take values out of a list again.
+EMPTIES = ("pop", "popleft", "clear")
+
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at sums and lists that outlive a step and take in tensors of its graph."""
-    for training in view.training:
-        live = live_names(view, training)
-        ran = forwards(view, training)
-        outs = {name for site in ran for name in evaluated(view, site, training.loop) if whole(view, name, training)}
-        yield from sums(view, training, live, ran, outs)
-        yield from lists(view, training, live | outs)
-        yield from meters(view, training, live, outs)
-        if training.backward.scope is not training.scope and training.backward.scope.module is view.module:
-            loss = dotted(view.steps.loss_of(training.backward))
-            yield from kept_by_object(training.backward.scope, {loss} if loss else set())
-    yield from in_evaluations(view)
-    if "LightningModule" in view.module.text:
-        for scope in view.scopes:
-            if scope.name == "training_step" and scope.owner is not None:
-                yield from kept_by_object(scope, returned(scope))
-
-
-def in_evaluations(view: View) -> Iterator[Found]:
-    """What outlives a batch of an evaluation that builds the graph."""
-    done: set[ast.stmt] = set()
-    for site in evaluations(view):
-        nest = loops(site.stmt, site.module)
-        if not nest or nest[0] in done or not is_forward(view, site) or without_graph(view, site) is not False:
-            continue
-        done.add(nest[0])
-        evaluation = Training(nest[0], site.scope, site, None)
-        live = evaluated(view, site, nest[0])
-        yield from sums(view, evaluation, live, [site], set())
-        yield from lists(view, evaluation, live)
-
-
-def returned(step: Scope) -> set[str]:
-    """The names of the losses that a step of Lightning's returns, and of the outputs that they are computed from."""
-    losses = {dotted(value) or "" for value in step.returns()} - {""}
-    made = [bind.value for name in losses for bind in step.binds.get(name, []) if isinstance(bind.value, ast.Call)]
-    return losses | {name for value in made for each in value.args for name in idents(each) if output(step, name)}
-
-
-def output(step: Scope, name: str) -> bool:
-    """Whether a name is what the module itself gave (`logits = self(x)`)."""
-    made = [bind.value for bind in step.binds.get(name, [])]
-    return bool(made) and all(
-        isinstance(value, ast.Call) and dotted(value.func) in ("self", "self.forward", "self.model") for value in made
-    )
-
-
-def kept_by_object(step: Scope, losses: set[str]) -> Iterator[Found]:
-    """What a function that runs in every step leaves in a list or a sum of its object."""
-    live = {name for name in expanded(losses, step, 0) if name in step.binds or name in step.params}
-    for site in step.named("append"):
-        value = site.call.args[0] if len(site.call.args) == 1 else None
-        name = holder(site)
-        if value is None or name is None or not name.startswith("self."):
-            continue
-        if chain(value) in live_at(live, site.stmt, step) and name not in step.binds and not shielded(site.stmt, step):
-            yield Found(site.call, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
-    for name, binds in step.binds.items():
-        for bind in binds if name.startswith("self.") and all(map(added, binds)) else ():
-            value = added(bind)
-            left = live_at(live - {name}, bind.stmt, step)
-            if value is not None and chain(value) in left and not shielded(bind.stmt, step):
-                yield Found(bind.stmt, MESSAGE.format(ast.unparse(value)), edit=edit("method", value, "detach"))
-
-
-def holder(site: Site) -> str | None:
-    """The name of the list that a call appends to, or of the dictionary that has it under a key."""
-    receiver = site.receiver
-    return dotted(receiver.value if isinstance(receiver, ast.Subscript) else receiver)
-
-
-def sums(view: View, training: Training, live: set[str], ran: list[Site], outs: set[str]) -> Iterator[Found]:
-    """`total += loss`, and `total = total + loss`, also of a loss of what the given calls of the model gave."""
-    scope = training.scope
-    for name, binds in (*scope.binds.items(), *items(scope)):
-        for bind in binds:
-            value = added(bind) if inside(bind.stmt, training.loop, scope.module) else None
-            if value is None or name in live or shielded(bind.stmt, scope) or validates(view, bind.stmt, training):
+    """Look for sums and lists that outlive a step and take in tensors of its graph."""
+    told: set[int] = set()
+    for run in runs(view):
+        for event in run.of("keep"):
+            value, node, scope = source(event)
+            if scope.module is not view.module or node.lineno in told:
                 continue
-            left = live_at(live, bind.stmt, scope)
-            here = live_at(outs, bind.stmt, scope) - {name}
-            kept = holds(value, left) or plainly(value, here)
-            if not kept and not any(computes_loss(view, value, call, left | here) for call in ran):
-                continue
-            if outlives(view, scope, name, training) and not flows_back(view, training, name):
-                simple = chain(value) is not None
-                yield Found(
-                    bind.stmt,
-                    MESSAGE.format(ast.unparse(value) if simple else "loss"),
-                    edit=edit("method", value, "detach") if simple else None,
-                )
+            if outlives(view, run, event) and value_at(view, event).graph and not flows_back(view, event):
+                told.add(node.lineno)
+                named = dotted(value) is not None
+                cut = edit("method", value, "detach") if named else None
+                yield Found(node, MESSAGE.format(ast.unparse(value) if named else "loss"), edit=cut)
 
 
-def items(scope: Scope) -> Iterator[tuple[str, list[Bind]]]:
-    """What is added to an item of a tensor, a list or a dictionary (`sums[0] += loss`), under the holder's name."""
-    for stmt in scope.stmts:
-        if isinstance(stmt, ast.AugAssign) and isinstance(stmt.target, ast.Subscript):
-            name = dotted(stmt.target.value)
-            if name is not None and name in scope.binds:
-                yield name, [Bind(name, stmt.value, (), stmt, "aug")]
+def source(event: Event) -> tuple[ast.expr, ast.expr | ast.stmt, Scope]:
+    """Return the value that is kept, where it is computed: the argument of a call, if its function only keeps it."""
+    value, node, scope = event.mark.subject, event.node, event.scope
+    assert value is not None
+    for block in reversed(event.path):
+        if isinstance(block, CallBlock) and block.function is scope:
+            given = [passed(block.site, scope, name) for name in idents(value) if name in scope.params]
+            values = [each for each in given if each is not None]
+            if not values or not scope.binds.keys().isdisjoint(idents(value)):
+                break
+            value, node, scope = values[0], block.site.call, block.site.scope
+    return value, node, scope
 
 
-def around(view: View, training: Training) -> list[ast.stmt]:
-    """The statements of the loop around an inner one that trains several times on a batch: each begins anew there."""
-    outer = next(iter(loops(training.loop, training.module)), None)
-    if outer is None or outer not in [other.loop for other in view.training]:
-        return []
-    return outer.body
-
-
-def outlives(view: View, scope: Scope, name: str, training: Training) -> bool:
-    """Whether the sum starts outside the step loop and is not started anew inside it in every turn."""
-    binds = scope.binds[name]
-    fresh = [b for b in binds if b.how == "assign" and added(b) is None]
-    anew = [
-        b
-        for b in fresh
-        if inside(b.stmt, training.loop, scope.module) and loops(b.stmt, scope.module)[0] is training.loop
-    ]
-    if not name.startswith("self.") and fresh and all(b.stmt in around(view, training) for b in fresh):
+def outlives(view: View, run: Run, event: Event) -> bool:
+    """Check whether what takes in a value lives longer than the step, and is not emptied in each."""
+    scope, holder = event.scope, event.detail
+    own = holder.startswith("self.")
+    loop = step_loop(view, run, event)
+    if any(dotted(site.receiver) == holder for name in EMPTIES for site in scope.named(name)):
         return False
-    direct = [b for b in anew if b.stmt in training.loop.body or each_step(view, b, scope)]
-    micro = [b for b in fresh if inside(b.stmt, training.loop, scope.module) and b not in anew]
-    return not direct and not micro and (bool(fresh) or name.startswith("self."))
+    homes = scope.owner.defs.values() if own and scope.owner is not None else [scope]
+    values = [bind.value for home in homes for bind in home.binds.get(holder, [])]
+    if any(isinstance(value, ast.Call) and keyword(value, "maxlen") is not None for value in values):
+        return False
+    begun = [b for b in scope.binds.get(holder, []) if b.how == "assign" and summed(b.stmt)[1] is None]
+    if loop is None or not isinstance(loop.node, Loop) or loop.scope is not scope:
+        in_step = loop is not None or scope.name == "training_step" or scope.named("backward")
+        return own and not begun and bool(in_step)
+    outer = next((each for each in reversed(event.loops[: event.loops.index(loop)]) if each.scope is scope), None)
+    trains = any(turn(run.events, loop, "backward"))
+    backs = turn(run.events, outer, "backward") if trains and outer is not None else ()
+    around = getattr(outer.node, "body", []) if outer is not None else []
+    if begun and any(loop not in back.path for back in backs) and all(bind.stmt in around for bind in begun):
+        return False  # begun anew in each turn of a training around
+    within = [bind for bind in begun if inside(bind.stmt, loop.node, scope.module)]
+    if any(bind.stmt in loop.node.body or in_step_or_loop(view, loop.node, bind, scope) for bind in within):
+        return False
+    handed = view.origins.of(ast.copy_location(ast.Name(holder), loop.node), scope) if not begun else []
+    made = bool(handed) and all(isinstance(origin.node, ast.List) for origin in handed)
+    return own or len(begun) > len(within) or made
 
 
-def each_step(view: View, bind: Bind, scope: Scope) -> bool:
-    """Whether a sum is started anew where the optimizer steps: it holds the graphs of one step alone."""
-    branch = branch_of(bind, scope)
-    return isinstance(branch, ast.If) and any(
+def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
+    """Return the loop around an event whose turns are steps: it computes gradients, or evaluates with a graph."""
+    for loop in reversed(event.loops):
+        if any(turn(run.events, loop, "backward")):
+            return loop if not any(map(evaluates, event.tests)) else None
+        sites = [each.mark.site for each in turn(run.events, loop, "evaluate")]
+        if any(site is not None and without_graph(view, site) is False for site in sites):
+            return loop
+    return None
+
+
+def evaluates(arm: ArmBlock) -> bool:
+    """Check whether a test keeps an event to the evaluation of a loop that trains and evaluates (`phase == "val"`)."""
+    test = arm.node
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        return False
+    phase, same = str(constant(test.comparators[0])), isinstance(test.ops[0], ast.Eq)
+    return (EVALUATION.search(phase) and same is arm.when) or ("train" in phase and same is not arm.when)
+
+
+def in_step_or_loop(view: View, loop: Loop, bind: Bind, scope: Scope) -> bool:
+    """Check whether a statement of a loop stands in another loop of it, or beside the optimizer's step."""
+    branch = scope.module.up.get(bind.stmt, (None, ""))[0]
+    steps = isinstance(branch, ast.If) and any(
         view.steps.steps_optimizer(site) and inside(site.stmt, branch, scope.module) for site in scope.sites
     )
+    return steps or loops(bind.stmt, scope.module)[0] is not loop
 
 
-def flows_back(view: View, training: Training, name: str) -> bool:
-    """Whether the sum itself is differentiated."""
-    scope = training.scope
-    seen, queue = set(), []
-    for site in scope.sites:
-        if view.steps.backwards(site):
-            loss = view.steps.loss_of(site)
-            queue += [*idents(loss), dotted(loss) or ""] if loss is not None else []
-    while queue:
-        key = queue.pop()
-        if key == name:
-            return True
-        if key in seen:
-            continue
-        seen.add(key)
-        for bind in scope.binds.get(key, []):
-            if bind.value is not None:
-                queue += [dotted(n) or "" for n in walk(bind.value) if isinstance(n, ast.Name | ast.Attribute)]
+def flows_back(view: View, event: Event) -> bool:
+    """Check whether gradients are computed of what takes in the values."""
+    scope = event.scope
+    homes = scope.owner.defs.values() if event.detail.startswith("self.") and scope.owner is not None else [scope]
+    for home in homes:
+        sites = [site for site in home.sites if view.steps.backwards(site)]
+        queue = [name for site in sites for name in names_in(view.steps.loss_of(site))]
+        seen: set[str] = set()
+        while queue:
+            name = queue.pop()
+            if name == event.detail:
+                return True
+            if name not in seen:
+                seen.add(name)
+                queue += [each for bind in home.binds.get(name, []) for each in names_in(bind.value)]
     return False
 
 
-def lists(view: View, training: Training, live: set[str]) -> Iterator[Found]:
-    """`losses.append(loss)` onto a list from outside the loop."""
-    scope = training.scope
-    for site in view.trainings.body(training.loop, scope):
-        name = holder(site)
-        if site.name != "append" or name is None or len(site.call.args) != 1 or shielded(site.stmt, scope):
-            continue
-        if validates(view, site.stmt, training):
-            continue
-        value = site.call.args[0]
-        parts = list(value.elts) if isinstance(value, ast.List | ast.Tuple) else [value]
-        left = live_at(live, site.stmt, scope)
-        part = next((each for each in parts if chain(each) in left), None)
-        if part is not None and outlives_list(view, scope, name, training) and not flows_back(view, training, name):
-            yield Found(site.call, MESSAGE.format(ast.unparse(part)), edit=edit("method", part, "detach"))
-
-
-def outlives_list(view: View, scope: Scope, name: str, training: Training) -> bool:
-    """Whether a list starts outside the step loop, and is emptied in it only now and then."""
-    binds = [b for b in scope.binds.get(name, []) if b.how == "assign"]
-    within = [b for b in binds if inside(b.stmt, training.loop, scope.module)]
-    if any(b.stmt in training.loop.body or not isinstance(branch_of(b, scope), ast.If) for b in within):
-        return False
-    if within and (len(within) == len(binds) or any(each_step(view, b, scope) for b in within)):
-        return False
-    return bool(binds) or name.startswith("self.") or handed_list(view, scope, name)
-
-
-def handed_list(view: View, scope: Scope, name: str) -> bool:
-    """Whether all callers give a function an empty list of their own for a parameter."""
-    callers = view.calls.callers(scope) if name in scope.params else []
-    found = [view.origins.of(passed(site, scope, name), site.scope) for site in callers]
-    return bool(found) and all(
-        bool(made) and all(isinstance(origin.node, ast.List) and not origin.node.elts for origin in made)
-        for made in found
-    )
-
-
-def branch_of(bind: Bind, scope: Scope) -> ast.AST | None:
-    """The statement around the one of a binding."""
-    return scope.module.up.get(bind.stmt, (None, ""))[0]
-
-
-def meters(view: View, training: Training, live: set[str], outs: set[str]) -> Iterator[Found]:
-    """`meter.update(loss)` where a class of the project adds up, or collects, what it is given."""
-    for site in view.trainings.body(training.loop, training.scope):
-        if site.receiver is None or shielded(site.stmt, training.scope) or validates(view, site.stmt, training):
-            continue
-        left, here = (live_at(names, site.stmt, training.scope) for names in (live, outs))
-        name = handed_to_keep(view, site, left, here)
-        if name is not None:
-            values = [*site.call.args, *(item.value for item in site.call.keywords)]
-            value = next((each for each in values if dotted(each) == name), None)
-            cut = edit("method", value, "detach") if value is not None else None
-            yield Found(site.call, MESSAGE.format(name), edit=cut)
-
-
-def validates(view: View, stmt: ast.stmt, training: Training) -> bool:
-    """Whether a loop that trains and evaluates in turn comes to a statement where it evaluates (`phase == "val"`)."""
-    trains = view.steps.backwards(training.backward)
-    for guard in guards(stmt, training.module, training.loop) if trains else ():
-        test = guard.test
-        says = str(constant(test.comparators[0])) if isinstance(test, ast.Compare) else ""
-        same = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq)
-        if (EVALUATION.search(says) and same is guard.when) or ("train" in says and same is not guard.when):
-            return True
-    return False
-
-
-def whole(view: View, name: str, training: Training) -> bool:
-    """Whether a name holds all that the model gave, or a part of it that the loss is computed from: another part may be
-    a number (`loss, accuracy = model(x)`).
-    """
-    return flows_back(view, training, name) or not any(bind.path for bind in training.scope.binds.get(name, []))
-
-
-def forwards(view: View, training: Training) -> list[Site]:
-    """The calls of the model in a loop that the loss is computed from, where that trains the model."""
-    if not view.trainings.steps_in(training.loop, training.scope):
-        return []
-    return [
-        site
-        for site in view.trainings.body(training.loop, training.scope)
-        if site.scope is training.scope
-        and is_forward(view, site)
-        and not shielded(site.stmt, site.scope)
-        and any(flows_back(view, training, bind.key) for bind in site.scope.bound(site.stmt) if bind.how == "assign")
-    ]
-
-
-def shielded(stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a statement stands in a block that certainly keeps no graph."""
-    return any(map(cuts_graph, withs(stmt, scope.module)))
+def names_in(value: ast.expr | None) -> list[str]:
+    """Return the names and attributes in an expression."""
+    parts = walk(value) if value is not None else ()
+    return [dotted(part) or "" for part in parts if isinstance(part, ast.Name | ast.Attribute)]
 
 
 RULE = Rule(

@@ -34,9 +34,9 @@ MAX_HANDS = 3
 
 def idle_calls(view: View, backward: Site) -> Iterator[Site]:
     """The calls for which a test before a backward comes out so that it is not made (`optimizer=None`), nor another."""
-    function = backward.scope
-    others = [site for site in function.sites if view.steps.backwards(site)]
-    for name in tested(backward):
+    function, names = backward.scope, tested(backward)
+    others = [site for site in function.sites if view.steps.backwards(site)] if names else []
+    for name in names:
         for call, value in values(view, function, name, 0):
             if not any(made(site, name, value) for site in others):
                 yield call

@@ -57,7 +57,8 @@ def check(view: View) -> Iterator[Found]:
 
 def helps(view: View, site: Site, event: Event) -> bool:
     """Whether a call is of a function of another file that makes the folder which it is given."""
-    return event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
+    given = not {*event.scope.params}.isdisjoint(idents(event.node))
+    return given and event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
 
 
 def by_all(view: View, site: Site) -> bool:
@@ -68,6 +69,8 @@ def by_all(view: View, site: Site) -> bool:
 def own(site: Site) -> bool:
     """Whether a call names a place of the process's own, or is given one by a name."""
     given = [node for node in walk(site.call) if isinstance(node, ast.Name | ast.Attribute)]
+    owners = {node.value for node in given if isinstance(node, ast.Attribute)}
+    given = [node for node in given if node not in owners]  # `args.data`, not what made `args`
     values = [bind.value for node in given for bind in site.scope.binds.get(dotted(node) or "", [])]
     words = [word for node in (site.call, *filter(None, values)) for word in (*idents(node), *strings(node))]
     return any(RANK.search(word) or OWN.search(word) for word in words)

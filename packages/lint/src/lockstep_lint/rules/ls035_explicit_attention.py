@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import argument, base, constant, dotted, keyword, last, walk
 from lockstep_lint.analysis.view import View
@@ -16,35 +15,29 @@ PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 # Methods of a mask that leave it the mask that it is.
 SHAPES = {"view", "unsqueeze", "squeeze", "to", "bool", "expand", "type", "type_as", "contiguous", "float", "cuda"}
 SHAPES |= {"reshape", "repeat", "logical_not", "detach"}
-# Methods that give the weights on.
-COPIES = ("detach", "clone", "cpu", "numpy", "float", "mean", "sum", "squeeze", "view", "reshape", "tolist")
 TURNS = {"transpose", "permute", "mT", "T", "swapaxes", "einsum", "rearrange", "t", "transpose_key"}
+# Functions that give the weights, or a copy of them.
+SAME = {"dropout", "attn_dropout", "attn_drop", "detach", "clone", "cpu", "numpy", "float", "mean", "sum", "view", "to"}
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for softmax of a product of queries and keys, multiplied with values."""
+    """Look for softmax of a product of queries and keys, multiplied with values."""
     for site in view.sites("scaled_dot_product_attention"):
         mask = argument(site.call, 3, "attn_mask")
         if mask is not None and keyword(site.call, "is_causal") is None and causal(view, mask, site.scope, 0):
             yield at(site, "a written causal mask keeps the fast kernel away: pass is_causal=True instead of attn_mask")
     if "scaled_dot_product_attention" in view.module.text:
         return  # the explicit form is the fallback
-    for scope in view.scopes:
-        if scope.kind != "function":
-            continue
-        for site in scope.sites:
-            if (
-                site.name == "softmax"
-                and from_product(site, scope)
-                and into_product(site, scope)
-                and not kept_for_others(site, scope)
-            ):
-                yield at(site, "writes out the attention matrix: use F.scaled_dot_product_attention")
-                break
+    told: set[Scope] = set()
+    for site in view.sites("softmax"):
+        scope = site.scope
+        if scope.kind == "function" and scope not in told and of_scores(site) and is_weights(site):
+            told.add(scope)
+            yield at(site, "writes out the attention matrix: use F.scaled_dot_product_attention")
 
 
 def causal(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
-    """Whether a mask certainly is the lower triangle and nothing else."""
+    """Check whether a mask certainly is the lower triangle and nothing else."""
     while True:
         if isinstance(node, ast.Subscript):
             if any(isinstance(part, ast.Slice) and part.lower is not None for part in walk(node.slice)):
@@ -75,141 +68,85 @@ def causal(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
 
 
 def buffers(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
-    """What a class registers as a buffer of that name."""
+    """Return what a class registers as a buffer of that name."""
     methods = scope.owner.defs.values() if scope.owner is not None and key.startswith("self.") else ()
     sites = [s for method in methods for s in method.named("register_buffer")]
     return [(s.call.args[1], s.scope) for s in sites if len(s.call.args) > 1 and constant(s.call.args[0]) == key[5:]]
 
 
-def from_product(site: Site, scope: Scope) -> bool:
-    """Whether the scores come from a product with a transposed factor."""
-    value = site.call.args[0] if site.call.args else None
-    if site.receiver is not None and dotted(site.receiver) not in (
-        "F",
-        "torch",
-        "nn.functional",
-        "torch.nn.functional",
-        "self",
-    ):
-        value = site.receiver
-    return value is not None and product(value, scope, site.line, 0)
-
-
-def product(value: ast.expr, scope: Scope, line: int, depth: int) -> bool:
-    """Whether an expression, or what its names were given, is a product with a transposed factor."""
-    for node in walk(value):
-        if is_product(node) and any(last(part) in TURNS or getattr(part, "attr", "") in TURNS for part in walk(node)):
-            return True
-    if depth > 4:
-        return False
-    for node in walk(value):
-        key = dotted(node) if isinstance(node, ast.Name) else None
-        for bind in scope.binds.get(key or "", []):
-            if (
-                bind.value is not None
-                and bind.stmt.lineno <= line
-                and bind.value is not value
-                and product(bind.value, scope, bind.stmt.lineno - 1, depth + 1)
+def of_scores(site: Site) -> bool:
+    """Check whether a softmax is of a product with a transposed factor, also by way of names."""
+    values = [*site.call.args[:1], *([site.receiver] if site.receiver is not None else [])]
+    queue, seen = list[ast.AST](values), set[str]()
+    while queue and len(seen) < 30:
+        for node in walk(queue.pop()):
+            if is_product(node) and any(
+                last(part) in TURNS or getattr(part, "attr", "") in TURNS for part in walk(node)
             ):
                 return True
+            if isinstance(node, ast.Name) and node.id not in seen:
+                seen.add(node.id)
+                binds = site.scope.binds.get(node.id, [])
+                queue += [b.value for b in binds if b.value is not None and b.stmt.lineno <= site.line]
     return False
 
 
 def is_product(node: ast.AST) -> bool:
+    """Check whether an expression multiplies matrices."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.MatMult)
     return isinstance(node, ast.Call) and last(node.func) in PRODUCTS
 
 
-def into_product(site: Site, scope: Scope) -> bool:
-    """Whether the weights go into another product, through names and dropout."""
+def is_weights(site: Site) -> bool:
+    """Check whether what a softmax gives is multiplied with values, and is given to nothing else that needs it."""
+    scope = site.scope
     names = {bind.key for bind in scope.bound(site.stmt)}
-    for _ in range(4):
-        for binds in scope.binds.values():
-            for bind in binds:
-                if (
-                    bind.value is not None
-                    and bind.stmt.lineno >= site.line
-                    and not any(is_product(n) for n in walk(bind.value))
-                ) and any(dotted(n) in names for n in walk(bind.value) if isinstance(n, ast.Name)):
-                    names.add(bind.key)
-    for stmt in scope.stmts:
-        if stmt.lineno < site.line:
+    multiplied = False
+    for stmt in sorted(scope.stmts, key=lambda each: each.lineno):
+        if stmt.lineno < site.line or isinstance(stmt, ast.If | ast.For | ast.With | ast.While):
             continue
-        for node in walk(stmt) if not isinstance(stmt, ast.If | ast.For | ast.With | ast.While) else ():
-            if is_product(node) and (
-                any(dotted(n) in names for n in walk(node) if isinstance(n, ast.Name))
-                or any(n is site.call for n in walk(node))
-            ):
-                return True
-    return False
-
-
-def kept_for_others(site: Site, scope: Scope) -> bool:
-    """Whether the function gives the weights away or keeps them, which the fused kernel never makes."""
-    names, stmts = {bind.key for bind in scope.bound(site.stmt)}, {site.stmt}
-    later = (bind for binds in scope.binds.values() for bind in binds if bind.stmt.lineno > site.line)
-    for bind in sorted(later, key=lambda bind: bind.stmt.lineno):
-        if bind.value is None or not any(dotted(n) in names for n in walk(bind.value) if isinstance(n, ast.Name)):
+        nodes = list(walk(stmt))
+        held = [node for node in nodes if is_product(node) and (names & names_in(node) or site.call in walk(node))]
+        multiplied = multiplied or bool(held)
+        if stmt is site.stmt:
             continue
-        if last(bind.value) in ("dropout", "attn_dropout", "attn_drop") or whole(bind.value, names):
-            names.add(bind.key)
-            stmts.add(bind.stmt)
-    if any(name.startswith("self.") for name in names):
-        return True
-    after = (stmt for stmt in scope.stmts if stmt.lineno >= site.line and isinstance(stmt, ast.Assign | ast.Expr))
-    given = [(stmt, part) for stmt in scope.stmts if isinstance(stmt, ast.Return) for part in parts(stmt.value)]
-    still = (part for stmt, part in given if not anew(part, stmt, stmts, scope))
-    return any(whole(part, names) for part in still) or any(stores(stmt, names) for stmt in after)
+        if keeps(stmt, names) or any(name.startswith("self.") for name in names):
+            return False
+        for bind in scope.bound(stmt):
+            if bind.value is not None and names & names_in(bind.value):
+                names = names - {bind.key} if held else names | {bind.key}
+    return multiplied
 
 
-def anew(value: ast.expr, use: ast.stmt, stmts: set[ast.stmt], scope: Scope) -> bool:
-    """Whether the name that a value is made of certainly holds something else than weights where it is used, which only
-    some statements give it (`weights = weights @ values; return weights`).
-    """
-    found = [bind.stmt for bind in scope.binds.get(dotted(base(value)) or "", []) if bind.stmt.lineno < use.lineno]
-    around = {stmt for stmt, _ in above(use, scope.module)}
-    sure = bool(found) and around.issuperset(stmt for stmt, _ in above(found[-1], scope.module))
-    return sure and found[-1] not in stmts
-
-
-def parts(value: ast.expr | None) -> list[ast.expr]:
-    """What is given away with a value: the elements of a tuple, a list or a dictionary, what an object is made of."""
-    if value is None:
-        return []
-    if isinstance(value, ast.Tuple | ast.List):
-        return value.elts
-    if isinstance(value, ast.Dict):
-        return value.values
-    if isinstance(value, ast.Call) and value.keywords and not is_product(value):
-        return [value, *(item.value for item in value.keywords)]  # Output(hidden, attentions=weights)
-    return [value]
-
-
-def stores(stmt: ast.Assign | ast.Expr, names: set[str]) -> bool:
-    """Whether a statement puts the weights into a list, a table or an object, or hands them to something for that alone
-    (`maps[i] = weights`, `self.maps.append(weights)`, `self.save(weights)`).
-    """
+def keeps(stmt: ast.stmt, names: set[str]) -> bool:
+    """Check whether a statement returns or stores the weights themselves, which the fused kernel never makes."""
+    value = getattr(stmt, "value", None)
+    if isinstance(stmt, ast.Return):
+        parts = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+        parts += value.values if isinstance(value, ast.Dict) else []
+        parts += [item.value for item in value.keywords] if isinstance(value, ast.Call) else []
+        return any(is_same(part, names) for part in parts)
     if isinstance(stmt, ast.Assign):
-        places = [target for target in stmt.targets if isinstance(target, ast.Subscript | ast.Attribute)]
-        own = any(dotted(base(place)) in names for place in places)
-        return bool(places) and not own and any(whole(part, names) for part in parts(stmt.value))
-    call = stmt.value
-    if not isinstance(call, ast.Call) or last(call).endswith("_") or keyword(call, "inplace") is not None:
-        return False  # changes them in their place
-    given = [*call.args, *(item.value for item in call.keywords)]
-    return any(whole(part, names) for item in given for part in parts(item))
+        stored = any(isinstance(t, ast.Subscript | ast.Attribute) and last(base(t)) not in names for t in stmt.targets)
+        return stored and is_same(value, names)
+    call = value if isinstance(stmt, ast.Expr) and isinstance(value, ast.Call) else None
+    given = [*call.args, *(item.value for item in call.keywords)] if call is not None else []
+    return not last(value).endswith("_") and any(is_same(part, names) for part in given)
 
 
-def whole(value: ast.expr, names: set[str]) -> bool:
-    """Whether a value is the weights, or a copy of them (`weights.detach().cpu()`)."""
-    while True:
-        if isinstance(value, ast.Subscript) or (isinstance(value, ast.Attribute) and value.attr == "data"):
-            value = value.value
-        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in COPIES:
-            value = value.func.value
-        else:
-            return dotted(value) in names
+def is_same(value: ast.expr | None, names: set[str]) -> bool:
+    """Check whether a value is the weights, or a copy of them (`weights.detach().cpu()`)."""
+    while isinstance(value, ast.Call | ast.Subscript | ast.Attribute) and dotted(value) not in names:
+        if isinstance(value, ast.Call) and last(value) not in SAME:
+            return False
+        value = value.func if isinstance(value, ast.Call) else value.value
+    return dotted(value) in names
+
+
+def names_in(node: ast.AST) -> set[str | None]:
+    """Return the names in an expression."""
+    return {part.id for part in walk(node) if isinstance(part, ast.Name)}
 
 
 RULE = Rule(
