@@ -58,7 +58,7 @@ def watched(tmp_path, monkeypatch):
         mine._membership, mine._end_reason, mine._restart_failures = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
         mine._silenced, mine._spared, mine._preloaded, mine._failed = set(), set(), None, {}
-        mine._decisions = None
+        mine._decisions, mine._stderr = None, SimpleNamespace(show=lambda: None)
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
         for local in ended:

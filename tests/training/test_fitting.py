@@ -65,7 +65,7 @@ def test_nobody_is_asked_on_a_cpu():
 )
 def test_nobody_is_asked_for_a_given_size_for_an_object_or_for_a_resume(monkeypatch, given, task, start):
     monkeypatch.setattr(build, "find_largest_micro_batch", never)
-    found = build._add_device_facts(
+    found = build._add_device_memory(
         Config(batch_size=64, precision="float32", compile=False, **given), start, World(), task
     )
     assert found == start

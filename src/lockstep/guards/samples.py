@@ -111,10 +111,10 @@ def loading_failures(loading: Sequence[Counting | Loader]) -> list[float]:
     """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
     counts = [0.0, 0.0, 0.0]
     for each in loading:
-        if isinstance(each, Loader):
-            counts[2] = float(each.restarts)
-        else:
+        if hasattr(each, "counts"):
             counts[0], counts[1] = (float(count) for count in each.counts)
+        else:
+            counts[2] = float(each.restarts)
     return counts
 
 
