@@ -154,7 +154,9 @@ def test_the_thread_takes_its_device_before_it_waits_for_it(monkeypatch):
 
 def test_the_threads_group_waits_as_long_as_the_world_and_is_given_back_unless_a_save_still_uses_it(monkeypatch):
     made, ended = [], []
-    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, **asked: made.append(asked) or f"group {len(made)}")
+    monkeypatch.setattr(
+        "torch.distributed.new_group", lambda ranks, **asked: made.append(asked) or f"group {len(made)}"
+    )
     monkeypatch.setattr("torch.distributed.destroy_process_group", ended.append)
     monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
     checkpoint.Saver(World()).abandon(0.0)

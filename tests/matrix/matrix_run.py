@@ -145,7 +145,11 @@ def marks(case: Case) -> bool:
 def resumes_at(case: Case) -> int:
     """The step from which the start after the stop goes on: a marked checkpoint is passed over."""
     stop = _STOPS.get(case.resume, 0)
-    return (stop - 1) // _SAVES * _SAVES if marks(case) else stop
+    if not marks(case):
+        return stop
+    # An evaluation that is the best so far is saved too.
+    every = (_SAVES, evaluates(case.task)) if case.task == "lightning" else (_SAVES,)
+    return max((stop - 1) // steps * steps for steps in every)
 
 
 def _mark(folder: Path) -> None:

@@ -142,7 +142,10 @@ def test_the_same_bits_at_every_world_size(tmp_path, engine):
         folder.mkdir()
         changes = {"num_epochs": 1, "max_steps": 0, "engine": engine, "log_gradients": "layers"}
         found = run(trained, ranks, folder, False, changes)
-        assert [told for told, _, _ in found] == [alone[0]] * ranks
+        for told, _, _ in found:
+            assert [numbers for _, numbers in told] == [numbers for _, numbers in alone[0]]
+            # Without --exact each rank adds up its own losses first: on some processors the last digit differs.
+            assert [loss for loss, _ in told] == pytest.approx([loss for loss, _ in alone[0]], rel=1e-15, abs=0)
         assert found[0][1:] == alone[1:]
         assert gradients(folder) == gradients(tmp_path / "1")
 

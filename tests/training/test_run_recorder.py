@@ -345,12 +345,13 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     task = SimpleNamespace(sample=lambda model, device: order.append("sample") or "text")
     built = SimpleNamespace(
         remote=None,
+        uploader=None,
         world=SimpleNamespace(is_main=bool(is_main), leads_folder=bool(is_main), device="cpu", size=2),
         engine=SimpleNamespace(model=model),
         task=task,
         state=RunState(),
         config=SimpleNamespace(experiment_name="r", report=False, data=SimpleNamespace(workers=2)),
-        run_plan=SimpleNamespace(place=Position),
+        place=Position,
         folder=SimpleNamespace(
             write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
         ),
