@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+import lockstep
 from lockstep.data.groups import SampledGroups, TokenGroups, padding
 from lockstep.errors import ConfigError, DataError
 
@@ -111,3 +112,28 @@ def test_a_sampler_that_is_not_seeded_is_refused():
         SampledGroups(iter([[0]]), 10, 0)
     assert SampledGroups(BatchSampler(RandomSampler(range(9)), 2, False), 9, 0).size == 5
     assert SampledGroups(BatchSampler(SequentialSampler(range(9)), 2, True), 9, 0).size == 4
+
+
+class Normed(lockstep.Task):
+    """Samples of 4 features, the last as long as a micro-batch."""
+
+    lengths = (2, 2, 2, 2, 8)
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(5, 4)) if split == "train" else None
+
+    def work(self, dataset, samples):
+        return float(len(samples) * max(self.lengths[sample] for sample in samples))
+
+    def loss(self, model, batch):
+        return model(batch[0]).sum()
+
+
+def test_batchnorm_with_a_micro_batch_of_one_sample_is_refused_before_anything_is_written(tmp_path):
+    asked = {"batch_tokens": 16, "micro_batch_tokens": 8, "device": "cpu", "save_dir": str(tmp_path)}
+    with refuses(ConfigError, "--micro-batch-tokens 8", "BatchNorm"):
+        lockstep.train(lockstep.Config(**asked, max_steps=1), Normed())
+    assert not list(tmp_path.iterdir())

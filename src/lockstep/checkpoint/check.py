@@ -67,7 +67,7 @@ class StoredTensor:
 
 
 class DataSource(Protocol):
-    """Where the data files are that a checkpoint's folder lacks.
+    """Place of the data files that a checkpoint's folder lacks.
 
     Attributes:
         problems: what is wrong there, a line each, as far as their sizes show it.

@@ -51,7 +51,7 @@ class GroupOrder(Protocol):
 
     @property
     def description(self) -> str:
-        """What a micro-batch holds, for the log."""
+        """Description of a micro-batch, for the log."""
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
@@ -73,6 +73,7 @@ class TokenGroups:
         size: micro-batches in an epoch.
         bound: as given.
         longest: tokens of the longest sample.
+        smallest: samples of the smallest micro-batch.
 
     Raises:
         DataError: there are no samples, or one is longer than `bound`.
@@ -97,7 +98,7 @@ class TokenGroups:
         changes = np.flatnonzero(np.diff(descending)) + 1
         self._classes = np.concatenate([[0], changes, [len(lengths)]])  # where each rounded length begins
         self._cuts = _cut(descending, bound)
-        self.size = len(self._cuts) - 1
+        self.size, self.smallest = len(self._cuts) - 1, int(np.diff(self._cuts).min())
         self.bound, self._seed, self._order = bound, seed, Shuffled(self.size, seed)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:

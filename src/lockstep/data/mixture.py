@@ -247,7 +247,7 @@ def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> I
 
 
 class _Schedule:
-    """Which source, and which of its samples, each position of an endless stream has.
+    """Assignment of the positions of an endless stream to sources and their samples.
 
     Args:
         points: (step, shares in millionths).

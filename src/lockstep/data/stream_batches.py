@@ -65,7 +65,7 @@ class StreamData:
 
 
 class _Read(NamedTuple):
-    """What a micro-batch reads of a stream.
+    """Samples of a stream that a micro-batch reads.
 
     Attributes:
         lane, first, size: samples of a lane; _NO_LANE: nothing.
@@ -382,7 +382,7 @@ class StreamLoader(StepLoader):
 
     @property
     def turns(self) -> Self:
-        """What the step exchange settles."""
+        """The turns, which the step exchange settles."""
         return self
 
     def __next__(self) -> tuple[int, list[MicroBatch]]:

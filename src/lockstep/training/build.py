@@ -44,7 +44,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
-from lockstep.errors import UsageError, name_settings
+from lockstep.errors import ConfigError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
@@ -126,7 +126,7 @@ class TrainingSet(NamedTuple):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What a resume of a stream must not change."""
+        """The settings of a stream that a resume must not change."""
         return {"stream_parts": self.retry_dataset.source.parts} if self.order is None else {}
 
 
@@ -549,11 +549,20 @@ def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet
 
 
 def _task_facts(task: Task, model: nn.Module, samples: int, order: SizedOrder | None, start: StartFacts) -> Facts:
-    """Collect what the configuration is resolved by."""
+    """Collect what the configuration is resolved by.
+
+    Raises:
+        ConfigError: BatchNorm would get a micro-batch of one sample.
+    """
     facts = Facts.of(task, model, samples, order.size if order else 0, start)
     if not isinstance(order, GroupOrder):
         return facts
     longest = order.longest if isinstance(order, TokenGroups) else 0
+    if isinstance(order, TokenGroups) and order.smallest < 2 and batchnorm_names(model):
+        raise ConfigError(
+            f"--micro-batch-tokens {order.bound}: some micro-batches have one sample (the longest has {longest} "
+            "tokens), which BatchNorm cannot learn from; raise it, or use another norm"
+        )
     return dataclasses.replace(facts, grouped=True, longest=longest)
 
 

@@ -340,6 +340,10 @@ def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost 
     config = dataclasses.replace(config, shares="equal")
     with explained(None, world):
         built = build(config, task, world, resume=False)
+    if built.run_plan.grouped:
+        raise ConfigError(
+            "--find-micro-batch looks for a number of samples, but groups have different ones: leave it out"
+        )
     first = [(tensor, tensor.detach().clone()) for tensor in built.own_tensors.values()]
     with explained(built.engine, world):
         built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
