@@ -8,12 +8,12 @@ lockstep train --dataset-name wiki-tokens                          train on them
 import argparse
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.cli import Parser
+from lockstep.distributed.cpus import cores
 from lockstep.errors import ConfigError
 
 __all__ = ["command"]
@@ -51,7 +51,7 @@ def _prepare(args: argparse.Namespace) -> int:
     rows = (Path(args.cache).expanduser() if args.cache else files.default_cache()) / "rows"
     job = prepare.Job(request, packing, args.shard_mib << 20, args.tokenizer, args.trust_remote_code, folder, rows)
     tokenizer = prepare.named_tokenizer(args.tokenizer, args.trust_remote_code, rows, _say)
-    processes = args.processes or len(os.sched_getaffinity(0))
+    processes = args.processes or cores()
     index = prepare.prepare_shards(job, tokenizer, processes=processes, say=_say)
     print("\n".join([*prepare.describe_index(index), f"train with: lockstep train --dataset-name {args.out}"]))
     return 0

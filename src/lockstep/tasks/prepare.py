@@ -31,7 +31,7 @@ from lockstep.models.hf import HubTokenizer
 from lockstep.text.cache import alone
 from lockstep.text.corpus import ByteBPE
 from lockstep.text.documents import Tokenizer
-from lockstep.text.hub import DataRequest, DocumentRanges, open_ranges
+from lockstep.text.hub import DataRequest, DocumentRanges, file_digest, open_ranges
 from lockstep.text.token_store import (
     Packing,
     TokenCorpus,
@@ -60,7 +60,6 @@ INDEX = "tokens.json"
 _FORMAT = "lockstep tokens 1"
 _JOB = "job.json"
 _TOKENIZER = "tokenizer"  # folder of the tokenizer's files
-_BLOCK = 1 << 20
 _MIN_VOCABULARY = 257  # every byte, and the separator
 _SPLITS = ("train", "evaluation")
 _LINE_SECONDS = 5.0  # between two lines of progress
@@ -295,7 +294,7 @@ def _write_shard(job: Job, facts: dict[str, Any], shard: _Shard) -> dict[str, An
         files = {}
         for path in sorted(work.iterdir()):
             sync(path)
-            files[path.name] = {"size": path.stat().st_size, "xxh3_128": _digest(path)}
+            files[path.name] = {"size": path.stat().st_size, "xxh3_128": file_digest(path)}
             path.replace(job.folder / path.name)
     finally:
         for path in work.iterdir():
@@ -450,16 +449,8 @@ def check_shards(folder: Path, index: dict[str, Any], *, contents: bool) -> Iter
             continue
         if size != file["size"]:
             yield f"{name} has {size:,} bytes instead of {file['size']:,}; copy it again, or prepare the data again"
-        elif contents and _digest(path) != file["xxh3_128"]:
+        elif contents and file_digest(path) != file["xxh3_128"]:
             yield f"{name} was changed: its checksum differs; copy it again, or prepare the data again"
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ __all__ = [
     "Documents",
     "HubSplit",
     "HubTable",
+    "file_digest",
     "open_ranges",
     "open_rows",
     "open_table",
@@ -396,7 +397,7 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
         if not files:
             suffixes = ", ".join(kind.lstrip(".") for kind in _KINDS)
             raise DataError(f"--dataset-name {request.name}: no such file or folder of files; supported: {suffixes}")
-        digest = _content_digest(request, [[path.name, _digest(path)] for path in files])
+        digest = _content_digest(request, [[path.name, file_digest(path)] for path in files])
         with _one_line_errors(request):
             builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(cache))
     with _one_line_errors(request):
@@ -431,7 +432,7 @@ def _hub_builder(request: DataRequest, say: Say) -> tuple[Any, str]:
 
 def _files_digest(request: DataRequest, files: list[Path], root: Path) -> str:
     names = [path.relative_to(root).as_posix() if path != root else path.name for path in files]
-    return _content_digest(request, [[name, _digest(path)] for name, path in zip(names, files, strict=True)])
+    return _content_digest(request, [[name, file_digest(path)] for name, path in zip(names, files, strict=True)])
 
 
 def _content_digest(request: DataRequest, content: list[Any]) -> str:
@@ -566,7 +567,8 @@ def _encoding(path: Path, request: DataRequest) -> str:
     return encoding
 
 
-def _digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Return the 128-bit xxh3 of a file, in hex."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_PIECE):
@@ -623,13 +625,13 @@ def plain_rows(name: str) -> HubRows:
         return Documents(_plain_part(train), _plain_part(evaluation), _note(sources), check)
 
     def check() -> None:
-        if _file_digest(find(name)) != _file_digest(sources):
+        if _sources_digest(find(name)) != _sources_digest(sources):
             raise DataError(f"--dataset-name {name}: its files changed during preparation; start the run again")
 
-    return HubRows(_file_digest(sources), "", documents)
+    return HubRows(_sources_digest(sources), "", documents)
 
 
-def _file_digest(sources: list[TextFile]) -> str:
+def _sources_digest(sources: list[TextFile]) -> str:
     return xxhash.xxh3_128_hexdigest(repr([(source.name, source.digest) for source in sources]).encode())
 
 
