@@ -41,10 +41,10 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/lockstep lint --select ALL --ignore LS008,LS020 src packages/lint/src examples
 
 test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except the slow ones, two files at a time
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test-lint: .venv/dev ## the linter's tests alone
-	$(BIN)/python -m pytest packages/lint/tests -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest packages/lint/tests -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test-full: .venv/dev .venv/lightning-2.5.6 ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"

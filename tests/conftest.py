@@ -18,8 +18,11 @@ settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")
 
 
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def by_flags(monkeypatch):
+def by_flags(no_variables_are_left, monkeypatch):  # the former before the latter, which takes back its own changes
     """Name settings by flag in messages, whichever tests ran before; tests/config/test_setting_names.py has fields."""
     monkeypatch.setattr(SETTINGS, "flags", True)
 
@@ -72,6 +75,18 @@ def imported_is_frozen():
 def _freeze():
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_variables_are_left():
+    """A launcher's variables that a test leaves make a later run in this process end itself by a signal."""
+    before = _launch_variables()
+    yield
+    assert _launch_variables() == before
+
+
+def _launch_variables():
+    return {name: value for name, value in os.environ.items() if name.startswith("LOCKSTEP_") or name in LAUNCHED}
 
 
 @pytest.fixture

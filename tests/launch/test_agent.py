@@ -27,6 +27,7 @@ from lockstep.launch import agent, losses, nodes, rendezvous
 from lockstep.launch import agent as orphans
 from lockstep.launch import job as memory
 from lockstep.launch.job import Job
+from lockstep.report.goodput import ENDED_VARIABLE
 
 GOOD, BAD, USAGE, KILLED, SLEEPS, STOPS = (
     "exit 0",
@@ -50,6 +51,7 @@ def watched(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(agent, "_GRACE", 0.05)
     monkeypatch.setattr(agent, "count_oom_kills", lambda: 7)
+    monkeypatch.setenv(ENDED_VARIABLE, "")  # so that what the agent sets does not outlive the test
 
     def made(*commands, notes=(), ended=(), left=2):
         mine = object.__new__(agent._Agent)
@@ -309,7 +311,8 @@ def test_an_end_in_the_meeting_is_one_line_and_leaves_nothing(tmp_path, monkeypa
         str(seen["folder"] / "launcher"),
     )
     assert (seen["MINE"], seen["THEIRS"]) == ("new", "before")  # what is set already stays
-    os.environ.pop("MINE")
+    assert os.environ[LAUNCHER_VARIABLE] == "before"
+    assert "MINE" not in os.environ
 
 
 def test_waiting_nodes_are_counted_in_a_thread_and_reported_once(monkeypatch):

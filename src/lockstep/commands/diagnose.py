@@ -42,8 +42,8 @@ def doctor_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     code: int = importlib.import_module("lockstep.diagnose.doctor.command").run(args)  # loads torch
-    hint = lint_hint([args.task or ""])
-    if hint and not args.json:
+    hint = lint_hint([getattr(args, "task", None) or ""])  # a flag of train is absent if not given
+    if hint and not args.json and os.environ.get("RANK", "0") == "0":
         print(f"lockstep doctor: {hint}", file=sys.stderr)
     return code
 

@@ -134,6 +134,7 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     ranks = job.processes * job.nodes[1]
     ensure_descriptors(descriptors_of(ranks, hosts_store=job.is_host), f"the launcher of {ranks} ranks")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same
+    before = dict(os.environ)
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
     folder = private_folder()
@@ -159,6 +160,8 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         if agent:
             agent.end()
         shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()  # a run in this process would take itself for one whose launcher has died
+        os.environ.update(before)
     if result.is_failed() and (agent.stop_signal is None or agent.has_cause):
         raise agent.error()
     return not result.is_failed(), agent.stop_signal, code
