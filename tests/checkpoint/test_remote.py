@@ -11,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import fsspec
 import object_store
 import pytest
 import small_runs
 import torch
 import warm
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run
 from refusals import names, refuses
 from toys import Ragged
@@ -64,8 +66,20 @@ def whole(remote):
     return {step: remote.verify(step) for step in remote.steps()}
 
 
-@pytest.mark.parametrize("url", [URL, "memory://runs", "file"])
+class OwnStore(MemoryFileSystem):
+    """A file system that a program registers with fsspec."""
+
+    protocol = "own"
+    store, pseudo_dirs = {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("own://"))
+
+
+@pytest.mark.parametrize("url", [URL, "own://runs", "file"])
 def test_a_checkpoint_is_whole_in_the_store_or_not_there(tmp_path, store, url):
+    fsspec.register_implementation("own", OwnStore, clobber=True)
     remote = RemoteRun(f"file://{tmp_path}/store" if url == "file" else url, "r")
     remote.check()
     folder = saved(tmp_path / "r", 3, 6)

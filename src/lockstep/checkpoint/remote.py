@@ -105,7 +105,7 @@ class RemoteRun:
         """
         fsspec = import_fsspec()
         scheme = self.url.partition("://")[0]
-        if scheme not in fsspec.available_protocols():
+        if scheme not in {*fsspec.available_protocols(), *fsspec.registry}:  # the latter: what a program registers
             raise self._error(f"fsspec knows no store {scheme!r}; give s3://BUCKET/PATH, gs:// or az://")
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme in ("file", "local"):
