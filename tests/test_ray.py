@@ -1,7 +1,6 @@
-"""`lockstep.ray`: a run on the nodes of a Ray cluster; the real ones need the package ray."""
+"""`lockstep.ray`: a run on the nodes of a Ray cluster."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import secrets
@@ -44,9 +43,6 @@ try:
 except lockstep.errors.LockstepError as error:
     sys.exit(f"lockstep: error: {error}")
 """
-
-needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="ray is not installed")
-
 
 def test_bad_input_is_one_line(monkeypatch, tmp_path):
     for arguments, named in (
@@ -120,8 +116,6 @@ def undisturbed(folder):
     return fingerprint(folder)
 
 
-@needs_ray
-@pytest.mark.slow
 def test_two_launchers_on_one_ray_node(tmp_path):
     folder = prepare(tmp_path / "r")
     done = subprocess.run(driver(folder, 4), env=environment(**RAY), capture_output=True, text=True, timeout=200)
@@ -204,7 +198,6 @@ class RayCluster:
         raise AssertionError("node 1 has no launcher")
 
 
-@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_lost_actor_or_node_starts_all_again_from_the_checkpoint_or_ends_in_one_line(tmp_path):
