@@ -7,7 +7,7 @@ losses, trainer = their_losses(L, module, loaders())
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 
 def rows(count=64, seed=0):
@@ -17,6 +17,26 @@ def rows(count=64, seed=0):
 
 def loaders(train=64, held_out=20, size=8, **more):
     return DataLoader(rows(train), size, **more), DataLoader(rows(held_out, 1), size)
+
+
+class Uneven(Sampler):
+    """Lists of 2 to 8 samples, by a generator of its own, which goes on from epoch to epoch."""
+
+    sizes = (8, 3, 5, 2, 7, 8, 4, 3)
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        order = torch.randperm(sum(self.sizes), generator=self.generator)
+        return iter([part.tolist() for part in order.split(self.sizes)])
+
+
+def uneven():
+    return DataLoader(rows(40), batch_sampler=Uneven()), DataLoader(rows(20, 1), 8)
 
 
 def seeded(kind, *given, **named):

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, LockstepError
 
 pytest.importorskip("lightning")
 
-from lightning_modules import autoencoder, classifier, gan, loaders, rows, seeded, their_losses, trainer
+from lightning_modules import autoencoder, classifier, gan, loaders, rows, seeded, their_losses, trainer, uneven
 from refusals import refuses
 
 L = importlib.import_module("lightning.pytorch")
@@ -61,6 +61,14 @@ def test_the_guides_autoencoder_trains_as_under_lightning(tmp_path, package):
     assert run.model is module
     for one, other in zip(module.parameters(), made.lightning_module.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_batch_sampler_of_unlike_lists_trains_as_under_lightning(tmp_path):
+    kind = classifier(L)
+    theirs, _ = their_losses(L, seeded(kind), uneven(), max_epochs=3)
+    ours, run = trained(tmp_path, seeded(kind), uneven(), trainer(L, max_epochs=3))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert len(ours) == run.result.global_step == 24
 
 
 def one_cycle(module, optimizer):

@@ -32,7 +32,8 @@ def trained(folder, which, stop_at=0, engine="auto", configure=None, **more):
     modules = importlib.import_module("lightning_modules")  # by the ranks too, which import this file
     package = importlib.import_module("lightning.pytorch")
     kind = modules.gan(package, draws=True) if which == "gan" else modules.classifier(package, 0.2, configure)
-    module, data = modules.seeded(kind), modules.loaders(60, 20, shuffle=True)
+    module = modules.seeded(kind)
+    data = modules.uneven() if which == "uneven" else modules.loaders(60, 20, shuffle=True)
     config, task = lockstep.from_lightning(module, data if which != "gan" else data[0], devices=3)
     config = dataclasses.replace(
         config, save_dir=str(folder), report=False, num_epochs=2, stop_at=stop_at, engine=engine, log_freq=1, **more
@@ -52,7 +53,7 @@ def on_ranks(world, folder, which, more):
     return trained(folder, which, **more)
 
 
-@pytest.mark.parametrize("which", ["classifier", "gan"])
+@pytest.mark.parametrize("which", ["classifier", "gan", "uneven"])
 def test_two_ranks_have_the_bits_of_one_and_resume_what_it_began(tmp_path, which):
     before = torch.get_num_threads()
     try:

@@ -17,11 +17,12 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 import lockstep
-from lockstep.adapters.lightning.data import named_loaders, taken_apart
+from lockstep.adapters.lightning.data import LoaderDraws, LoaderOrder, named_loaders, taken_apart
 from lockstep.adapters.lightning.optimizers import read
 from lockstep.adapters.lightning.refusals import ARGUMENTS as TABLE
 from lockstep.adapters.lightning.refusals import HOOKS
@@ -320,11 +321,38 @@ class InBatches(Sampler):
         return iter(self.batches)
 
 
-def test_batch_samplers_of_ones_own_are_kept_or_refused():
+def test_batch_samplers_of_ones_own_are_kept():
     parts, (_, samples) = order(DataLoader(rows(6), batch_sampler=InBatches([[4, 1], [0, 3]])), epochs=1)
     assert (parts.batch_size, len(parts.dataset), samples.tolist()) == (2, 4, [4, 1, 0, 3])
-    with pytest.raises(ConfigError, match="batches of 1 to 2 samples"):
-        order(DataLoader(rows(6), batch_sampler=InBatches([[4, 1], [0]])))
+    with pytest.raises(ConfigError, match="makes no batches"):
+        order(DataLoader(rows(6), batch_sampler=InBatches([])))
+
+
+def test_uneven_lists_are_the_micro_batches():
+    lists = InBatches([[4, 1], [0], [5, 3, 2]])
+    config, task = lockstep.from_lightning(seeded(autoencoder(L)), DataLoader(rows(6), batch_sampler=lists))
+    groups = task.order(6, 0)
+    assert (config.batch_size, config.micro_batch_size, groups.size) == (1, 1, 3)
+    assert [groups.samples(0, number)[1].tolist() for number in range(3)] == lists.batches
+    late = LoaderOrder(LoaderDraws(InBatches([[4, 1], [0]]), 0), 3, 6, in_batches=True)  # even when it was looked at
+    with pytest.raises(ConfigError, match="1 to 2 samples in epoch 0"):
+        late.at(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sizes"),
+    [
+        ({"sampler": SubsetRandomSampler([5, 3, 4]), "batch_size": 2}, [2, 1]),
+        ({"batch_sampler": InBatches([[3], [5, 4]])}, [1, 2]),
+        ({"batch_sampler": InBatches([[3, 4], [5, 4]])}, [2, 2]),
+    ],
+)
+def test_an_evaluation_has_the_samples_of_its_sampler(chosen, sizes):
+    data = rows(6)
+    parts = taken_apart(DataLoader(data, **chosen), "val_dataloader").held_out()
+    assert [len(each) for each in parts.batches()] == sizes
+    found = {parts.dataset[place][0].sum().item() for place in range(sum(sizes))}
+    assert found == {data[place][0].sum().item() for place in (3, 4, 5)}
 
 
 def test_an_item_that_is_a_batch_already_is_one(tmp_path):

@@ -11,6 +11,7 @@ always has the same number of groups, and each sample once. Apart from one sorte
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -124,6 +125,7 @@ class SampledGroups:
         sampler: yields lists of sample indices; seeded as `SamplerOrder` seeds a sampler.
         samples: of the dataset.
         seed: the run's.
+        draws: epoch -> the lists of another way to draw them; None: as above.
 
     Attributes:
         size: lists in an epoch.
@@ -133,8 +135,11 @@ class SampledGroups:
         DataError: it draws different lists under the same seed, or invalid ones.
     """
 
-    def __init__(self, sampler: Any, samples: int, seed: int) -> None:
-        self._sampler, self._samples, self._seed = sampler, samples, seed
+    def __init__(
+        self, sampler: Any, samples: int, seed: int, draws: Callable[[int], list[Any]] | None = None
+    ) -> None:
+        self._sampler, self._samples = sampler, samples
+        self._draws = draws or partial(draw_seeded, sampler, seed, read=lambda sampler: [list(each) for each in sampler])
         self._epochs: dict[int, _Lists] = {}
         self.description = f"the samples that {type(sampler).__name__} lists"
         self.size = sampler_length(sampler, lists=True)
@@ -161,7 +166,7 @@ class SampledGroups:
 
     def _draw(self, epoch: int) -> "_Lists":
         name = type(self._sampler).__name__
-        lists = draw_seeded(self._sampler, self._seed, epoch, lambda sampler: [list(each) for each in sampler])
+        lists = self._draws(epoch)
         if len(lists) != self.size or not all(lists):
             lengths = f"{len(lists)} lists" if all(lists) else "an empty list"
             raise DataError(
@@ -226,11 +231,11 @@ def grouped_order(
             raise ConfigError(f"--batch-tokens orders the samples itself; drop it, or {other}")
         return TokenGroups(lengths_of(task, dataset), bound, seed)
     order = draw_order(task, len(dataset), seed) if has_own(task, "order") else None
-    if order is None or not _lists(order, seed):
+    if order is None or not (isinstance(order, SampledGroups) or _lists(order, seed)):
         return None
     if shuffle_shards:
         raise ConfigError(f"--data.shuffle-shards {shuffle_shards}: the task's `order` is a batch sampler; drop one")
-    return SampledGroups(order, len(dataset), seed)
+    return order if isinstance(order, SampledGroups) else SampledGroups(order, len(dataset), seed)
 
 
 def _lists(order: Any, seed: int) -> bool:

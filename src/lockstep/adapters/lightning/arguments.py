@@ -66,7 +66,7 @@ class TrainerLength(NamedTuple):
 
 
 def plan_of(config: Config, samples: int) -> TrainerLength:
-    """Compute the length of a run for a training set of `samples` samples."""
+    """Compute the length of a run with `samples` samples, or groups of them, in an epoch."""
     size = config.batch_size
     if config.limit_train_batches:
         samples = min(samples, in_batches(config.limit_train_batches, samples / size) * size)
@@ -134,11 +134,11 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
     """
     train, name = loaders.train, re.sub(r"[^A-Za-z0-9_.-]+", "-", type(module).__name__)
     accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
-    batch_size = train.batch_size * accumulate * devices
+    batch_size = train.micro_batch_size * accumulate * devices
     fields: dict[str, Any] = {
         "experiment_name": name,
         "batch_size": batch_size,
-        "micro_batch_size": train.batch_size,
+        "micro_batch_size": train.micro_batch_size,
         "ckpt_freq": "1epoch",
         "compile": False,
     }
@@ -146,7 +146,7 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
     data: dict[str, Any] = {"workers": train.workers}
     if train.prefetch:
         data["prefetch"] = train.prefetch
-    samples = len(train.dataset)
+    samples = train.positions
     if train.drop_last and samples % batch_size and samples >= batch_size:
         fields["limit_train_batches"] = samples // batch_size
     if loaders.validation:

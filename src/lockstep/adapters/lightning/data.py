@@ -10,9 +10,10 @@ process on the module's current weights.
 
 import contextlib
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -26,12 +27,14 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from lockstep.adapters.hf_trainer.data import EpochShuffled
 from lockstep.adapters.lightning.package import calls, kind_of, written
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.data.device import mover
+from lockstep.data.groups import SampledGroups
 from lockstep.data.loader import generators_kept, seed_everything
 from lockstep.data.sampler import EpochOrder, Sequential, within
 from lockstep.distributed.world import World, on_all_ranks
@@ -87,10 +90,12 @@ class LoaderParts:
     Attributes:
         dataset: its `len` is the number of samples of an epoch.
         sampler: yields indices, or lists of them if `in_batches`; None: a shuffle; "sequential": the order of the data.
-        batch_size: samples of a batch; 1 if `whole`.
+        batch_size: samples of a batch, of the largest if they differ; 1 if `whole`.
         whole: an item of the dataset is a batch already.
         collate: a list of samples -> a batch.
         drop_last: each epoch drops its incomplete last batch.
+        grouped: the lists of its sampler differ in size: each is a micro-batch.
+        sizes: of an evaluation's batches, if they differ.
     """
 
     dataset: Any
@@ -102,9 +107,21 @@ class LoaderParts:
     workers: int
     prefetch: int
     drop_last: bool
+    grouped: bool = False
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> int:
+        """Positions of an epoch, which batch sizes count: samples, or lists if `grouped`."""
+        return len(self.sampler) if self.grouped else len(self.dataset)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Positions of a micro-batch."""
+        return 1 if self.grouped else self.batch_size
 
     def order(self, seed: int) -> Order | None:
-        """Return the order of the samples; None: a new shuffle in each epoch."""
+        """Return the order of the samples, or of groups of them; None: a new shuffle in each epoch."""
         if self.sampler is None:
             return None
         if self.sampler == "sequential":
@@ -112,14 +129,40 @@ class LoaderParts:
         if isinstance(self.sampler, DistributedSampler):
             return EpochShuffled(len(self.dataset), self.sampler.seed)
         samples = len(self.dataset.inner if isinstance(self.dataset, Sampled) else self.dataset)
-        return LoaderOrder(self.sampler, len(self.dataset), samples, seed, in_batches=self.in_batches)
+        draws = LoaderDraws(self.sampler, seed)
+        if self.grouped:
+            return SampledGroups(self.sampler, samples, seed, draws)
+        return LoaderOrder(draws, len(self.dataset), samples, in_batches=self.in_batches)
+
+    def held_out(self) -> "LoaderParts":
+        """Return the parts for an evaluation: the samples that the sampler yields in its first epoch, in its order."""
+        if self.sampler is None or self.sampler == "sequential" or isinstance(self.sampler, DistributedSampler):
+            return self
+        inner = self.dataset.inner if isinstance(self.dataset, Sampled) else self.dataset
+        drawn = LoaderDraws(self.sampler, 0)(0)
+        lists = drawn if self.in_batches else [drawn]
+        return replace(
+            self,
+            dataset=Subset(inner, [int(index) for each in lists for index in each]),
+            sampler="sequential",
+            in_batches=False,
+            grouped=False,
+            sizes=tuple(map(len, lists)) if self.grouped else (),
+        )
+
+    def batches(self) -> Iterator[range]:
+        """Yield the samples of each batch in the order of the data."""
+        samples, start = len(self.dataset), 0
+        for size in self.sizes or itertools.repeat(self.batch_size, -(-samples // self.batch_size)):
+            yield range(start, min(start + size, samples))
+            start += size
 
 
 def taken_apart(loader: Any, name: str) -> LoaderParts:
     """Split a loader into its parts.
 
     Raises:
-        ConfigError: it is no DataLoader, its dataset is iterable, or its batches differ in size.
+        ConfigError: it is no DataLoader, or its dataset is iterable.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
@@ -137,12 +180,14 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
             f"from_lightning: {name} returned {type(loader).__name__}, which overrides `__iter__`: return a "
             "torch.utils.data.DataLoader with a sampler and a collate_fn"
         )
-    collate, whole, in_batches, size = loader.collate_fn, False, False, loader.batch_size
+    collate, whole, size = loader.collate_fn, False, loader.batch_size
+    in_batches = grouped = False
     sampler: Any = loader.sampler
     if size is None and loader.batch_sampler is None:  # no automatic batches: an item is a batch
         size, whole, collate = 1, True, _ReadyBatch(loader.collate_fn)
     elif size is None:
-        sampler, size, in_batches = _unpack_batch_sampler(loader.batch_sampler, name)
+        sampler, sizes = _unpack_batch_sampler(loader.batch_sampler, name)
+        size, in_batches, grouped = max(sizes), sampler is loader.batch_sampler, len(sizes) > 1
     samples = len(dataset)
     if isinstance(sampler, DistributedSampler):
         sampler = sampler if sampler.shuffle else "sequential"
@@ -150,13 +195,13 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
         sampler = "sequential"
     elif _is_shuffle(sampler):
         sampler = None
-    else:
+    elif not grouped:
         samples = _length(sampler, name) * (size if in_batches else 1)
     if samples != len(dataset):
         dataset = Sampled(dataset, samples)
     workers, prefetch = int(loader.num_workers), int(loader.prefetch_factor or 0)
-    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False))
-    return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last)
+    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not grouped  # its lists are what is left
+    return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last, grouped)
 
 
 def named_loaders(loaders: Any, name: str) -> dict[str, Any]:
@@ -178,30 +223,22 @@ def named_loaders(loaders: Any, name: str) -> dict[str, Any]:
 
 
 @final
-class LoaderOrder(EpochOrder):
-    """The order of a loader's sampler, drawn as Lightning draws it.
+class LoaderDraws:
+    """Draws of a loader's sampler, epoch by epoch, as Lightning draws them.
 
     Its generator continues from epoch to epoch.
 
     Args:
         sampler: yields indices, or lists of them; `set_epoch` is called before each epoch.
-        size: samples in an epoch; further indices are dropped.
-        samples: of the dataset.
         seed: of the run; draws from the default generators use a seed derived from it for each epoch.
-        in_batches: the sampler yields lists.
     """
 
-    def __init__(self, sampler: Any, size: int, samples: int, seed: int, *, in_batches: bool) -> None:
-        super().__init__(size, samples)
-        self._sampler, self._seed, self._in_batches = sampler, seed, in_batches
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.name, self._sampler, self._seed = type(sampler).__name__, sampler, seed
         self._generators = [(each, each.get_state()) for each in _generators(sampler)]
 
-    def draw(self, epoch: int) -> NDArray[np.int64]:
-        """Draw the indices of an epoch.
-
-        Raises:
-            ConfigError: the sampler yields too few.
-        """
+    def __call__(self, epoch: int) -> list[Any]:
+        """Return what the sampler yields in an epoch."""
         with generators_kept():
             for generator, state in self._generators:  # they continue from epoch to epoch
                 generator.set_state(state)
@@ -210,17 +247,45 @@ class LoaderOrder(EpochOrder):
                 for each in within(self._sampler):
                     if callable(getattr(each, "set_epoch", None)):
                         each.set_epoch(now)
-                indices = list(self._flat())
+                drawn = [list(each) if isinstance(each, list) else each for each in self._sampler]
+        return drawn
+
+
+@final
+class LoaderOrder(EpochOrder):
+    """The order of a loader's sampler.
+
+    Args:
+        draws: what the sampler yields in an epoch.
+        size: samples in an epoch; further indices are dropped.
+        samples: of the dataset.
+        in_batches: the sampler yields lists, of one size.
+    """
+
+    def __init__(self, draws: LoaderDraws, size: int, samples: int, *, in_batches: bool) -> None:
+        super().__init__(size, samples)
+        self._draws, self._in_batches = draws, in_batches
+
+    def draw(self, epoch: int) -> NDArray[np.int64]:
+        """Draw the indices of an epoch.
+
+        Raises:
+            ConfigError: the sampler yields too few, or lists of unlike sizes, unlike in its first epoch.
+        """
+        drawn = self._draws(epoch)
+        sizes = {len(each) for each in drawn} if self._in_batches else {1}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"from_lightning: the batch sampler {self._draws.name} makes batches of {min(sizes)} to {max(sizes)} "
+                f"samples in epoch {epoch}, but of one size in its first: let them differ in every epoch, or in none"
+            )
+        indices = [int(each) for batch in drawn for each in batch] if self._in_batches else list(map(int, drawn))
         if len(indices) < self.size:
             raise ConfigError(
-                f"from_lightning: the sampler {type(self._sampler).__name__} gave {len(indices)} samples in epoch "
-                f"{epoch}, but its length is {self.size}: every epoch must have that many"
+                f"from_lightning: the sampler {self._draws.name} gave {len(indices)} samples in epoch {epoch}, but its "
+                f"length is {self.size}: every epoch must have that many"
             )
         return np.asarray(indices[: self.size], dtype=np.int64)
-
-    def _flat(self) -> Iterator[int]:
-        for each in self._sampler:
-            yield from map(int, each) if self._in_batches else (int(each),)
 
 
 @final
@@ -243,27 +308,26 @@ def _is_shuffle(sampler: Any) -> bool:
     return plain and sampler.num_samples == len(sampler.data_source)
 
 
-def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, int, bool]:
-    """Return (sampler, batch size, whether it yields lists) of a batch sampler.
+def _unpack_batch_sampler(batch_sampler: Any, name: str) -> tuple[Any, set[int]]:
+    """Return (sampler, sizes of its batches) of a batch sampler; torch's own is the sampler inside it.
 
     Raises:
-        ConfigError: its batches differ in size.
+        ConfigError: it has no length, or makes no batches.
     """
     if type(batch_sampler) is BatchSampler:
-        return batch_sampler.sampler, int(batch_sampler.batch_size), False
+        return batch_sampler.sampler, {int(batch_sampler.batch_size)}
     _length(batch_sampler, name)
     generator_states = [(each, each.get_state()) for each in _generators(batch_sampler)]
     with generators_kept():
-        sizes = [len(batch) for batch in copy.copy(batch_sampler)]
+        sizes = {len(batch) for batch in copy.copy(batch_sampler)}
     for generator, state in generator_states:
         generator.set_state(state)
-    if not sizes or len(set(sizes)) > 1:
+    if not sizes - {0}:
         raise ConfigError(
-            f"from_lightning: the batch sampler of {name}, {type(batch_sampler).__name__}, makes batches of "
-            f"{min(sizes, default=0)} to {max(sizes, default=0)} samples, but all must have one size: drop the short "
-            "ones, or give the loader a sampler and a batch_size"
+            f"from_lightning: the batch sampler of {name}, {type(batch_sampler).__name__}, makes no batches: let it "
+            "yield lists of indices"
         )
-    return batch_sampler, sizes[0], True
+    return batch_sampler, sizes
 
 
 def _length(sampler: Any, name: str) -> int:
@@ -324,7 +388,7 @@ def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
     val_loaders = own[1] if own else _call_loader("val_dataloader", module, datamodule)
     trainer.val_dataloaders = val_loaders
     sets = named_loaders(val_loaders, "val_dataloader") if written(module, "validation_step") else {}
-    validation = {name: taken_apart(each, "val_dataloader") for name, each in sets.items()}
+    validation = {name: taken_apart(each, "val_dataloader").held_out() for name, each in sets.items()}
     return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule)
 
 
@@ -337,7 +401,7 @@ def _setup_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderP
     loaders = _call_loader(name, module, datamodule)
     if loaders is None:
         raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
-    return {key: taken_apart(each, name) for key, each in named_loaders(loaders, name).items()}
+    return {key: taken_apart(each, name).held_out() for key, each in named_loaders(loaders, name).items()}
 
 
 def _call_loader(name: str, module: Any, datamodule: Any) -> Any:
@@ -460,9 +524,7 @@ def _to_device(task: Any, batch: Placed) -> Placed:
 
 def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
     """Yield the batches of a set in the order of the data."""
-    size, samples = parts.batch_size, len(parts.dataset)
-    total = -(-samples // size)
-    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(total * limit)
-    for number in range(min(total, most)):
-        indices = range(number * size, min((number + 1) * size, samples))
+    own = list(parts.batches())
+    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(len(own) * limit)
+    for indices in own[:most]:
         yield Placed(place, len(indices), parts.collate([parts.dataset[at] for at in indices]))

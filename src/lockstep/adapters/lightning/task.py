@@ -420,7 +420,7 @@ class LightningTask(Task):
 
     def _set_length(self, config: Config) -> None:
         """Set the length of the run on the module's trainer before the optimizer is made."""
-        plan = plan_of(config, len(self.loaders.train.dataset))
+        plan = plan_of(config, self.loaders.train.positions)
         self._samples = plan.samples
         self.life.planned(plan.samples, config.batch_size)
         trainer = self.trainer
