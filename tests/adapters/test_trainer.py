@@ -16,6 +16,7 @@ from refusals import refuses
 import lockstep
 from lockstep.adapters.hf_trainer.data import Batching, EpochShuffled, labelled
 from lockstep.adapters.hf_trainer.refusals import ARGUMENTS as TABLE
+from lockstep.data.sampler import Shuffled, order_of
 from lockstep.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +99,29 @@ def test_epochs_follow_the_trainers_order_and_its_schedule(tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(rates, [e["learning_rate"] for e in trainer.state.log_history if "loss" in e], rtol=1e-9)
     assert len(ours) == 25
+
+
+class Halves(transformers.Trainer):
+    """A sampler of its own, without random draws."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return [*range(0, len(self.train_dataset), 2), *range(1, len(self.train_dataset), 2)]
+
+
+def test_a_sampler_of_ones_own_is_taken(tmp_path):
+    theirs = their_losses(causal(tmp_path / "theirs", kind=Halves, max_steps=12))
+    ours, _, _ = trained(causal(tmp_path / "ours", kind=Halves, max_steps=12))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_samples_are_grouped_by_length_as_the_trainers_sampler_does(tmp_path):
+    _, task = lockstep.from_trainer(causal(tmp_path, train_sampling_strategy="group_by_length"))
+    data, padding = task.dataset("train"), []
+    for order in (order_of(task, len(data), 3), Shuffled(len(data), 3)):
+        lengths = np.array([len(data[place]["input_ids"]) for place in order.at(0, len(data))[1].tolist()])
+        groups = [lengths[at : at + 4] for at in range(0, len(lengths), 4)]
+        padding.append(sum(int(each.max()) * len(each) - int(each.sum()) for each in groups))
+    assert padding[0] < 0.7 * padding[1]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +387,7 @@ def test_a_plateau_is_ours(tmp_path):
     ("more", "said"),
     [
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
-        ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"optim": "galore_adamw", "optim_target_modules": ["attn"]}, "optim_target_modules"),
         ({"optim": "adamw_8bit"}, "optim='adamw"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
@@ -415,6 +439,11 @@ class OwnStep(transformers.Trainer):
         return super().training_step(*args, **more)
 
 
+class OwnLoader(transformers.Trainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
 class OwnEvaluation(transformers.Trainer):
     def evaluate(self, *args, **more):
         return super().evaluate(*args, **more)
@@ -435,6 +464,7 @@ def test_trainers_that_cannot_be_served_are_refused(tmp_path):
 
     refused(causal(tmp_path / "a", callbacks=[Noted()]), r"callback Noted .*trainer.remove_callback\(Noted")
     refused(causal(tmp_path / "a", kind=OwnStep), "OwnStep .*`training_step`")
+    refused(causal(tmp_path / "a", kind=OwnLoader), "`get_train_dataloader`.*_get_train_sampler")
     refused(causal(tmp_path / "a", kind=OwnEvaluation, eval_strategy="epoch"), "`evaluate`.*eval_strategy='no'")
     refused(object(), "transformers.Trainer .*object")
     refused(causal(tmp_path / "a", callbacks=[transformers.EarlyStoppingCallback(2)]), "needs evaluations")

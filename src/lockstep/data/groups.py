@@ -135,11 +135,11 @@ class SampledGroups:
         DataError: it draws different lists under the same seed, or invalid ones.
     """
 
-    def __init__(
-        self, sampler: Any, samples: int, seed: int, draws: Callable[[int], list[Any]] | None = None
-    ) -> None:
+    def __init__(self, sampler: Any, samples: int, seed: int, draws: Callable[[int], list[Any]] | None = None) -> None:
         self._sampler, self._samples = sampler, samples
-        self._draws = draws or partial(draw_seeded, sampler, seed, read=lambda sampler: [list(each) for each in sampler])
+        self._draws = draws or partial(
+            draw_seeded, sampler, seed, read=lambda sampler: [list(each) for each in sampler]
+        )
         self._epochs: dict[int, _Lists] = {}
         self.description = f"the samples that {type(sampler).__name__} lists"
         self.size = sampler_length(sampler, lists=True)
@@ -177,6 +177,10 @@ class SampledGroups:
         check_indices(indices, self._samples, f"epoch {epoch} of `order`")
         starts = np.cumsum([0, *map(len, lists)])
         return _Lists(starts, indices, number_repeats(np.full(len(indices), epoch), indices, self._samples))
+
+
+def _copy_lists(sampler: Any) -> list[list[int]]:
+    return [list(each) for each in sampler]  # a sampler may fill one list again and again
 
 
 class _Lists(NamedTuple):

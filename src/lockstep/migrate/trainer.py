@@ -124,7 +124,7 @@ def _refusal_of(name: str, setting: object) -> str:
     if name == "optim" and setting not in OPTIMIZERS:
         return f"use one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs to the Trainer"
     if name == "train_sampling_strategy" and setting not in SAMPLING:
-        return "grouping by length makes batches depend on the data: use random"
+        return "its lists are made for one number of ranks: use group_by_length"
     if name == "report_to" and setting not in (*SINKS, "none"):
         return f"use {' or '.join(SINKS)}, or log in the loop of lockstep.Run"
     if name == "lr_scheduler_type" and setting == "greedy":

@@ -52,7 +52,7 @@ def check_arguments(trainer: Any) -> None:
     sampling = getattr(args, "train_sampling_strategy", "random")
     if sampling not in SAMPLING:
         raise _unsupported(
-            "train_sampling_strategy", sampling, "batches by length would depend on the data: use random"
+            "train_sampling_strategy", sampling, "its lists are made for one number of ranks: use group_by_length"
         )
     unknown = [name for name in getattr(args, "report_to", None) or [] if name not in SINKS]
     if unknown:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import RandomSampler
 
 from lockstep.adapters.hf_trainer.arguments import check_arguments, config_of, value
 from lockstep.adapters.hf_trainer.data import (
@@ -330,11 +331,16 @@ class TrainerTask(Task):
         return None if self._rates is None else self._rates(step, steps)
 
     def order(self, samples: int, seed: int) -> Order | None:
-        """Return the Trainer's sample order: a permutation per epoch, or the order of the data."""
+        """Return the Trainer's sample order: a permutation per epoch, the order of the data, or its own sampler's."""
         args = self.trainer.args
-        if getattr(args, "train_sampling_strategy", "random") == "sequential":
+        sampling = getattr(args, "train_sampling_strategy", "random")
+        if sampling == "sequential":
             return Sequential(samples)
-        return EpochShuffled(samples, seed if args.data_seed is None else args.data_seed)
+        by_length = sampling == "group_by_length" or getattr(args, "group_by_length", False)
+        sampler = _sampler_of(self.trainer, self._training) if by_length or _has_sampler(self.trainer) else None
+        if sampler is None:
+            return EpochShuffled(samples, seed if args.data_seed is None else args.data_seed)
+        return sampler
 
     def _items(self, inputs: Mapping[str, Any]) -> Tensor | None:
         return None
@@ -378,10 +384,10 @@ def _check_trainer(trainer: Any) -> None:
         raise ConfigError("from_trainer: the model is quantised, which is not supported: load it unquantised")
     own = [method for method in LOOP if _is_own(trainer, method)]
     if own:
-        raise ConfigError(
-            f"from_trainer: {name} overrides `{own[0]}`, which lockstep does not call: do it in the loop of "
-            "lockstep.Run, or compute it in `compute_loss`"
-        )
+        way = "do it in the loop of lockstep.Run, or compute it in `compute_loss`"
+        if own[0] == "get_train_dataloader":
+            way = "pass train_dataset and data_collator, and override `_get_train_sampler` for the order"
+        raise ConfigError(f"from_trainer: {name} overrides `{own[0]}`, which lockstep does not call: {way}")
 
 
 def _evaluates(trainer: Any) -> bool:
@@ -399,6 +405,23 @@ def _evaluates(trainer: Any) -> bool:
             "eval_strategy='no', and call it after the training"
         )
     return not own
+
+
+def _has_sampler(trainer: Any) -> bool:
+    return _is_own(trainer, "_get_train_sampler")
+
+
+def _sampler_of(trainer: Any, training: Any) -> Any:
+    """Return the sampler of the Trainer's `_get_train_sampler`; None for a shuffle.
+
+    A run seeds it by its epoch, so its draws differ from those in a Trainer's process.
+    """
+    takes = inspect.signature(trainer._get_train_sampler).parameters
+    sampler = trainer._get_train_sampler(training) if takes else trainer._get_train_sampler()
+    if sampler is None:
+        return Sequential(len(training))
+    plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    return None if plain and sampler.num_samples == len(training) else sampler
 
 
 def _is_own(trainer: Any, method: str) -> bool:

@@ -16,11 +16,11 @@ __all__ = [
 # Methods of a subclass that a run would not call.
 LOOP = (
     *("training_step", "get_batch_samples", "get_train_dataloader", "create_optimizer_and_scheduler"),
-    *("_inner_training_loop", "_get_train_sampler"),
+    "_inner_training_loop",
 )
 EVALUATION = ("evaluate", "evaluation_loop", "get_eval_dataloader")  # of a run that evaluates
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
-SAMPLING = ("random", "sequential")
+SAMPLING = ("random", "sequential", "group_by_length")
 SINKS = ("tensorboard", "wandb")
 CALLBACKS = {
     "EarlyStoppingCallback": "patience and min_delta of the Config",
@@ -82,7 +82,8 @@ label_smoothing_factor | task | its loss
 label_names | task | its evaluation
 remove_unused_columns | task | its data
 data_seed | task | its order
-train_sampling_strategy | task | its order: random or sequential
+train_sampling_strategy | task | its order: random, sequential or group_by_length
+group_by_length | task | its order
 prediction_loss_only | task | its evaluation
 include_for_metrics | task | its evaluation
 eval_do_concat_batches | task | its evaluation
@@ -150,6 +151,5 @@ fsdp | refused | leave it out, and give the config its engine: dataclasses.repla
 fsdp_config | refused | leave it out: dataclasses.replace(config, engine=..., engine_options=...)
 deepspeed | refused | leave it out, and give the config its engine: dataclasses.replace(config, engine=...)
 debug | refused | guards.nonfinite names what is not finite: leave it out
-group_by_length | refused | batches by length would depend on the data: leave it out
 sortish_sampler | refused | batches by length would depend on the data: leave it out
 """)
