@@ -72,6 +72,15 @@ class Fields:
     y: torch.Tensor
 
 
+class Graphs:
+    """A batch of graphs as PyG makes it: three of them, of which one was left out, in tensors of nodes."""
+
+    num_graphs = 3
+
+    def __init__(self):
+        self.x, self.batch, self.ptr = torch.ones(9, 2), torch.arange(9) // 3, torch.arange(0, 12, 3)
+
+
 _IMAGES = [(torch.ones(3, 4 + k, 5), {"label": torch.tensor(k)}) for k in range(4)]
 _ALIKE = [torch.ones(3, 5, 5) for _ in range(4)]
 _SERIES = [torch.ones(2 + k, 8) for k in range(4)]
@@ -94,6 +103,7 @@ _LABELS = torch.arange(4)
         ((torch.ones(7, 4, 8), _LABELS), [0] * 4, 4),  # time first
         ((pack_sequence(_SERIES, enforce_sorted=False), _LABELS), [0] * 4, 4),
         ((torch.ones(7, 3, 8), torch.ones(3)), [0] * 4, None),  # time first, and one was left out
+        (Graphs(), [0] * 4, 3),  # and as many numbers in `ptr` as samples
         (object(), [0] * 4, None),
         (None, [0] * 4, None),
         (default_collate([torch.ones(2)] * 4)[:0], [0] * 4, 0),

@@ -1,5 +1,6 @@
 """The task's base class: what it gives to whom, and which mistakes it names."""
 
+import dataclasses
 import pickle
 import sys
 
@@ -11,6 +12,12 @@ from toys import Partial, Ragged
 from lockstep.errors import ConfigError
 from lockstep.task import Task, as_task, has_own, items_of_a_sample, user_task
 from lockstep.training.named_task import load_task
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    name: str
 
 
 class Plain:
@@ -38,6 +45,9 @@ def test_a_plain_object_gets_the_defaults_and_keeps_its_own():
     assert user_task(task) is plain
     assert (task.item_name, task.reduction, task.items_per_sample) == ("words", "auto", None)
     assert task.collate([torch.ones(2), torch.zeros(2)]).shape == (2, 2)
+    pair = task.collate([Pair(torch.ones(2), "a"), Pair(torch.zeros(2), "b")])
+    assert (type(pair), pair.x.tolist(), pair.name) == (Pair, [[1, 1], [0, 0]], ["a", "b"])
+    assert task.count(pair) == 2
     loss, metrics = task.evaluate(task.model(), torch.ones(3, 2))
     assert loss.ndim == 0
     assert metrics == {"rows": (3, 1)}

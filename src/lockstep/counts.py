@@ -98,8 +98,9 @@ def describe_count(value: Any) -> str:
 
 
 def first_length(batch: Any) -> int | None:
-    """Count the samples of a batch by its first tensor; None: it has none."""
-    return next(_lengths(batch, frozenset()), None)
+    """Count the samples of a batch by its first tensor, graphs by `num_graphs`; None: it has none."""
+    graphs = _graphs(batch)
+    return next(_lengths(batch, frozenset()), None) if graphs is None else graphs
 
 
 def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) -> int | None:
@@ -117,12 +118,21 @@ def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) 
         The number; None if nothing in the batch has a length, or lengths differ and none is that of `samples`.
     """
     expected = len(samples) if expected is None else expected
+    graphs = _graphs(batch)
+    if graphs is not None:
+        return graphs
     if first_length(batch) == expected:
         return expected
     lengths = set(_lengths(batch, frozenset(_ids_inside(samples))))
     if len(lengths) == 1:
         return lengths.pop()
     return expected if expected in lengths else None
+
+
+def _graphs(batch: Any) -> int | None:
+    """Return the number of graphs in a batch of them, whose tensors have nodes and edges; None: it is no such batch."""
+    graphs = getattr(batch, "num_graphs", None)
+    return graphs if type(graphs) is int else None
 
 
 def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:

@@ -15,7 +15,10 @@ Model, dataset and loss must be written (or `outputs` and `step_loss` in place o
 default. An object of another class with these methods works too: `as_task` adds the defaults.
 """
 
+import copy
+import dataclasses
 import difflib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -51,6 +54,18 @@ __all__ = [
 
 HALVES = (torch.float16, torch.bfloat16)
 _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
+
+
+def _collate(samples: list[Any]) -> Any:
+    first = samples[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        batch = copy.copy(first)  # without `__post_init__`, which is for one sample
+        for spec in dataclasses.fields(first):
+            object.__setattr__(batch, spec.name, _collate([getattr(sample, spec.name) for sample in samples]))
+        return batch
+    if any(kind.__module__.startswith("torch_geometric.data") for kind in type(first).__mro__):
+        return sys.modules["torch_geometric.data"].Batch.from_data_list(samples)
+    return default_collate(samples)
 
 
 class Order(Protocol):
@@ -163,8 +178,11 @@ class Task(ABC):
         return None
 
     def collate(self, samples: list[Any]) -> Any:
-        """Combine a list of samples into one batch, in host memory."""
-        return default_collate(samples)
+        """Combine a list of samples into one batch, in host memory.
+
+        The default is torch's `default_collate`, for dataclasses field by field; graphs of PyG become its `Batch`.
+        """
+        return _collate(samples)
 
     def count(self, batch: Any) -> Any:
         """Count the items of a batch in host memory: labelled tokens, images.
