@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
 from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
 from lockstep.data.device import SideStream, mover
-from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading, blamed, draws, seed_everything
+from lockstep.data.loader import Drawing, Fetch, Fetching, Key, Loader, Loading, blamed, draws, seed_everything
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.exchange import Turns
 from lockstep.distributed.world import World
@@ -307,6 +307,10 @@ class Batches:
             keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
         return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
+
+    def read_apart(self, wrap: Callable[[Fetching], Fetching]) -> Generator[tuple[Key, Any, float], None, None]:
+        """Yield (key, batch, items) from step 0 on, as one loader process makes them through a wrapped fetch."""
+        return Loader(wrap(self._fetch), Loading(1), self.rank, False).stream(self._keys(0))
 
     def _first_key(self, step: int) -> Key:
         return self._key(step, slots(self.sharing.at(step), self.rank, self.step_plan.present(step))[0].micro)

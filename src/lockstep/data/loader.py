@@ -43,6 +43,7 @@ from lockstep.task import Task, has_own, items_of_a_sample
 __all__ = [
     "Drawing",
     "Fetch",
+    "Fetching",
     "Key",
     "Loader",
     "Loading",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.diagnose.doctor import task as checked
+from lockstep.diagnose.doctor.workers import rate_of_growth
 from lockstep.engines import ddp
 from lockstep.errors import DataError
 from lockstep.task import Task
@@ -35,6 +36,47 @@ class Digits(lockstep.Task):
 
     def loss(self, model, batch):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+class Sums(torch.utils.data.Dataset):
+    kept = None
+
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        sample = torch.full((4, 4), float(index)), index % 4
+        if self.kept is not None:
+            self.kept.append((sample, bytes(4000)))
+        return sample
+
+
+class Keeping(Sums):
+    def __init__(self):
+        self.kept = []
+
+
+class Rows(Sums):
+    def __init__(self):
+        self.rows = [{"name": str(index), "box": [index + 1000]} for index in range(100_000)]
+
+    def __getitem__(self, index):
+        return super().__getitem__(self.rows[25 * index]["box"][0] - 1000 - 24 * index)
+
+
+class Even(Digits):
+    def dataset(self, split):
+        return Sums()
+
+
+class Kept(Digits):
+    def dataset(self, split):
+        return Keeping()
+
+
+class Copied(Digits):
+    def dataset(self, split):
+        return Rows()
 
 
 class Shifted(Digits):
@@ -194,6 +236,24 @@ def test_a_task_that_is_not_there(digits):
 def test_a_checkpoint_that_does_not_fit(digits, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
     wrong(tried(digits()), "task", "has 100 B free", "make room")
+
+
+def test_memory_of_loader_processes_that_grows_with_each_sample(digits):
+    def growth(name):
+        found = tried(digits(name) | {"data": {"workers": 1}, "max_steps": 100})
+        return [each for each in found if each.check == "workers"]
+
+    wrong(growth("Kept"), "workers", "by [456](.[0-9]+)? MB per 1,000 samples of Keeping")
+    wrong(growth("Copied"), "workers", "MB per 1,000 samples of Rows")
+    assert growth("Even") == []
+
+
+def test_memory_that_comes_to_rest_is_no_growth():
+    fills = [(step, 100.0 + 50 * min(step, 300) / 300) for step in range(0, 1000, 20)]
+    noise = [(step, 100.0 + 3 * (step % 3)) for step in range(0, 1000, 20)]
+    grows = [(step, 100.0 + step / 50 + step % 3) for step in range(0, 1000, 20)]
+    assert (rate_of_growth(fills), rate_of_growth(noise), rate_of_growth(grows[:2])) == (0.0, 0.0, 0.0)
+    assert rate_of_growth(grows) == pytest.approx(20, rel=0.1)
 
 
 def test_a_loader_that_is_slower_than_the_step():

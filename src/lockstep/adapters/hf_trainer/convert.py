@@ -337,7 +337,8 @@ class TrainerTask(Task):
         if sampling == "sequential":
             return Sequential(samples)
         by_length = sampling == "group_by_length" or getattr(args, "group_by_length", False)
-        sampler = _sampler_of(self.trainer, self._training) if by_length or _has_sampler(self.trainer) else None
+        own = by_length or _is_own(self.trainer, "_get_train_sampler")
+        sampler: Order | None = _sampler_of(self.trainer, self._training) if own else None
         if sampler is None:
             return EpochShuffled(samples, seed if args.data_seed is None else args.data_seed)
         return sampler
@@ -405,10 +406,6 @@ def _evaluates(trainer: Any) -> bool:
             "eval_strategy='no', and call it after the training"
         )
     return not own
-
-
-def _has_sampler(trainer: Any) -> bool:
-    return _is_own(trainer, "_get_train_sampler")
 
 
 def _sampler_of(trainer: Any, training: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.adapters.lightning.convert import configured
 from lockstep.config.task_options import LIGHTNING
 from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.workers import memory_growth
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import LockstepError
@@ -110,9 +111,16 @@ def _train_steps(built: RunParts) -> CheckResult:
         "loading": statistics.median(loading[1:] or loading),
         "computing": statistics.median(computing[1:] or computing),
         "workers": built.config.data.workers,
+        "dataset": type(getattr(built.training.dataset, "inner", built.training.dataset)).__name__,
+        "growth": memory_growth(built.batches) if _has_workers(built) else 0.0,
         "steps": len(loading),
     }
     return CheckResult(findings, facts)
+
+
+def _has_workers(built: RunParts) -> bool:
+    """Whether loader processes read an indexed dataset: a stream is read in step with the other ranks."""
+    return bool(built.config.data.workers) and built.training.order is not None
 
 
 def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:
@@ -214,9 +222,21 @@ def judge_task(facts: list[Any], place: CheckContext) -> list[Finding]:
             findings.append(ok(kind, f"the same on all ranks {when}: {len(names)} tensors"))
         elif len(by_rank) > 1:
             findings.append(ok(kind, "sharded over the ranks, not compared; `lockstep verify` compares them"))
-    findings.append(judge_loader(by_rank[first]))
+    findings += [judge_loader(by_rank[first]), *judge_memory(list(by_rank.values()))]
     summary = f"{by_rank[first]['steps']} steps of {1e3 * by_rank[first]['computing']:.3g} ms of computing"
     return [*findings, ok("task", summary), ok("placement", "model and batch are on the run's device")]
+
+
+def judge_memory(facts: list[Any]) -> Iterator[Finding]:
+    """Report a dataset with which the memory of loader processes grows, by the rank where it grows most."""
+    most = max(facts, key=lambda each: each["growth"])
+    if most["growth"]:
+        text = f"the memory of a loader process grows by {most['growth']:.3g} MB per 1,000 samples of"
+        mend = (
+            "keep no samples in its attributes, and hold texts, paths and boxes in a numpy array or a tensor: reading "
+            "a Python object copies its page into the process"
+        )
+        yield warn("workers", f"{text} {most['dataset']}", mend)
 
 
 def judge_loader(timings: Any) -> Finding:
