@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import multiprocessing
+import resource
 import os
 import tarfile
 import threading
@@ -252,6 +253,25 @@ def read_all(number, folder, cache, limit, results):
             data._open.clear()  # so that the cache is asked each time
             most = max(most, used(cache))
     results.put((most, data.fetches))
+
+
+def read_on_a_full_disk(folder, results):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))  # bytes of a file
+    try:
+        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4), [0])
+    except ConfigError as error:
+        results.put(str(error))
+
+
+def test_a_full_disk_names_the_cache_and_leaves_no_part_of_a_file(folder, cache):
+    tokens(folder, 2)
+    results = multiprocessing.SimpleQueue()
+    process = multiprocessing.Process(target=read_on_a_full_disk, args=(folder, results))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert names(results.get(), str(cache), "`cache`")
+    assert not list(cache.glob("*.shard*")) + list(cache.glob(".*.tmp-*"))
 
 
 def test_two_processes_share_a_cache(folder, cache):

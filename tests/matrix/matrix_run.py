@@ -436,6 +436,15 @@ def _more(case: Case) -> dict[str, object]:
     return {}
 
 
+def _sizes(case: Case) -> dict[str, object]:
+    """The size of a step: in samples, or with "hooked" in lists of a batch sampler, with "adapters" in tokens."""
+    if case.task == "adapters":
+        return {"batch_tokens": BATCH, "micro_batch_tokens": MICRO}
+    if case.task == "hooked":
+        return {"batch_size": BATCH // MICRO}
+    return {"batch_size": BATCH, "micro_batch_size": MICRO}
+
+
 def settings(start: Start, folder: Path) -> Config:
     case = start.case
     return Config(
@@ -444,8 +453,7 @@ def settings(start: Start, folder: Path) -> Config:
         max_steps=STEPS if case.task == "stream" else 0,  # whose epoch has as many
         stop_at=start.stop_at,
         lr=base_rate(case.task),
-        batch_size=BATCH,
-        micro_batch_size=MICRO,
+        **_sizes(case),
         log_freq=4,
         ckpt_freq=_SAVES,
         eval_freq=evaluates(case.task),

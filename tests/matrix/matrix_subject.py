@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler
 
 import lockstep
+from lockstep.data.groups import TokenGroups
 from lockstep.data.sampler import Shuffled
 from lockstep.data.shard_order import Geometry, ShardOrder
 from lockstep.data.streams import Lanes
@@ -79,7 +81,12 @@ def evaluates(task):
 
 
 def order(task=""):
-    """The samples in the order of the run, which has one epoch: with the task "muon" that of shards."""
+    """The samples in the order of the run, which has one epoch: with the task "muon" that of shards, with "adapters" by
+    their lengths, which are all alike.
+    """
+    if task == "adapters":
+        groups = TokenGroups(np.ones(SAMPLES), MICRO, 0)
+        return [int(sample) for number in groups.at(0, groups.size)[1] for sample in groups.samples(0, number)[1]]
     if task == "muon":
         shards = ShardOrder(SHARDS, 0, GROUP).placed(Geometry(BATCH, MICRO), 0)
         return shards.at(0, SAMPLES)[1].tolist()
@@ -380,9 +387,12 @@ class Twice(Subject):
 
 
 class Adapted(Subject):
-    """Its model counts as trained, but its last layer as new."""
+    """Its model counts as trained, but its last layer as new. Its micro-batches are made by tokens."""
 
     defaults = "fine-tuning"
+
+    def work(self, dataset, samples):
+        return float(len(samples))
 
     def untrained(self):
         return [WHOLE[self.name]] if WHOLE[self.name] else []
@@ -435,11 +445,14 @@ class Watching(Hooks):
 
 
 class Hooked(Subject):
-    """A task whose hooks change the weights, as a part of the step."""
+    """A task whose hooks change the weights, as a part of the step. A batch sampler makes its micro-batches."""
 
     def __init__(self, model, fault, folder):
         super().__init__(model, fault, folder)
         self.hooks = Watching(self)
+
+    def order(self, samples, seed):
+        return BatchSampler(order(), MICRO, drop_last=False)
 
 
 class Own(Subject):

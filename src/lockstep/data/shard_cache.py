@@ -9,6 +9,7 @@ closes it. This file alone fetches shards by fsspec.
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import secrets
@@ -34,6 +35,7 @@ _PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
 _SILENCE = 60.0  # seconds without a byte from an HTTP server
 _PIECE = 1 << 22  # bytes
 _POLL = 0.05  # seconds
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _STAMPS = ("ETag", "etag", "LastModified", "last_modified", "updated", "generation", "mtime")  # of fsspec's `info`
 
 
@@ -206,6 +208,7 @@ class Store:
 
         Raises:
             FileNotFoundError: there is no such file.
+            OSError: this disk is full.
             DataError: the store refuses, or did not answer in any attempt.
         """
         for pause in (*_PAUSES, None):
@@ -214,6 +217,8 @@ class Store:
             except LockstepError:
                 raise
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in _FULL:  # of the cache's disk, see `ShardCache.get`
+                    raise
                 if _is_final(error):
                     if isinstance(error, FileNotFoundError):
                         raise
