@@ -6,8 +6,8 @@ import http.server
 import io
 import json
 import multiprocessing
-import resource
 import os
+import resource
 import tarfile
 import threading
 import time
