@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from shell import environment
 from small_runs import config, mark
 from torch import nn
+from toys import taken
 
 import lockstep
 from lockstep import checkpoint
@@ -147,17 +148,14 @@ def cuts(folder, name="r"):
 @pytest.mark.parametrize("kind", [Tight, Mean])
 def test_two_steps_that_do_not_fit_change_the_weights_by_rounding_alone(tmp_path, kind):
     task = kind({4: 4, 10: 2, 16: 1})
-    lockstep.train(smaller(tmp_path, batch_size=BATCH, micro_batch_size=4), task)
+    assert taken(smaller(tmp_path), task) == ([*range(STEPS)], 0)  # no step is lost, and none comes twice
     assert_close(weights(tmp_path), by_hand(Tight(), settings(tmp_path)))
     assert [names(line, f"--micro-batch-size {size}") for line, size in zip(cuts(tmp_path), (4, 2), strict=True)]
     assert sorted(set(task.sizes)) == [1, 2, 4]
     records = list(read(tmp_path / "r" / "metrics.jsonl"))
     assert [each["micro_batch_size"] for each in records if "micro_batch_size" in each] == [2, 1]
-    steps = [each["global_step"] for each in records if "running_loss" in each]
-    assert steps == sorted(set(steps))  # no step is lost, and none comes twice
-    assert [each.ended for each in goodput(tmp_path / "r" / "timeline.jsonl").starts] == ["out of memory"] * 2 + [
-        "finished"
-    ]
+    starts = goodput(tmp_path / "r" / "timeline.jsonl").starts
+    assert [each.ended for each in starts] == ["out of memory", "out of memory", "finished"]
 
 
 PARTS = {
