@@ -140,11 +140,13 @@ class LockstepError(Exception):
         exit_code: of the command.
         relayed: another rank raised the error and reports it; this one exits silently.
         follows: a consequence of a failure elsewhere, which has a line of its own.
+        smaller: micro-batch size with which to build the run again (`--on-oom smaller`); 0: the run fails.
     """
 
     exit_code = 1
     relayed = False
     follows = False
+    smaller = 0
 
     def __str__(self) -> str:
         return name_settings(super().__str__())

@@ -6,10 +6,22 @@ for record in steps(engine, task, step_loader, exchange, control):
 
 from collections.abc import Iterator
 
+import torch
+
 from lockstep.data.batches import StepLoader
 from lockstep.distributed.exchange import StepExchange
 from lockstep.engines.base import Engine
-from lockstep.passes import NO_AUDIT, Audits, Passes, StepControl, check_scalar, describe_value, loss_of, seeder
+from lockstep.passes import (
+    NO_AUDIT,
+    Audits,
+    Passes,
+    StepControl,
+    StepOutOfMemory,
+    check_scalar,
+    describe_value,
+    loss_of,
+    seeder,
+)
 from lockstep.records import StepRecord
 from lockstep.task import Task, has_step_loss
 from lockstep.whole_step import WholeStepPasses
@@ -18,6 +30,7 @@ __all__ = [
     "NO_AUDIT",
     "Audits",
     "StepControl",
+    "StepOutOfMemory",
     "check_scalar",
     "describe_value",
     "loss_of",
@@ -40,7 +53,11 @@ def steps(
     for step, micro in step_loader:
         items = exchange.global_items(step)
         clock.lap("data")
-        losses, numbers = passes.first(step, micro, items), passes.numbers(step)
+        try:
+            losses = passes.first(step, micro, items)
+        except torch.OutOfMemoryError as error:
+            raise StepOutOfMemory(*error.args) from error  # the update has not begun
+        numbers = passes.numbers(step)
         control.audit.compare(step)
         exchange.send(step)  # overlaps the optimizer step; loads the next step if items must be counted
         clock.lap("data")

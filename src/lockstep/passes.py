@@ -34,6 +34,7 @@ __all__ = [
     "Audits",
     "Passes",
     "StepControl",
+    "StepOutOfMemory",
     "check_scalar",
     "describe_value",
     "loss_of",
@@ -71,6 +72,10 @@ class _NoAudit:
 
     def close(self) -> None:
         pass
+
+
+class StepOutOfMemory(torch.OutOfMemoryError):
+    """A first pass that did not fit into memory. Parameters and optimizer states are as they were before the step."""
 
 
 NO_AUDIT = _NoAudit()

@@ -436,7 +436,7 @@ _GROUPS = {
     "computation": (
         *("engine", "device", "precision", "matmul_precision", "residual_dtype", "weight_copies", "grad_dtype"),
         *("fused_kernels", "exact", "batchnorm", "attention", "compile", "compile_scope"),
-        *("activation_checkpointing", "timeout"),
+        *("activation_checkpointing", "on_oom", "timeout"),
     ),
     "evaluation": (
         *("eval_freq", "limit_eval_batches", "eval_micro_batch_size", "eval_workers"),

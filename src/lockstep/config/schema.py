@@ -59,6 +59,7 @@ __all__ = [
     "flag",
     "is_auto",
     "lookup",
+    "nearest_divisor",
     "register_parser",
     "sections",
 ]
@@ -188,6 +189,11 @@ class Config:
         0,
         "samples per forward pass on one device; auto: the largest divisor of the batch size up to 1/8 of it, at "
         "least 16 with BatchNorm",
+    )
+    on_oom: str = option(
+        "stop",
+        "when a step runs out of memory; smaller: compute it again with micro-batches cut in half, if the loss adds up",
+        *("stop", "smaller"),
     )
     batch_tokens: int = option(
         0,
@@ -350,8 +356,9 @@ class Config:
                 f" is {self.extend_to}: it must be a number of steps, or of whole epochs such as 3epochs",
             )
         _check_tokens(self.batch_tokens, self.micro_batch_tokens)
+        _check_on_oom(self)
         if self.batch_size % (self.micro_batch_size or 1):
-            near = _nearest_divisor(self.batch_size, self.micro_batch_size)
+            near = nearest_divisor(self.batch_size, self.micro_batch_size)
             batch, micro_batch = FieldName("batch_size"), FieldName("micro_batch_size")
             multiple = f" {self.batch_size} is not a multiple of "
             advice = (f" {self.micro_batch_size}; use ", micro_batch, f" {near}, or remove it")
@@ -484,7 +491,23 @@ def _check_tokens(step: int, micro_batch: int) -> None:
         )
 
 
-def _nearest_divisor(batch_size: int, size: int) -> int:
+def _check_on_oom(config: Config) -> None:
+    """Refuse options with which a step computed with smaller micro-batches is another step."""
+    if config.on_oom == "stop":
+        return
+    start = (FieldName("on_oom"), f" {config.on_oom} does not go with ")
+    if config.exact:
+        raise FieldError(*start, FieldName("exact"), ": smaller micro-batches change the bits; remove either")
+    if parse_shares(config.shares):
+        advice = f" {config.shares}, which counts micro-batches; use auto or equal"
+        raise FieldError(*start, FieldName("shares"), advice)
+    if config.batch_tokens:
+        advice = ", whose micro-batches have no size in samples; lower "
+        raise FieldError(*start, FieldName("batch_tokens"), advice, FieldName("micro_batch_tokens"), ", or remove it")
+
+
+def nearest_divisor(batch_size: int, size: int) -> int:
+    """Return the largest divisor of `batch_size` that is at most `size`."""
     return next(near for near in range(min(size, batch_size), 0, -1) if batch_size % near == 0)
 
 

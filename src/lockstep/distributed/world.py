@@ -642,10 +642,10 @@ def compare(subject: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def outcome(value: Any, error: Exception | None) -> list[Any]:
-    """Return what a rank sends about an action: its value, or its error as message and exit code."""
+    """Return what a rank sends about an action: its value, or its error as message, exit code and smaller size."""
     if error is None:
         return [value, None]
-    return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1)]]
+    return [None, [str(error) or type(error).__name__, getattr(error, "exit_code", 1), getattr(error, "smaller", 0)]]
 
 
 def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
@@ -654,9 +654,9 @@ def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
         raise error
     for rank, (_, failure) in enumerate(outcomes):
         if failure:
-            message, code = failure
+            message, code, smaller = failure
             problem = PeerError(f"{rank_label(rank)}: {message}")
-            problem.exit_code, problem.relayed = code, True
+            problem.exit_code, problem.relayed, problem.smaller = code, True, smaller
             raise problem
     return [value for value, _ in outcomes]
 

@@ -322,12 +322,14 @@ class FirstFacts(NamedTuple):
         fast: by rank, whether its device suits bf16 and compilation.
         places: [host, device] by rank.
         token: None: there is none.
+        micro_batch: the smallest micro-batch size that a rank's folder records, with --on-oom smaller; 0: none.
     """
 
     config: Config
     fast: list[bool]
     places: list[list[str]]
     token: Token | None
+    micro_batch: int
 
 
 def exchange_first_facts(
@@ -357,15 +359,17 @@ def exchange_first_facts(
                 token = stack.enter_context(_token(RunFolder(config.local_dir, name)))
             except LockstepError as error:  # reported below, after a difference of the configurations
                 errors.append(error)
-        return [name, is_fast(world.device), [platform.node(), str(world.device)], token]
+        recorded = RunFolder(config.local_dir, name).read_micro_batch() if config.on_oom == "smaller" else 0
+        return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded]
 
     world.check_same("configuration", values)  # collective
     ranks = await_results(world, own_facts)  # collective
     if errors:
         raise errors[0]
-    names, fast, places, tokens = zip(*ranks, strict=True)
+    names, fast, places, tokens, sizes = zip(*ranks, strict=True)
     config = dataclasses.replace(config, experiment_name=names[0])
-    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]))
+    smallest = min((size for size in sizes if size), default=0)
+    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]), smallest)
 
 
 def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:

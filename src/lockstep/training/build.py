@@ -70,6 +70,7 @@ from lockstep.training.build_engine import (
     schedule_momentum,
     try_compile,
 )
+from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
 from lockstep.training.defaults import (
     all_devices_fast,
     batchnorm_names,
@@ -425,6 +426,7 @@ def build_together(
         checkpoint=checkpoint_facts(state),
         steps=request.steps,
         min_steps=request.min_steps,
+        micro_batch=facts.micro_batch if resume else 0,
     )
     start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
     draft = draft_of(requested, start)
@@ -449,10 +451,12 @@ def build_together(
     own_task = user_task is not None or kind_of(requested.task) == OWN
     data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
     plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan
-    is_additive = task.reduction in ("sum", "mean") and not batchnorm_names(model)
+    data_kind = {"is_stream": training.order is None, "is_grouped": run_plan.grouped}
+    cut_check = partial(check_cuttable, settings, task, model, **data_kind)
+    on_all_ranks(world, cut_check)
     plan_check = partial(check_plan, folder.path, checkpoint_plan(state, plan), plan, settings, requested)
     world.check_same("plan", plan)
-    for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive)):
+    for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive(task, model))):
         say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
@@ -466,11 +470,12 @@ def build_together(
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
     engine = build_engine(settings, task, model, world, groups, batches, say, state)
-    with explained(engine, world):  # the first forward is where most runs that do not fit end
+    with explained(engine, world), cut_trial(settings, world):  # in the first forward most runs that do not fit end
         on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         if trial_samples:
             trial = Trial(engine, model, task, world, settings, say)
             check_criteria(settings, check_task(trial, trial_samples, batches, evaluation_batches, state))  # collective
+            on_all_ranks(world, cut_check)  # the trial knows whether the loss adds up
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()

@@ -27,7 +27,7 @@ from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.nonfinite import Rollback, floats
 from lockstep.guards.watchdog import Heartbeats, all_do, read_alone, waited_for
 from lockstep.logging import Sinks
-from lockstep.loop import StepControl, seeder
+from lockstep.loop import StepControl, StepOutOfMemory, seeder
 from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import RunParts
@@ -220,12 +220,13 @@ def flush_steps(components: StepComponents) -> None:
         components.recorder.log(step.record)
 
 
-def iterate_steps(components: StepComponents, world: World, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """Yield the steps; if one fails on a single rank, write the records before it."""
+def iterate_steps(components: StepComponents, built: RunParts, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
+    """Yield the steps; if one fails on a single rank and ends the run, write the records before it."""
     try:
         yield from records
-    except Exception:
-        if world.size == 1:
+    except Exception as error:
+        goes_on = isinstance(error, StepOutOfMemory) and built.config.on_oom == "smaller"
+        if built.world.size == 1 and not goes_on:
             with suppress(Exception):  # the device itself may have failed
                 for step in components.guards.flush(check=False):
                     components.meter.add(step)

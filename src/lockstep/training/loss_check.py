@@ -451,7 +451,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
             kinds = classify(measurements, 0, trial.limit)
             if _is_decided(kinds) and min(kinds.values(), default=1.0) < _ROUNDING:
                 break
-    is_whole = training.step_plan.micro_batches == 1
+    is_whole = training.step_plan.micro_batches == 1 and trial.config.on_oom == "stop"
     kinds, evidence = classify(measurements, 0, trial.limit), describe_measurement(measurements, 0)
     if task.reduction == "auto":
         _set_reduction(trial, kinds, evidence, is_whole, alone=training.size == 1 and not has_own(task, "count"))

@@ -49,6 +49,7 @@ __all__ = [
     "build_joiner",
     "explain_no_recovery",
     "is_rank_loss",
+    "leave_to_build",
     "ranks_per_replica",
     "record_loss",
     "register_member",
@@ -67,7 +68,7 @@ _REBUILDING, _NO_STATE = -1, -2  # reported in place of a step
 
 
 class Rebuild(RankLost):
-    """A rank was lost during a rollback: the survivors rebuild the whole run."""
+    """A rank was lost during a rollback, or needs smaller micro-batches: all ranks rebuild the whole run."""
 
 
 def register_member(world: World | None) -> Member | None:
@@ -188,6 +189,20 @@ def regroup_to_build(session: Session, member: Member) -> None:
             record_loss(session, error)
 
 
+def leave_to_build(session: Session, built: RunParts, member: Member, reason: PeerError) -> None:
+    """Leave the groups on this rank's own account, and form new ones to rebuild the run. The others notice and follow.
+
+    Args:
+        reason: why this rank leaves.
+
+    Raises:
+        PeerError: the run cannot continue.
+    """
+    record_loss(session, reason)
+    _free_engine(session, built)
+    regroup_to_build(session, member)
+
+
 def is_rank_loss(error: PeerError) -> bool:
     """Whether the error means that another rank is lost, and nothing else."""
     return not error.relayed and not isinstance(error, Rebuild)
@@ -232,7 +247,7 @@ def _sources(generation: Generation, size: int = 1) -> list[str]:
 def _explain_rebuild(generation: Generation) -> str:
     steps = {report.steps for report in generation.reports.values()}
     if _REBUILDING in steps or steps == {_NO_STATE}:
-        return "another rank was lost while the run went back to its newest checkpoint"
+        return "another rank goes back to the newest checkpoint, so this one does too"
     which = " and ".join(map(str, sorted(steps - {_NO_STATE})))
     return f"the ranks that are left do not have all parts of the states of one step ({which})"
 

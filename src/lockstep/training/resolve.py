@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.config import cli
 from lockstep.config.fields import in_steps, is_span
-from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup
+from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup, nearest_divisor
 from lockstep.data.batches import START, Origin
 from lockstep.data.shard_order import Geometry
 from lockstep.errors import ConfigError, DataError
@@ -44,6 +44,7 @@ __all__ = [
     "checkpoint_facts",
     "draft_of",
     "resolve",
+    "with_micro_batch_size",
 ]
 
 
@@ -94,6 +95,7 @@ class StartFacts:
         checkpoint: of the run to resume; None: a new run.
         steps: length of the plan, in place of the configuration's; 0: the configuration's.
         min_steps: minimum length of the plan.
+        micro_batch: the size that the run's folder records, with `--on-oom smaller`; 0: none.
     """
 
     fast: bool = False
@@ -101,6 +103,7 @@ class StartFacts:
     checkpoint: CheckpointFacts | None = None
     steps: int = 0
     min_steps: int = 0
+    micro_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,9 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
         count = config.batch_tokens // size
         config = dataclasses.replace(config, micro_batch_tokens=size, batch_size=count, micro_batch_size=1)
     values, notices = _device_defaults(config, facts)
-    config = dataclasses.replace(config, **{"micro_batch_size": _micro_batch_size(config, facts), **values})
+    config = _limit(
+        dataclasses.replace(config, **{"micro_batch_size": _micro_batch_size(config, facts), **values}), facts
+    )
     extension = _extension(config, facts.checkpoint)
     return Draft(_apply_extension(config, facts.checkpoint, extension) if extension else config, notices)
 
@@ -205,6 +210,23 @@ def _micro_batch_size(config: Config, facts: StartFacts) -> int:
     if before:
         return int(before["micro_batch_size"]) if before.get("batch_size") == config.batch_size else 0
     return facts.max_micro_batch
+
+
+def _limit(config: Config, facts: StartFacts) -> Config:
+    """Apply what memory allowed before, with `--on-oom smaller`: the checkpoint's size, and the recorded one."""
+    before = facts.checkpoint.plan if facts.checkpoint else {}
+    stored = before.get("micro_batch_size", 0) if before.get("batch_size") == config.batch_size else 0
+    sizes = [size for size in (stored, facts.micro_batch) if size]
+    if config.on_oom != "smaller" or not sizes or 0 < config.micro_batch_size <= min(sizes):
+        return config
+    return with_micro_batch_size(config, nearest_divisor(config.batch_size, min(sizes)))
+
+
+def with_micro_batch_size(config: Config, size: int) -> Config:
+    """Return the configuration with another micro-batch size, which evaluations follow if they had the same."""
+    follows = config.eval_micro_batch_size and config.eval_micro_batch_size == config.micro_batch_size
+    evaluation = size if follows else config.eval_micro_batch_size
+    return dataclasses.replace(config, micro_batch_size=size, eval_micro_batch_size=evaluation)
 
 
 def _extension(config: Config, before: CheckpointFacts | None) -> Extension | None:

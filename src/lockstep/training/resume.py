@@ -291,12 +291,14 @@ def check_plan(
         return []
     differences, lines = compare_plans(before, now), list[str]()
     if is_additive and not config.exact:
-        smaller = [each for each in differences if each.key == "micro_batch_size" and each.now < each.before]
+        sizes = ("micro_batch_size", "eval_micro_batch_size")  # numbers of an evaluation add up in any task
+        smaller = [each for each in differences if each.key in sizes and each.now < each.before]
         differences = [each for each in differences if each not in smaller]
         lines = [
             f"--micro-batch-size {each.now} in place of {each.before}: the loss adds up, so a step is the same up to "
             "rounding and the random numbers of the model"
             for each in smaller
+            if each.key == sizes[0] and config.on_oom == "stop"  # otherwise whoever cut them reports it
         ]
     if differences and not config.resume_anyway:
         roots = _root_differences(differences, user_config)

@@ -382,6 +382,7 @@ def has_ended(owner: str) -> bool:
 _END = "ended.json"
 _EVALUATED = "checkpoints/evaluated.json"  # removed together with the checkpoints
 _TRAINED = "checkpoints/trained.json"
+_MICRO_BATCH = "micro-batch.json"
 
 
 class RunFolder:
@@ -539,6 +540,21 @@ class RunFolder:
         after = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
         if after != before:
             self.write_trained(after)
+
+    def write_micro_batch(self, size: int, line: str) -> None:
+        """Record that the run continues with micro-batches of at most `size` samples. Raises OSError or StorageError.
+
+        Args:
+            line: why.
+        """
+        before = self._read(_MICRO_BATCH)
+        cuts = [*before.get("cuts", []), line]
+        self.write(_MICRO_BATCH, json.dumps({"micro_batch_size": size, "cuts": cuts}, indent=1) + "\n")
+
+    def read_micro_batch(self) -> int:
+        """Read the size of the last `write_micro_batch`; 0 if there is none."""
+        size = self._read(_MICRO_BATCH).get("micro_batch_size", 0)
+        return size if type(size) is int and size > 0 else 0
 
     def _read(self, name: str) -> dict[str, Any]:
         """Read the JSON object in a small file; {} if there is none. Raises StorageError."""

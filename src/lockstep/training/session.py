@@ -78,6 +78,7 @@ class Session:
         initial_ranks: number of ranks before the first loss.
         uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
+        trial_cut: why the trial needs smaller micro-batches, until the folder records it; "": it does not.
     """
 
     config: Config
@@ -115,6 +116,7 @@ class Session:
     lost_ranks: list[str] = field(default_factory=list)
     initial_ranks: int = 0
     uploader: Uploader | None = None
+    trial_cut: str = ""
 
     @property
     def early_status(self) -> str:
@@ -123,7 +125,8 @@ class Session:
 
     def copy_initial_tensors(self, own: dict[str, Tensor]) -> None:
         """Copy the initial values of `own` if the run may go back to its start."""
-        if self.member or "rollback" in (self.config.guards.nonfinite, self.config.guards.spike):
+        guards = self.config.guards
+        if self.member or "rollback" in (guards.nonfinite, guards.spike) or self.config.on_oom == "smaller":
             self.initial_tensors |= {name: tensor.detach().clone() for name, tensor in own.items()}
 
     def restore_initial_tensors(self, built: RunParts) -> None:

@@ -62,6 +62,7 @@ from lockstep.training.open_run import (
     open_uploads,
     upload_rest,
 )
+from lockstep.training.out_of_memory import MicroBatchCut, cut_step, free_frames, record_size
 from lockstep.training.profiler import check_range
 from lockstep.training.recorder import EXIT_INTERRUPTED, RunRecorder
 from lockstep.training.recovery import (
@@ -69,6 +70,7 @@ from lockstep.training.recovery import (
     build_joiner,
     explain_no_recovery,
     is_rank_loss,
+    leave_to_build,
     ranks_per_replica,
     record_loss,
     register_member,
@@ -76,6 +78,7 @@ from lockstep.training.recovery import (
     regroup_to_build,
     run_digest,
 )
+from lockstep.training.resolve import with_micro_batch_size
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
 from lockstep.training.session import HookContext, Session
@@ -228,8 +231,13 @@ def _build_and_train(session: Session) -> Training:
         try:
             with world.together():  # with the lock's exchange
                 built = _build_and_lock(session, world)
-        except PeerError as error:
-            if session.member is None or session.status == "new" or not is_rank_loss(error):
+        except LockstepError as error:
+            if error.smaller:
+                _take_smaller(session, world, error)
+                continue
+            if session.member is None or session.status == "new":
+                raise
+            if not (isinstance(error, PeerError) and is_rank_loss(error)):
                 raise
             record_loss(session, error)
             regroup_to_build(session, session.member)  # a rank was lost during a rollback
@@ -242,6 +250,14 @@ def _build_and_train(session: Session) -> Training:
             with suppress(Rollback, Rebuild):
                 yield from _train_in_folder(session, built)
         del built
+
+
+def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
+    """Take smaller micro-batches for the next build: the trial of a rank ran out of memory. The same on all ranks."""
+    free_frames(error)
+    session.trial_cut = str(error)
+    notify(world)(session.trial_cut)
+    session.config = with_micro_batch_size(session.config, error.smaller)
 
 
 def _build_and_lock(session: Session, world: World) -> RunParts:
@@ -264,6 +280,11 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
         if is_new:
             raise
         raise LockstepError(f"the rollback has no checkpoint to resume from: {error}") from error
+    if is_new and built.config.on_oom == "smaller" and built.config.micro_size < session.config.micro_batch_size:
+        notify(world)(
+            f"--micro-batch-size {built.config.micro_size} in place of {session.config.micro_batch_size}: the run ran "
+            "out of memory before (micro-batch.json in its folder), or was started so"
+        )
     session.built, session.model, session.config = built, built.model, built.config
     session.global_step, session.is_main = built.start, world.is_main
     if built.source is None and session.status == "running":
@@ -357,6 +378,10 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                 if not session.member.is_new:
                     yield from _train_steps(session, built)
                     return
+            except Rebuild as error:  # this rank needs smaller micro-batches
+                session.timeline.enter(RECOVERY)
+                leave_to_build(session, built, session.member, error)
+                raise
             except PeerError as error:
                 if not is_rank_loss(error):
                     raise
@@ -392,6 +417,7 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
             if world.is_main:
                 session.sinks = open_sinks(built)
                 session.timeline.open(built.folder.timeline, built.start, world.size)
+                record_size(session, built)
             load_state(built)  # collective
             if built.source is None:
                 world.close_together()  # it ended with a gather
@@ -442,7 +468,8 @@ def _train_steps(session: Session, built: RunParts) -> Training:
     handover, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
     profiler, garbage = ongoing.profiling, CollectorFreeze()
     explaining, typing = explained(built.engine, world), translate_errors()
-    with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing:
+    cutting = cut_step(session, built, ongoing)
+    with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
         exchange.stop(session.pending_stop.request)  # from a signal that came while the ranks changed
         session.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
@@ -456,7 +483,7 @@ def _train_steps(session: Session, built: RunParts) -> Training:
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
         profiler.after(first)
-        for record in () if is_over else iterate_steps(ongoing, world, records):
+        for record in () if is_over else iterate_steps(ongoing, built, records):
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
@@ -555,6 +582,8 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
         reason: the exception that ended it; None: there was none.
     """
     if isinstance(reason, Rollback | Rebuild):
+        if isinstance(reason, MicroBatchCut):
+            return "out of memory"
         return "rolled back" if isinstance(reason, Rollback) else "built anew"
     if isinstance(reason, KeyboardInterrupt):
         return "interrupted"

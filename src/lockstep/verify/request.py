@@ -197,7 +197,9 @@ class VerifyRequest:
         precision = requested or (
             "float64" if wide else own or "float32"
         )  # not the device's default: name what to prove
-        plain = dataclasses.replace(self.config, wandb=False, tensorboard=False, stop_at=0, resume_anyway=False)
+        plain = dataclasses.replace(
+            self.config, wandb=False, tensorboard=False, stop_at=0, resume_anyway=False, on_oom="stop"
+        )
         config = dataclasses.replace(plain, precision=precision)
         return dataclasses.replace(self, config=config, engines=engines, precision=precision)
 

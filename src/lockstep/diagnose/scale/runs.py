@@ -244,7 +244,7 @@ class ScaleRequest:
         if micro_batch_size:
             own["micro-batch-size"] = micro_batch_size
         overrides = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-        return [*self.flags, *overrides, "--no-wandb", "--no-tensorboard"]
+        return [*self.flags, *overrides, "--no-wandb", "--no-tensorboard", "--on-oom", "stop"]
 
 
 def ascending(flag: str, text: str) -> tuple[int, ...]:

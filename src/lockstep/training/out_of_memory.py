@@ -1,0 +1,123 @@
+"""Compute a step that ran out of memory again, with micro-batches cut in half: `--on-oom smaller`.
+
+    with cut_step(session, built, components):      # around the steps
+        ...
+
+The run is built again, as after a rollback, with the size that `micro-batch.json` in its folder records. One process
+saves first, so that it loses no step. Of several processes under `lockstep launch` this one leaves its groups and all
+meet again; where a lost rank ends the run, it ends and all are restarted. Both go back to the newest checkpoint.
+"""
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.distributed.progress import rank_label
+from lockstep.engines.base import at_rest
+from lockstep.engines.registry import undo_step
+from lockstep.errors import LockstepError, StorageError
+from lockstep.guards.nonfinite import Rollback
+from lockstep.loop import StepOutOfMemory
+from lockstep.training.build import RunParts
+from lockstep.training.components import StepComponents, save
+from lockstep.training.cutting import explain_smallest, smaller_size
+from lockstep.training.recovery import Rebuild
+from lockstep.training.session import Session
+
+__all__ = [
+    "MicroBatchCut",
+    "cut_step",
+    "free_frames",
+    "record_size",
+]
+
+
+_LOG = logging.getLogger("lockstep")
+
+
+class MicroBatchCut(Rollback):
+    """Request to build the run again with the smaller micro-batches that its folder records."""
+
+
+@contextmanager
+def cut_step(session: Session, built: RunParts, components: StepComponents) -> Iterator[None]:
+    """Turn a step that ran out of memory into a request for smaller micro-batches.
+
+    Raises:
+        MicroBatchCut: of one process.
+        Rebuild: of one of several, which all rebuild the run.
+        LockstepError: the launcher must restart all; or a micro-batch has one sample.
+    """
+    try:
+        yield
+    except StepOutOfMemory as error:
+        if built.config.on_oom != "smaller":
+            raise
+        step, world, before = components.exchange.engine_steps, built.world, built.config.micro_size
+        free_frames(error)
+        size = smaller_size(built.config)
+        if not size:
+            raise LockstepError(f"step {step}: {explain_smallest(world.rank)}") from error
+        line = (
+            f"step {step}: {rank_label(world.rank)} ran out of memory with --micro-batch-size {before}; --on-oom "
+            f"smaller computes it again with {size}"
+        )
+        _record(built, size, line)
+        if world.size == 1:
+            _save_before(session, built, components, step)
+            raise MicroBatchCut(line) from None
+        if session.member:
+            raise Rebuild(f"{line}, from the newest checkpoint") from None
+        failure = LockstepError(
+            f"{line}, from the newest checkpoint: all ranks must start again (lockstep launch --max-restarts does so)"
+        )
+        failure.exit_code = StorageError.exit_code  # the same command goes on, however often this line fails
+        raise failure from None
+
+
+def free_frames(error: BaseException) -> None:
+    """Free the activations that the frames of an error hold, and the device's cache."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def record_size(session: Session, built: RunParts) -> None:
+    """Record smaller micro-batches that a trial found, and log the size where it has changed. On rank 0.
+
+    Once the folder is locked and the sinks are open.
+    """
+    size = built.config.micro_size
+    if session.trial_cut:
+        _record(built, size, session.trial_cut)
+        session.trial_cut = ""
+    changed = built.state.plan.get("micro_batch_size") != size
+    if built.config.on_oom == "smaller" and changed and built.folder.read_micro_batch() == size:
+        session.sinks.log({"global_step": built.start, "micro_batch_size": size})
+
+
+def _record(built: RunParts, size: int, line: str) -> None:
+    try:
+        built.folder.write_micro_batch(size, line)
+    except OSError as problem:
+        raise LockstepError(f"{line}, but {built.folder.path} cannot be written: {problem.strerror}") from problem
+
+
+def _save_before(session: Session, built: RunParts, components: StepComponents, step: int) -> None:
+    """Save the state before the step, unless its forwards may have changed what cannot be put back.
+
+    The run then goes back to its newest checkpoint.
+    """
+    if built.config.checkpoint.mode == "none" or built.task.hooks or built.task.state_dict():
+        return
+    undo_step(built.engine)
+    at_rest(built.engine.model)
+    for parameter in built.engine.model.parameters():
+        parameter.grad = None
+    save(components, step)
