@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from lockstep.config.schema import Config
 from lockstep.counts import first_length
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
+from lockstep.tensors import collate_samples
 
 __all__ = [
     "HALVES",
@@ -164,7 +164,7 @@ class Task(ABC):
 
     def collate(self, samples: list[Any]) -> Any:
         """Combine a list of samples into one batch, in host memory."""
-        return default_collate(samples)
+        return collate_samples(samples)
 
     def count(self, batch: Any) -> Any:
         """Count the items of a batch in host memory: labelled tokens, images.

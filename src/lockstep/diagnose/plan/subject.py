@@ -98,7 +98,7 @@ def _streamed(config: Config, task: Task, source: StreamSource) -> Subject:
 
     def batch(size: int) -> Any:
         lanes = Lanes(source.parts, 1, size, config.seed)
-        samples, _ = LaneReader(source, lanes, config.seed).read(lanes.count, 0, size, epoch=0)
+        samples, _ = LaneReader(source, lanes).read(lanes.count, 0, size, epoch=0)
         if not samples:
             raise DataError("the training set is empty: no part of the stream yields a sample")
         repeated = [samples[place % len(samples)] for place in range(size)]
