@@ -105,4 +105,4 @@ def _collate_column(values: Sequence[Any], kinds: set[type]) -> Any:
                 return torch.from_numpy(np.array(values, dtype))
             except OverflowError:
                 pass
-    return default_collate(values)
+    return default_collate(list(values))

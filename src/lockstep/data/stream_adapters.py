@@ -14,7 +14,8 @@ from typing import Any, cast, final
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from lockstep.data.stream_types import SplitStream, Stream
+from lockstep.data.stream_mixture import MixtureSource
+from lockstep.data.stream_types import SplitStream, Stream, StreamMixture
 from lockstep.data.streams import Opened, StreamSource, set_worker_info
 from lockstep.errors import DataError
 
@@ -23,18 +24,26 @@ __all__ = ["is_stream", "source_of"]
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset has no index, but can be iterated."""
-    if isinstance(dataset, IterableDataset | SplitStream) or _is_own(dataset):
+    if isinstance(dataset, IterableDataset | SplitStream | StreamMixture) or _is_own(dataset):
         return True
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return hasattr(dataset, "__iter__") and not indexed and not isinstance(dataset, DataLoader)
 
 
-def source_of(dataset: Any) -> StreamSource:
-    """Make the source of a stream.
+def source_of(dataset: Any) -> StreamSource | MixtureSource:
+    """Make the source of a stream, or of a mixture of streams.
 
     Raises:
-        DataError: it can be read only once, or has no parts.
+        DataError: one can be read only once, or has no parts.
     """
+    if isinstance(dataset, StreamMixture):
+        return MixtureSource(
+            list(dataset.sources), [_source_of(each) for each in dataset.sources.values()], dataset.points
+        )
+    return _source_of(dataset)
+
+
+def _source_of(dataset: Any) -> StreamSource:
     inner = dataset.dataset if isinstance(dataset, SplitStream) else dataset
     name = type(inner).__name__
     if hasattr(inner, "__next__"):

@@ -43,6 +43,7 @@ __all__ = [
 
 _LOG = logging.getLogger("lockstep")
 _MAX_TURNS = 8  # lanes of a slot, so that several loader processes can read for one slot
+_MAX_BARREN = 20  # times the parts of a source; dealt at random, one with a sample is among them but for 1 in 10^8
 _PAUSE = 0.05  # seconds before a part is opened again; a network may need them
 
 
@@ -78,6 +79,11 @@ class StreamSource(ABC):
         Args:
             state: of `state`, after `start` samples; None: unknown.
         """
+
+    @property
+    def plan(self) -> int:
+        """The number of parts, for a resume."""
+        return self.parts
 
     def state(self, opened: Iterator[Any]) -> Any:
         """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
@@ -191,25 +197,26 @@ class _OpenLane:
     Attributes:
         cursor: the place after the last read.
         number, place, offset: of the next sample, see `Cursor`.
-        parts: of the lane, in order; those of the source's epoch, if it repeats.
+        parts: of the lane in an epoch of the source, in order.
+        parts_epoch, parts_start: that epoch, and the place of its first part.
         iterator: over the rest of the part; None: not open.
-        barren: parts that had no samples, in a row.
+        barren: parts without a sample, in a row.
     """
 
-    def __init__(self, epoch: int, lane: int, parts: list[int], cursor: Cursor) -> None:
-        self.epoch, self.lane, self.parts = epoch, lane, parts
-        self.cursor = cursor
+    def __init__(self, epoch: int, lane: int, cursor: Cursor) -> None:
+        self.epoch, self.lane, self.cursor = epoch, lane, cursor
         self.number, self.place, self.offset, _ = cursor
-        self.part_epoch, self.barren = epoch, 0
+        self.parts, self.parts_epoch, self.parts_start = list[int](), epoch, 0
         self.iterator: Iterator[Any] | None = None
+        self.barren = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.place >= len(self.parts)
+        return self.place - self.parts_start >= len(self.parts)
 
     @property
     def part(self) -> int:
-        return self.parts[self.place]
+        return self.parts[self.place - self.parts_start]
 
 
 class Block(NamedTuple):
@@ -231,6 +238,7 @@ class LaneReader:
         rank: for messages.
         count_retry: called for each further try.
         block_of: (lane, sample) -> the block that it is seeded with; None: that of its micro-batch.
+        repeats: a lane that has ended goes on with its parts of the source's next epoch.
     """
 
     def __init__(
@@ -241,10 +249,12 @@ class LaneReader:
         rank: int = 0,
         count_retry: Callable[[], None] = lambda: None,
         block_of: Callable[[int, int], Block] | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
         self._source, self._lanes, self._seed, self._rank = source, lanes, lanes.seed, rank
         self._retries, self._count_retry = retries, count_retry
-        self._block_of = block_of or self._micro_block
+        self._block_of, self._repeats = block_of or self._micro_block, repeats
         self._draws, self._has_state = source.draws_random, source.has_state
         self._open: dict[int, _OpenLane] = {}
 
@@ -269,7 +279,10 @@ class LaneReader:
         """
         info = worker._worker_info  # of a loader process, which a collate function may ask for
         try:
-            return self._read(lane, first, count, self._cursor(lane, epoch, first, cursor), epoch, step)
+            if self._draws and self._block_of(lane, first).start != first:  # a trial's: draw the block from its start
+                self._drop(lane)
+                cursor = None
+            return self._read(lane, first, count, self.nearest(lane, epoch, first, cursor), epoch, step)
         finally:
             set_worker_info(info)
 
@@ -303,11 +316,8 @@ class LaneReader:
         if opened := self._open.pop(lane, None):
             _close(opened.iterator)
 
-    def _cursor(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
+    def nearest(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
         """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
-        if self._draws and self._block_of(lane, first).start != first:  # a trial's: draw the block from its start
-            self._drop(lane)
-            return START
         cursors = [START] if known is None else [START, known]
         opened = self._open.get(lane)
         if opened and opened.epoch == epoch:
@@ -321,8 +331,18 @@ class LaneReader:
         opened = self._open.get(lane)
         if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
             self._drop(lane)
-            opened = self._open[lane] = _OpenLane(epoch, lane, self._lanes.parts_of(epoch, lane), cursor)
+            opened = self._open[lane] = _OpenLane(epoch, lane, cursor)
+            self._deal(opened)
         return opened
+
+    def _deal(self, opened: _OpenLane) -> None:
+        """Set the parts of an open lane, by its place."""
+        epoch, lane = opened.epoch, opened.lane
+        opened.parts = self._lanes.parts_of(epoch, lane)
+        if self._repeats:
+            opened.parts_epoch, count = opened.place // len(opened.parts), len(opened.parts)  # the same in each epoch
+            opened.parts_start = opened.parts_epoch * count
+            opened.parts = self._lanes.parts_of(opened.parts_epoch, lane)
 
     def _take(self, opened: _OpenLane, count: int) -> list[Any]:
         """Draw up to `count` samples."""
@@ -372,7 +392,7 @@ class LaneReader:
         """Open the lane's part at its offset, unless it is open."""
         self._source.prepare(opened.part)
         if opened.iterator is None:
-            part, epoch = opened.part, opened.epoch
+            part, epoch = opened.part, opened.parts_epoch
             seed_everything(derive(self._seed, "part", epoch, part))
             found = self._source.open(part, epoch, opened.offset, opened.cursor.state if opened.offset else None)
             opened.iterator = found.iterator
@@ -402,7 +422,15 @@ class LaneReader:
 
     def _leave_part(self, opened: _OpenLane) -> None:
         _close(opened.iterator)
+        opened.barren = 0 if opened.offset else opened.barren + 1
         opened.iterator, opened.offset, opened.place = None, 0, opened.place + 1
+        if self._repeats and opened.has_ended:
+            if opened.barren > _MAX_BARREN * self._lanes.parts + 100:
+                raise DataError(
+                    f"the stream {self._source.name} has no samples: none of its {self._lanes.parts} parts yields one; "
+                    "leave it out of the mixture"
+                )
+            self._deal(opened)
 
     def _mark(self, opened: _OpenLane) -> Cursor:
         """Return the place of the lane, with its iterator's state."""
