@@ -114,7 +114,7 @@ def flat(steps):
 
 
 def order(args):
-    """Resume after 5 of 12 steps from each number of ranks to each, and from each number of processes to each."""
+    """Resume after 9 of 24 steps from each number of ranks to each, and from each number of processes to each."""
     uneven, few = [5, 9, 2, 7, 1, 0, 3, 3, 8, 4, 6, 7], [20, 15]
     two = {"a": 0.7, "b": 0.3}
     cases = {
@@ -133,7 +133,7 @@ def order(args):
     if args.all:
         pairs = list(itertools.product(itertools.product((1, 2, 3, 4), (0, 1, 4)), repeat=2))
     for name, (play, dataset, epoch) in cases.items():
-        began, steps, stop = time.perf_counter(), 12, 5
+        began, steps, stop = time.perf_counter(), 24, 9
         wanted, _ = play(dataset, 1, steps)
         before = cache(partial(half, play, dataset, stop))
         equal = 0
@@ -356,75 +356,86 @@ class Plain(lockstep.Task):
         raise NotImplementedError
 
 
-def bare(iterated, count):
-    """Read the samples, and collate them."""
+def bare(iterated):
+    """Read the samples, and collate them; yields their number, as all contestants do."""
     rows = iter(iterated)
-    for _ in range(count // MICRO):
-        default_collate(list(itertools.islice(rows, MICRO)))
+    while True:
+        batch = default_collate(list(itertools.islice(rows, MICRO)))  # is held while the next one is read
+        yield MICRO
+        del batch
 
 
-def dataloader(iterated, count, workers=0):
+def dataloader(iterated, workers=0):
     """Read the same samples with torch's DataLoader."""
     options = {"num_workers": workers, "prefetch_factor": 4 if workers else None}
-    loads = iter(DataLoader(iterated, MICRO, **options))
-    for _ in range(count // MICRO):
-        next(loads)
+    for _batch in DataLoader(iterated, MICRO, **options):
+        yield MICRO
 
 
-def loaded(dataset, count, workers=0):
+def loaded(dataset, workers=0):
     """Read the same samples as a run does."""
     size, data = MICRO * STEP, StreamData(source_of(dataset))
-    lanes, plan = Lanes(data.source.parts, STEP, MICRO, 0), StepPlan(size, MICRO, count // size * size)
+    lanes, plan = Lanes(data.source.parts, STEP, MICRO, 0), StepPlan(size, MICRO, 10**9 // size * size)
     loader = StreamBatches(Plain(), data, lanes, plan, World(), loading=Loading(workers)).from_step(0)
-    for _ in loader:
-        pass
-    loader.close()
+    try:
+        for _, micro in loader:
+            yield sum(int(batch.items) for batch in micro)
+    finally:
+        loader.close()
 
 
-def in_turns(calls, clock):
-    """Return the seconds of each call in each round, whose order rotates. [rounds][calls]"""
+def read(contestant, count):
+    """Read `count` samples or a few more, and return their number."""
+    total = 0
+    while total < count:
+        total += next(contestant)
+    return total
+
+
+def in_turns(contestants, count, clock):
+    """Return the seconds a sample of each contestant in each round, whose order rotates. [rounds][contestants]"""
+    for each in contestants:
+        read(each, 16 * MICRO * STEP)  # opens all parts
     rounds = []
-    for number in range(-1, ROUNDS):  # the first for imports
-        seconds = [0.0] * len(calls)
-        for place in range(len(calls)):
-            which = (number + place) % len(calls)
-            gc.collect()
+    for number in range(ROUNDS):
+        seconds = [0.0] * len(contestants)
+        for place in range(len(contestants)):
+            which = (number + place) % len(contestants)
             began = clock()
-            calls[which]()
-            seconds[which] = clock() - began
-        if number >= 0:
-            rounds.append(seconds)
+            total = read(contestants[which], count)
+            seconds[which] = (clock() - began) / total
+        rounds.append(seconds)
+    for each in contestants:
+        each.close()
     return rounds
 
 
 def beside(what, dataset, iterated, count, aim=0.95, **named):
     """Compare a stream with its iterator, and with torch's DataLoader."""
-    calls = [lambda: bare(iterated, count), lambda: dataloader(iterated, count), lambda: loaded(dataset, count)]
-    rounds = in_turns(calls, time.process_time)
-    own = [third for _, _, third in rounds]
+    rounds = in_turns([bare(iterated), dataloader(iterated), loaded(dataset)], count, time.process_time)
     say(
         what,
         **named,
         of_iterator=statistics.median(first / third for first, _, third in rounds),
         of_dataloader=statistics.median(second / third for _, second, third in rounds),
-        samples_per_second=count / statistics.median(own),
+        samples_per_second=1 / statistics.median(third for _, _, third in rounds),
         aim=aim,
     )
 
 
 def streams(args):
     for kind, draws, count in (
-        (Tensors, False, 20_480),
-        (Json, False, 5120),
-        (Json, True, 5120),
-        (Tokens, False, 10_240),
-        (Jpeg, False, 1280),
-        (Jpeg, True, 1280),
+        (Tensors, False, 5120),
+        (Json, False, 1280),
+        (Json, True, 1280),
+        (Tokens, False, 2560),
+        (Jpeg, False, 256),
+        (Jpeg, True, 256),
     ):
         stream = kind(draws)
         beside("streams", stream, Iterated(stream), count, data=kind.__name__, draws_random=draws)
     mixed = lockstep.mixture({"a": Json(), "b": Json()}, {"a": 0.7, "b": 0.3})
-    beside("streams", mixed, Iterated(Json()), 5120, data="mixture of two Json")
+    beside("streams", mixed, Iterated(Json()), 1280, data="mixture of two Json")
     with tempfile.TemporaryDirectory() as folder:
         hugging(Path(folder))
         web(Path(folder))
@@ -438,7 +449,7 @@ def hugging(folder):
     for formatted in (None, "torch"):
         stream = datasets.load_from_disk(folder / "arrow").to_iterable_dataset(8).with_format(formatted)
         stream.draws_random = False
-        beside("streams", stream, Repeated(stream), 2560, data=f"datasets, Arrow, format {formatted}")
+        beside("streams", stream, Repeated(stream), 640, data=f"datasets, Arrow, format {formatted}")
 
 
 class Repeated(IterableDataset):
@@ -464,21 +475,21 @@ def web(folder):
     urls = [str(path) for path in sorted((folder / "tars").iterdir())]
     stream = webdataset.WebDataset(urls, shardshuffle=False).to_tuple("bin", "cls")
     stream.draws_random = False
-    beside("streams", stream, Repeated(stream), 2560, data="webdataset")
+    beside("streams", stream, Repeated(stream), 640, data="webdataset")
 
 
 def workers(args):
     """Seconds with loader processes."""
-    for (kind, count), processes in itertools.product(((Json, 12_800), (Jpeg, 2560)), (1, 2)):
+    for (kind, count), processes in itertools.product(((Json, 6400), (Jpeg, 640)), (1, 2)):
         stream = kind()
-        torch_loads = partial(dataloader, Iterated(stream), count, processes)
-        rounds = in_turns([torch_loads, partial(loaded, stream, count, processes)], time.perf_counter)
+        contestants = [dataloader(Iterated(stream), processes), loaded(stream, processes)]
+        rounds = in_turns(contestants, count, time.perf_counter)
         say(
             "workers",
             data=kind.__name__,
             processes=processes,
             of_dataloader=statistics.median(first / second for first, second in rounds),
-            samples_per_second=count / statistics.median(second for _, second in rounds),
+            samples_per_second=1 / statistics.median(second for _, second in rounds),
             aim=0.95,
         )
 
@@ -536,7 +547,7 @@ def memory(args):
         for count in (100_000, 1_000_000):
             gc.collect()
             tracemalloc.start()
-            loaded(data, count)
+            read(loaded(data), count)
             peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
             tracemalloc.stop()
         say("memory", data=name, peak_mib_of_1e5=peaks[0], peak_mib_of_1e6=peaks[1], aim="constant")
