@@ -147,7 +147,7 @@ def order(args):
             data=name,
             runs=len(pairs),
             equal=equal,
-            each_once_an_epoch=bool(not epoch or (len(times) == epoch and set(times.values()) == {1})),
+            each_once_an_epoch=len(times) == epoch and set(times.values()) == {1} if epoch else None,
             digest=hashlib.sha256(repr(wanted).encode()).hexdigest()[:12],
             seconds=time.perf_counter() - began,
             aim="all equal",

@@ -44,6 +44,7 @@ except lockstep.errors.LockstepError as error:
     sys.exit(f"lockstep: error: {error}")
 """
 
+
 def test_bad_input_is_one_line(monkeypatch, tmp_path):
     for arguments, named in (
         ({"nodes": 0}, ["nodes", 0]),
