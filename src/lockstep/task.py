@@ -15,10 +15,7 @@ Model, dataset and loss must be written (or `outputs` and `step_loss` in place o
 default. An object of another class with these methods works too: `as_task` adds the defaults.
 """
 
-import copy
-import dataclasses
 import difflib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -29,12 +26,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
 
 from lockstep.config.schema import Config
 from lockstep.counts import first_length
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
+from lockstep.tensors import collate_samples
 
 __all__ = [
     "HALVES",
@@ -54,18 +51,6 @@ __all__ = [
 
 HALVES = (torch.float16, torch.bfloat16)
 _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
-
-
-def _collate(samples: list[Any]) -> Any:
-    first = samples[0]
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        batch = copy.copy(first)  # without `__post_init__`, which is for one sample
-        for spec in dataclasses.fields(first):
-            object.__setattr__(batch, spec.name, _collate([getattr(sample, spec.name) for sample in samples]))
-        return batch
-    if any(kind.__module__.startswith("torch_geometric.data") for kind in type(first).__mro__):
-        return sys.modules["torch_geometric.data"].Batch.from_data_list(samples)
-    return default_collate(samples)
 
 
 class Order(Protocol):
@@ -182,7 +167,7 @@ class Task(ABC):
 
         The default is torch's `default_collate`, for dataclasses field by field; graphs of PyG become its `Batch`.
         """
-        return _collate(samples)
+        return collate_samples(samples)
 
     def count(self, batch: Any) -> Any:
         """Count the items of a batch in host memory: labelled tokens, images.

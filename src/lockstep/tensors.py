@@ -1,14 +1,19 @@
-"""Get a tensor's part on this rank, and find tensors that are not finite."""
+"""Get a tensor's part on this rank, collate samples, and find tensors that are not finite."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
+import copy
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate, get_worker_info
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite"]
+__all__ = ["collate_samples", "copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite"]
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -66,3 +71,50 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.itemsize == 1 else tensor
+
+
+# NumPy makes an array of numbers of one exact type in a third of torch's time.
+_NUMBERS: dict[type, type] = {int: np.int64, float: np.float64, bool: np.bool_}
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """Combine samples into a batch as torch's `default_collate` does, faster for tensors and numbers.
+
+    Args:
+        samples: tensors, numbers, or tuples, dicts or dataclasses of them, or graphs of PyG; anything else is left to
+            torch.
+    """
+    kinds = set(map(type, samples))
+    if kinds == {tuple}:
+        try:
+            columns = list(zip(*samples, strict=True))
+        except ValueError:  # of different lengths
+            return default_collate(samples)
+        return [_collate_column(column, set(map(type, column))) for column in columns]
+    if kinds == {dict}:
+        by_name = {name: [each[name] for each in samples] for name in samples[0]}
+        return {name: _collate_column(column, set(map(type, column))) for name, column in by_name.items()}
+    first = samples[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        batch = copy.copy(first)  # without `__post_init__`, which is for one sample
+        for spec in dataclasses.fields(first):
+            object.__setattr__(batch, spec.name, collate_samples([getattr(sample, spec.name) for sample in samples]))
+        return batch
+    if any(kind.__module__.startswith("torch_geometric.data") for kind in type(first).__mro__):
+        return sys.modules["torch_geometric.data"].Batch.from_data_list(samples)
+    return _collate_column(samples, kinds)
+
+
+def _collate_column(values: Sequence[Any], kinds: set[type]) -> Any:
+    if len(kinds) == 1:
+        (kind,) = kinds
+        if kind is torch.Tensor:
+            first = values[0]  # in a loader process torch stacks into shared memory
+            if get_worker_info() is None and first.layout is torch.strided and not first.is_nested:
+                return torch.stack(values)  # type: ignore[arg-type]
+        elif dtype := _NUMBERS.get(kind):
+            try:
+                return torch.from_numpy(np.array(values, dtype))
+            except OverflowError:
+                pass
+    return default_collate(list(values))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 import lockstep
-from lockstep.data.mixture import _UNIT, _Schedule
+from lockstep.data.mixture_schedule import UNIT, Schedule
 from lockstep.data.shard_order import Geometry
 from lockstep.errors import ConfigError, DataError
 
@@ -46,7 +46,11 @@ def test_counts_are_within_one_of_the_exact_weights_at_each_block(data, count, w
     mix = lockstep.mixture(
         {name: [0] for name in NAMES}, [(at, dict(zip(NAMES, row, strict=True))) for at, row in points]
     )
-    schedule, position, before = _Schedule(mix.points, width), 0, np.zeros(4, dtype=np.int64)
+    schedule, position, before = (
+        Schedule([(step * width, shares) for step, shares in mix.points]),
+        0,
+        np.zeros(4, dtype=np.int64),
+    )
     for _ in range(40):
         block = schedule.block(position)
         assert block.start == position
@@ -56,7 +60,7 @@ def test_counts_are_within_one_of_the_exact_weights_at_each_block(data, count, w
         position, before = block.stop, block.before + block.counts
         # A part of a curriculum begins with whole counts; weights are millionths.
         passed = 1 + sum(0 < step * width < position for step in steps)
-        assert abs(before - integral(points, width, position)).max() <= passed + position / _UNIT
+        assert abs(before - integral(points, width, position)).max() <= passed + position / UNIT
     far = schedule.block(10**9)
     assert far.start <= 10**9 < far.stop
     assert abs(far.before.sum() - far.start) == 0

@@ -57,6 +57,30 @@ def test_what_cannot_seek_is_read_past_with_a_line(caplog):
     assert not caplog.records
 
 
+class Buffered(Count):
+    """Has a shuffle buffer that draws from the process's generators, so a sample depends on all draws before it."""
+
+    draws_random = True
+
+    def __iter__(self):
+        buffer = []
+        for number in super().__iter__():
+            buffer.append(number)
+            if len(buffer) > 4:
+                yield buffer.pop(int(torch.randint(len(buffer), ())))
+        yield from buffer
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_what_is_read_past_draws_the_same(parts):
+    """Parts begin within a micro-batch, and several slots read one part."""
+    stream = lockstep.stream(Buffered(60), parts)
+    wanted, _ = play(stream, 1, 14, size=3)
+    for stop in (2, 5, 9):
+        before, state = play(stream, 3, stop, size=3)
+        assert before + play(stream, 2, 14 - stop, size=3, place=resumed(state, stop))[0] == wanted
+
+
 class Stateful:
     """Its iterators cannot start anywhere but at the beginning and at a state, and count what they skipped."""
 

@@ -94,6 +94,34 @@ def test_a_resume_on_other_ranks_has_the_same_bits(tmp_path, reference):
     )
 
 
+class Mixed(Streamed):
+    """Two streams, one of which takes over."""
+
+    def dataset(self, split):
+        sources = {"a": Rows(self.lengths), "b": Rows([5, 4, 0, 6])}
+        weights = [(3, {"a": 1.0}), (9, {"a": 0.25, "b": 0.75})]
+        return lockstep.mixture(sources, weights) if split == "train" else Sentences(7)
+
+
+def mix(world, folder, changes, lengths=UNEVEN):
+    return lockstep.train(config(folder, **changes), Mixed(lengths), world).global_step
+
+
+def test_a_mixture_has_the_same_bits_on_more_ranks_and_after_a_resume(tmp_path):
+    run(mix, 1, tmp_path / "one", EXACT)
+    run(mix, 3, tmp_path / "two", EXACT | {"stop_at": 7, "data": Data(workers=1)})
+    with refuses(ResumeError, "parts") as caught:
+        lockstep.train(config(tmp_path / "two", **EXACT), Mixed([*UNEVEN, 5]))
+    assert "'a': 9" in str(caught.value)
+    run(mix, 2, tmp_path / "two", EXACT)
+    assert ended(tmp_path / "two") == ended(tmp_path / "one")
+    assert ended(tmp_path / "one")[2]["epoch"] == 0  # a mixture never ends
+    records = [json.loads(line) for line in (tmp_path / "two" / "r" / "metrics.jsonl").read_text().splitlines()]
+    shares = [each["data/share/b"] for each in records if "data/share/b" in each]
+    assert (len(shares), shares[0]) == (8, 0)
+    assert shares[-1] > 0.5
+
+
 class OneRow(Streamed):
     def order(self, samples, seed):
         return range(samples)

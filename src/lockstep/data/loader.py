@@ -127,41 +127,43 @@ class Fetch:
         self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
+        return self.finish(self.load(key), key)
+
+    def load(self, key: Key) -> Any:
+        """Load the samples of a micro-batch, and seed what its collation draws."""
         if self.draws:
             samples = [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
-            self.seed_collate(key)
-        elif self._many:
-            samples = self._many(key.samples)
-        else:
-            samples = [self._dataset[sample] for sample in key.samples]
-        return self.finish(samples, key)
-
-    def finish(self, samples: list[Any], key: Key) -> tuple[Any, float]:
-        """Collate the samples of a micro-batch, and count its items."""
+            seed_everything(derive(self._seed, "collate", key.step, key.micro))
+            return samples
+        samples = self._many(key.samples) if self._many else [self._dataset[sample] for sample in key.samples]
         if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
                 f"{self._location(key)}; drop samples in the task's `collate` instead"
             )
+        return samples
+
+    def finish(self, loaded: Any, key: Key) -> tuple[Any, float]:
+        """Make the batch of what `load` returned, and count its items."""
+        return self.collate(loaded, len(key.samples), key)
+
+    def collate(self, samples: list[Any], count: int, key: Key) -> tuple[Any, float]:
+        """Collate samples, and count the items of the batch.
+
+        Args:
+            count: of samples that were asked for.
+        """
         try:
             data = self._collate(samples)
         except LockstepError:
             raise
         except Exception as error:
             raise blamed("collate", error, self._location(key)) from error
-        return data, self._items(data, samples, key)
+        return data, self._items(data, samples, count, key)
 
-    def seed_collate(self, key: Key) -> None:
-        """Seed the generators that a collate function draws from."""
-        self.seed("collate", key.step, key.micro)
-
-    def seed(self, purpose: str, *path: int) -> None:
-        """Seed the generators by the run's seed, a purpose and numbers."""
-        seed_everything(derive(self._seed, purpose, *path))
-
-    def _items(self, data: Any, samples: list[Any], key: Key) -> float:
+    def _items(self, data: Any, samples: list[Any], count: int, key: Key) -> float:
         """Count the items of this micro-batch; the loss is divided by them."""
-        each, count = self._each, len(key.samples)
+        each = self._each
         if self._counts:
             items = self._count_items(data, key)
             if each is not None and items != each * count:
@@ -224,12 +226,10 @@ class Drawing:
         self._fetch = fetch
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
-        data, items = self._fetch[key]
-        if not self._fetch.draws:
-            return (data, False), items
-        after = generator_states()
-        self._fetch.seed_collate(key)
-        return (data, after != generator_states()), items
+        loaded = self._fetch.load(key)
+        before = generator_states() if self._fetch.draws else None
+        data, items = self._fetch.finish(loaded, key)
+        return (data, before is not None and before != generator_states()), items
 
 
 def blamed(method: str, error: Exception, location: str) -> DataError:

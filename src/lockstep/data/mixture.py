@@ -3,25 +3,25 @@
     data = lockstep.mixture({"web": web, "code": code}, weights={"web": 0.7, "code": 0.3})
     data = lockstep.mixture({"web": web, "code": code}, [(0, {"web": 1.0}), (10_000, {"web": 0.5, "code": 0.5})])
 
-The positions of the run are cut into blocks. How many samples of each source a block has follows from the integral of
-the weights: at the end of each block the counts are within 1 of it. Places in a block are permuted, and the i-th sample
-of a source is that of the source's own order. So the source and the sample at any position are found at once, on any
-number of ranks.
+`mixture_schedule.py` assigns each position of the run to a source; the i-th sample of a source is that of the source's
+own order. So the source and the sample at any position are found at once, on any number of ranks. Streams are mixed by
+`stream_mixture.py`.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from lockstep.data.loader import check_dataset, draws
-from lockstep.data.sampler import Indices, Shuffled, permute_groups
+from lockstep.data.mixture_schedule import UNIT, Schedule, draw
+from lockstep.data.sampler import Indices, Shuffled
 from lockstep.data.shard_order import ONE_LANE, Geometry, PlacedOrder, ShardOrder, lanes_of
+from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.stream_types import StreamMixture
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
 
@@ -30,43 +30,62 @@ __all__ = ["Mixture", "MixtureOrder", "mixture"]
 Weights = Mapping[str, float]
 Points = Sequence[tuple[int, Weights]]
 
-_UNIT = 1_000_000  # weights are rounded to millionths, so that constant ones repeat after whole blocks
-_BLOCK = 1000  # positions
-_BLOCKS = 1000  # of all parts of a curriculum together, about
 
-
-def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None) -> "Mixture":
+def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None) -> "Mixture | StreamMixture":
     """Mix datasets: each step has about the weights' shares of samples from each source.
 
     A source that is used up begins again, in a new order. An epoch of the mixture is as many samples as all sources
-    have together, whichever they come from.
+    have together, whichever they come from; streams have no epoch.
 
     Args:
-        sources: map-style datasets by name.
+        sources: map-style datasets by name, or streams.
         weights: by name, in any unit; one that is left out is 0. Or points of a curriculum, (step, weights) in
             ascending order, with straight lines between them; the first and the last hold before and after. None: the
             sizes of the sources.
 
     Raises:
-        ConfigError: a name or a weight is invalid.
-        DataError: a source is not map-style.
+        ConfigError: a name or a weight is invalid, or streams are mixed with other datasets.
+        DataError: a source is neither map-style nor a stream.
     """
     if not sources:
         raise ConfigError("lockstep.mixture: no sources; give a dict of datasets by name")
+    streams = [name for name, dataset in sources.items() if is_stream(dataset)]
     for name, dataset in sources.items():
-        if isinstance(dataset, Mixture):
+        if isinstance(dataset, Mixture | StreamMixture):
             raise ConfigError(f"lockstep.mixture: the source '{name}' is a mixture; give its sources instead")
+        if name in streams:
+            source_of(dataset)
+            continue
         check_dataset(dataset, f"train (source {name})")
+        if streams:
+            raise ConfigError(
+                f"lockstep.mixture: the source '{streams[0]}' is a stream, and '{name}' has an index; mix either kind "
+                "alone: open the former with lockstep.shards, or iterate over the latter in an object with `parts` and "
+                "`iter(part, start)`"
+            )
         if not len(dataset):
             raise ConfigError(f"lockstep.mixture: the source '{name}' is empty; leave it out")
+    points = _points(sources, weights, bool(streams))
+    return StreamMixture(dict(sources), points) if streams else Mixture(dict(sources), points)
+
+
+def _points(
+    sources: Mapping[str, Any], weights: Weights | Points | None, are_streams: bool
+) -> list[tuple[int, list[int]]]:
+    """Return the points of a curriculum, with shares in millionths.
+
+    Raises:
+        ConfigError: they are invalid, or missing for streams.
+    """
+    if weights is None and are_streams:
+        raise ConfigError("lockstep.mixture: no weights, and streams have no sizes; give weights by name")
     if weights is None:
         weights = {name: len(dataset) for name, dataset in sources.items()}
     points = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
-    names = list(sources)
     steps = [step for step, _ in points]
     if not points or steps != sorted(set(steps)) or steps[0] < 0:
         raise ConfigError(f"lockstep.mixture: weights at the steps {steps}; give points of ascending steps, from 0 on")
-    return Mixture(dict(sources), [(step, _millionths(names, each, step)) for step, each in points])
+    return [(step, _millionths(list(sources), each, step)) for step, each in points]
 
 
 def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
@@ -84,10 +103,10 @@ def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
     total = math.fsum(weights.values())
     if not (math.isfinite(total) and total > 0):
         raise ConfigError(f"{start} add up to {total}; give at least one above 0")
-    exact = [weights.get(name, 0.0) / total * _UNIT for name in names]
+    exact = [weights.get(name, 0.0) / total * UNIT for name in names]
     parts = [math.floor(value) for value in exact]
     by_rest = sorted(range(len(names)), key=lambda place: parts[place] - exact[place])
-    for place in by_rest[: _UNIT - sum(parts)]:
+    for place in by_rest[: UNIT - sum(parts)]:
         parts[place] += 1
     small = [name for name, part in zip(names, parts, strict=True) if not part and weights.get(name)]
     if small:
@@ -159,118 +178,6 @@ class Mixture:
         return MixtureOrder(list(self.sources), orders, self.points, seed, in_lanes=bool(shuffle_shards))
 
 
-class _Block(NamedTuple):
-    """A block of positions.
-
-    Attributes:
-        start, stop: its positions.
-        before: samples of each source before it. int64 [sources]
-        counts: samples of each source in it. int64 [sources]
-    """
-
-    start: int
-    stop: int
-    before: Indices
-    counts: Indices
-
-
-class _Part:
-    """A part of the schedule in which the weights are straight lines, or, at its end, constant.
-
-    Args:
-        start: its first position.
-        length: its positions; 0: it is the last, which repeats without end.
-        first, last: shares in millionths at its ends.
-        before: samples of each source before it. int64 [sources]
-        blocks: about how many blocks it may have.
-    """
-
-    def __init__(
-        self, start: int, length: int, first: list[int], last: list[int], before: Indices, blocks: int = _BLOCKS
-    ) -> None:
-        self.start, self.length, self._before = start, length, before
-        if not length:  # after so many blocks all counts are whole
-            length = _BLOCK * (_UNIT // _BLOCK // math.gcd(_UNIT // _BLOCK, *first))
-        size = max(_BLOCK, -(-length // blocks))
-        self._bounds = [*range(0, length, size), length]
-        # The integral of the weights at each bound, in units of 1 / (2 * _UNIT * length): Python integers.
-        targets = np.array(
-            [
-                [2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)]
-                for bound in self._bounds
-            ],
-            dtype=object,
-        )
-        unit = 2 * _UNIT * length
-        self._counts = _round(self._bounds, targets // unit, -(-targets // unit))
-
-    @property
-    def after(self) -> Indices:
-        """Samples of each source at its end, or at that of its first period. int64 [sources]"""
-        counts: Indices = self._before + self._counts[-1]
-        return counts
-
-    def block(self, position: int) -> _Block:
-        """Return the block of a position."""
-        periods, place = divmod(position - self.start, self._bounds[-1])
-        number = bisect_right(self._bounds, place) - 1
-        start = position - place + self._bounds[number]
-        before = self._before + periods * self._counts[-1] + self._counts[number]
-        counts = self._counts[number + 1] - self._counts[number]
-        return _Block(start, start + self._bounds[number + 1] - self._bounds[number], before, counts)
-
-
-def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> Indices:
-    """Round the sources' counts at each bound to integers that never fall, and add up to the bound.
-
-    A count stays between floor and ceiling of its exact value. Of the sources that may get one more, the one whose
-    floor demands it first gets it: with this rule, earliest deadline first, none comes too late (Liu and Layland, 1973;
-    Tijdeman, 1980). The largest remainder at each bound alone would let counts fall.
-
-    Args:
-        bounds: positions.
-        floors, ceilings: of the exact counts. [bounds, sources]
-
-    Returns:
-        int64 [bounds, sources].
-    """
-    low, high = floors.astype(np.int64), ceilings.astype(np.int64)
-    counts = np.zeros_like(low)
-    for number in range(1, len(bounds)):
-        now = np.maximum(counts[number - 1], low[number])
-        missing = bounds[number] - int(now.sum())
-        may = np.flatnonzero(now < high[number]).tolist()
-        due = {source: int(np.searchsorted(low[:, source], now[source] + 1)) for source in may}
-        now[sorted(may, key=lambda source: due[source])[:missing]] += 1
-        counts[number] = now
-    return counts
-
-
-class _Schedule:
-    """Assignment of the positions of an endless stream to sources and their samples.
-
-    Args:
-        points: (step, shares in millionths).
-        width: positions in a step.
-    """
-
-    def __init__(self, points: list[tuple[int, list[int]]], width: int) -> None:
-        before = np.zeros(len(points[0][1]), dtype=np.int64)
-        points = points if points[0][0] == 0 else [(0, points[0][1]), *points]
-        blocks = max(10, _BLOCKS // len(points))
-        self._parts: list[_Part] = []
-        for (step, first), (following, last) in pairwise(points):
-            self._parts.append(_Part(step * width, (following - step) * width, first, last, before, blocks))
-            before = self._parts[-1].after
-        step, last = points[-1]
-        self._parts.append(_Part(step * width, 0, last, last, before))
-        self._starts = [part.start for part in self._parts]
-
-    def block(self, position: int) -> _Block:
-        """Return the block of a position."""
-        return self._parts[bisect_right(self._starts, position) - 1].block(position)
-
-
 @final
 class MixtureOrder:
     """The order of a mixture's samples.
@@ -306,7 +213,7 @@ class MixtureOrder:
         self._orders, self._points, self._seed, self._in_lanes = orders, points, seed, in_lanes
         self._starts = np.cumsum([0, *sizes])
         self._geometry = geometry
-        self._schedules: dict[int, _Schedule] = {}
+        self._schedules: dict[int, Schedule] = {}
 
     def placed(self, geometry: Geometry, size: int) -> "MixtureOrder":
         """Return the order for steps of this geometry, with epochs of `size` samples; 0: those of all sources."""
@@ -337,47 +244,21 @@ class MixtureOrder:
         """Return the source of each position, and the number of its sample in that source. int64 each"""
         positions = np.arange(start, stop, dtype=np.int64)
         if not self._in_lanes:
-            return self._draw_from_lanes([(0, self._geometry.size, np.arange(len(positions)))], positions)
+            return draw([(0, self._schedule(self._geometry.size), np.arange(len(positions)))], positions, self._seed)
         lanes, micro_size = lanes_of(positions, self._geometry), self._geometry.micro_size
         by_lane = np.argsort(lanes.first, kind="stable")
         firsts, begins = np.unique(lanes.first[by_lane], return_index=True)
         members = [
-            (first, min(micro_size, self._geometry.size - first), own)
+            (first, self._schedule(min(micro_size, self._geometry.size - first)), own)
             for first, own in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True)
         ]
-        sources, drawn = self._draw_from_lanes(members, lanes.steps * lanes.width + lanes.within)
+        sources, drawn = draw(members, lanes.steps * lanes.width + lanes.within, self._seed)
         steps, within = np.divmod(drawn, lanes.width)
         return sources, steps * self._geometry.size + lanes.first + within  # the same lane of the source's own order
 
-    def _draw_from_lanes(self, lanes: list[tuple[int, int, Indices]], positions: Indices) -> tuple[Indices, Indices]:
-        """Draw for positions in their lanes.
-
-        Args:
-            lanes: (number, positions in a step, places in `positions`) of each lane.
-            positions: in their lanes, ascending in each.
-        """
-        group, blocks, keys = np.empty_like(positions), list[_Block](), list[int]()
-        for lane, width, members in lanes:
-            schedule, own, offset = self._schedule(width), positions[members], 0
-            while offset < len(own):
-                block = schedule.block(int(own[offset]))
-                end = int(np.searchsorted(own, block.stop))
-                group[members[offset:end]] = len(blocks)
-                keys.append(derive(self._seed, "mixture", lane, block.start))
-                blocks.append(block)
-                offset = end
-        if not blocks:
-            return positions, positions
-        starts = np.array([block.start for block in blocks])
-        places = permute_groups(positions - starts[group], group, [block.stop - block.start for block in blocks], keys)
-        counts, before = np.array([block.counts for block in blocks]), np.array([block.before for block in blocks])
-        ends = np.cumsum(counts, axis=1)
-        sources = (places[:, None] >= ends[group]).sum(1)
-        return sources, before[group, sources] + places - (ends - counts)[group, sources]
-
-    def _schedule(self, width: int) -> _Schedule:
+    def _schedule(self, width: int) -> Schedule:
         if width not in self._schedules:
-            self._schedules[width] = _Schedule(self._points, width)
+            self._schedules[width] = Schedule([(step * width, shares) for step, shares in self._points])
         return self._schedules[width]
 
 

@@ -14,7 +14,8 @@ from typing import Any, cast, final
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from lockstep.data.stream_types import SplitStream, Stream
+from lockstep.data.stream_mixture import MixtureSource
+from lockstep.data.stream_types import SplitStream, Stream, StreamMixture
 from lockstep.data.streams import Opened, StreamSource, set_worker_info
 from lockstep.errors import DataError
 
@@ -23,18 +24,26 @@ __all__ = ["is_stream", "source_of"]
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset has no index, but can be iterated."""
-    if isinstance(dataset, IterableDataset | SplitStream) or _is_own(dataset):
+    if isinstance(dataset, IterableDataset | SplitStream | StreamMixture) or _is_own(dataset):
         return True
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return hasattr(dataset, "__iter__") and not indexed and not isinstance(dataset, DataLoader)
 
 
-def source_of(dataset: Any) -> StreamSource:
-    """Make the source of a stream.
+def source_of(dataset: Any) -> StreamSource | MixtureSource:
+    """Make the source of a stream, or of a mixture of streams.
 
     Raises:
-        DataError: it can be read only once, or has no parts.
+        DataError: one can be read only once, or has no parts.
     """
+    if isinstance(dataset, StreamMixture):
+        return MixtureSource(
+            list(dataset.sources), [_source_of(each) for each in dataset.sources.values()], dataset.points
+        )
+    return _source_of(dataset)
+
+
+def _source_of(dataset: Any) -> StreamSource:
     inner = dataset.dataset if isinstance(dataset, SplitStream) else dataset
     name = type(inner).__name__
     if hasattr(inner, "__next__"):
@@ -63,19 +72,20 @@ class OwnSource(StreamSource):
     """A user's own object with `parts` and `iter`."""
 
     def __init__(self, inner: Stream) -> None:
-        super().__init__(inner.parts, type(inner).__name__, bool(getattr(inner, "draws_random", True)))
+        has_state = "state" in inspect.signature(inner.iter).parameters
+        draws = bool(getattr(inner, "draws_random", True))
+        super().__init__(inner.parts, type(inner).__name__, draws, has_state=has_state)
         self._inner = inner
-        self._has_state = "state" in inspect.signature(inner.iter).parameters
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         if callable(set_epoch := getattr(self._inner, "set_epoch", None)):
             set_epoch(epoch)
-        resumed = {"state": state} if self._has_state and state is not None else {}
+        resumed = {"state": state} if self.has_state and state is not None else {}
         return Opened(iter(self._inner.iter(part, start, **resumed)), start)
 
     def state(self, opened: Iterator[Any]) -> Any:
         state_dict = getattr(opened, "state_dict", None)
-        return state_dict() if self._has_state and callable(state_dict) else None
+        return state_dict() if callable(state_dict) else None
 
 
 @final
@@ -125,19 +135,20 @@ class HuggingFaceSource(StreamSource):
     """
 
     def __init__(self, inner: Any) -> None:
-        super().__init__(inner.num_shards, type(inner).__name__, bool(getattr(inner, "draws_random", True)))
-        self._inner, self._seeks = inner, not _has_shuffle_buffer(inner)
+        draws, seeks = bool(getattr(inner, "draws_random", True)), not _has_shuffle_buffer(inner)
+        super().__init__(inner.num_shards, type(inner).__name__, draws, has_state=seeks)
+        self._inner = inner
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         dataset = self._inner.shard(self.parts, part) if self.parts > 1 else copy.deepcopy(self._inner)
         dataset.set_epoch(epoch)
-        resumes = start > 0 and state is not None and self._seeks
+        resumes = start > 0 and state is not None and self.has_state
         if resumes:
             dataset.load_state_dict(copy.deepcopy(state))
         return Opened(_Resumable(dataset), start if resumes else 0)
 
     def state(self, opened: Any) -> Any:
-        return opened.dataset.state_dict() if self._seeks else None
+        return opened.dataset.state_dict()
 
 
 def _is_hugging_face(dataset: Any) -> bool:

@@ -24,7 +24,8 @@ from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
 from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
-from lockstep.data.streams import START, Cursor, LaneReader, Lanes, StreamSource
+from lockstep.data.stream_mixture import LaneMixture, MixtureSource, reader_of
+from lockstep.data.streams import START, Cursor, Lanes, StreamSource
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.exchange import NO_TURN, Turn
 from lockstep.distributed.progress import rank_label
@@ -45,7 +46,7 @@ class StreamData:
     """A stream, and the counts of what was repaired while it was read.
 
     Args:
-        source: the stream.
+        source: the stream, or the mixture.
         retries: how often a part that fails is opened again.
 
     Attributes:
@@ -55,7 +56,7 @@ class StreamData:
 
     fetches = 0
 
-    def __init__(self, source: StreamSource, retries: int = 0) -> None:
+    def __init__(self, source: StreamSource | MixtureSource, retries: int = 0) -> None:
         self.source, self.retries = source, retries
         self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
@@ -96,13 +97,21 @@ class _StreamBatch(NamedTuple):
 
 
 class _LoadedTurn(NamedTuple):
-    """This rank's micro-batches of a turn: (micro-batch, content, items) of each, and its number of forwards."""
+    """This rank's micro-batches of a turn.
+
+    Attributes:
+        slots: number of its forwards.
+        batches: (micro-batch, content, items) of each.
+        cursors: place of each lane after them.
+        part: what the step exchange adds up.
+    """
 
     epoch: int
     number: int
     slots: int
     batches: list[tuple[int, _StreamBatch, float]]
     cursors: dict[int, Cursor]
+    part: Turn
 
 
 def _read_of(key: Key) -> _Read:
@@ -112,7 +121,9 @@ def _read_of(key: Key) -> _Read:
 
 
 _Probed = tuple[tuple[_StreamBatch, bool], float]  # (content, whether the collation drew), items
-_PADDING = Key(-1, -1, 0.0, [], [])  # for a process that is not the lane's
+_NONE: list[int] = []
+_PADDING = Key(-1, -1, 0.0, _NONE, _NONE)  # for a process that is not the lane's
+_UNKNOWN = (-1, START)  # epoch, place
 
 
 @final
@@ -121,35 +132,32 @@ class StreamFetch(Fetch):
 
     def __init__(self, data: StreamData, lanes: Lanes, task: Task, rank: int) -> None:
         super().__init__(data.source, task, lanes.seed, rank)
-        self._reader = LaneReader(data.source, lanes, lanes.seed, data.retries, rank, data.count_retry)
+        self._reader = reader_of(data.source, lanes, data.retries, rank, data.count_retry)
         self._min_samples = lanes.min_samples
 
-    def __getitem__(self, key: Key) -> tuple[Any, float]:
-        if key.read is None or key.read[0] == _NO_LANE:
-            return _StreamBatch(None, 0, START), 0
-        read = _read_of(key)
-        samples, after = self._reader.read(
-            read.lane, read.first, read.size, epoch=read.epoch, cursor=read.cursor, step=key.step
-        )
-        if len(samples) < self._min_samples:
+    def load(self, key: Key) -> tuple[list[Any], Cursor]:
+        """Read the samples of a micro-batch. Collation goes on with their random numbers."""
+        read: Any = key.read
+        if read is None or read[0] == _NO_LANE:
+            return [], START
+        lane, first, size, epoch, _, _, _, _, cursor = read
+        return self._reader.read(lane, first, size, epoch=epoch, cursor=cursor, step=key.step)
+
+    def finish(self, loaded: Any, key: Key) -> tuple[Any, float]:
+        samples, after = loaded
+        count = len(samples)
+        if count < self._min_samples:
             return _StreamBatch(None, 0, after), 0
-        key = key._replace(samples=list(range(read.first, read.first + len(samples))))
-        if self.draws:
-            self.seed_collate(key)
-        data, items = self.finish(samples, key)
-        return _StreamBatch(data, len(samples), after), items
+        data, items = self.collate(samples, count, key)
+        return _StreamBatch(data, count, after), items
 
     def close(self) -> None:
         """Close the parts that are open in this process."""
         self._reader.close()
 
-    def seed_collate(self, key: Key) -> None:
-        read = _read_of(key)
-        self.seed("collate", read.epoch, read.turn, key.micro)  # a turn's step may still change
-
     def _location(self, key: Key) -> str:
         read = _read_of(key)
-        last = read.first + max(1, len(key.samples)) - 1
+        last = read.first + read.size - 1
         return f"{rank_label(self._rank)}, step {key.step}, lane {read.lane}, samples {read.first} to {last}"
 
 
@@ -177,7 +185,7 @@ class StreamBatches(Batches):
         sharing: ShareSchedule | None = None,
         place: tuple[int, StreamState] | None = None,
     ) -> None:
-        self.lanes, self.size = lanes, 2**62
+        self.lanes, self.size, self._source = lanes, 2**62, data.source
         self._make_fetch = partial(StreamFetch, data, lanes, task, world.rank)
         fetch = self._make_fetch()
         self.close = fetch.close
@@ -207,12 +215,16 @@ class StreamBatches(Batches):
         return self._loading.workers
 
     def shares(self, first: int, last: int) -> dict[str, float]:
-        """Return no shares: a stream is not a mixture."""
-        return {}
+        """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
+        source = self._source
+        if not isinstance(source, MixtureSource):
+            return {}
+        return LaneMixture(self.lanes, source.points).shares(max(first, self.start_step), last, source.names)
 
     def describe(self) -> list[str]:
         """Return a line about each thing that makes the stream slower than it could be."""
-        lanes, lines = self.lanes, list[str]()
+        lanes, lines, source = self.lanes, list[str](), self._source
+        smallest = source.smallest if isinstance(source, MixtureSource) else source
         if self._asked_workers > self.workers:
             lines.append(
                 f"--data.workers {self._asked_workers}: this rank reads {self.workers} lane"
@@ -220,8 +232,8 @@ class StreamBatches(Batches):
             )
         if lanes.slots > 1:
             lines.append(
-                f"the stream has {lanes.parts} part{'s' * (lanes.parts > 1)} for {lanes.micro_batches} micro-batches: "
-                f"each is read by up to {lanes.slots} ranks, which read past what others train on; "
+                f"the stream {smallest.name} has {lanes.parts} part{'s' * (lanes.parts > 1)} for {lanes.micro_batches} "
+                f"micro-batches: each is read by up to {lanes.slots} ranks, which read past what others train on; "
                 f"{lanes.micro_batches} parts or more avoid that"
             )
         return lines
@@ -426,9 +438,7 @@ class StreamLoader(StepLoader):
         while len(self._loaded) <= turn:
             with trace_mark("load"):
                 self._loaded.append(self._load_turn())
-        loaded = self._loaded[turn].batches
-        items = total(count for _, content, count in loaded if content.samples)
-        return Turn(items, sum(each.samples for _, each, _ in loaded), sum(each.samples > 0 for _, each, _ in loaded))
+        return self._loaded[turn].part
 
     def settle(self, samples: Sequence[int], filled: Sequence[int]) -> list[int]:
         """Make steps of the next turns, if any rank has samples in them; else leave them out.
@@ -481,14 +491,14 @@ class StreamLoader(StepLoader):
 
     def _make_step(self, turn: _LoadedTurn, samples: int, filled: int) -> None:
         last = self._last
-        self._last = dataclasses.replace(
-            last,
-            turn=turn.number + 1,
-            epoch_steps=last.epoch_steps + 1,
-            epoch_samples=last.epoch_samples + samples,
-            epoch_empty=last.epoch_empty + self._batches.lanes.micro_batches - filled,
-            samples=last.samples + samples,
-            cursors={},
+        self._last = StreamState(  # `replace` takes three times as long
+            last.epoch,
+            turn.number + 1,
+            last.epoch_steps + 1,
+            last.epoch_samples + samples,
+            last.epoch_empty + self._batches.lanes.micro_batches - filled,
+            last.samples + samples,
+            last.last_steps,
         )
         self._ready.append(self._micro_batches(turn))
         self._settled.append((self._last, turn.cursors))
@@ -522,33 +532,47 @@ class StreamLoader(StepLoader):
 
     def _micro_batches(self, turn: _LoadedTurn) -> list[MicroBatch]:
         """Return the forwards of a turn: one without samples, or without items of a mean, repeats another batch."""
-        move, last = self._batches.move, self._batches.lanes.micro_batches - 1
-        usable = [bool(content.samples and (items or not self._mean)) for _, content, items in turn.batches]
-        for use, (_, content, items) in zip(usable, turn.batches, strict=True):
-            if use and items:
-                self._spare = content.batch
-        if self._spare is None and (not all(usable) or len(usable) < turn.slots):
+        move, mean, missing = self._batches.move, self._mean, turn.slots
+        found = list[MicroBatch]()
+        for micro, (batch, samples, _), items in turn.batches:
+            if samples and items:
+                self._spare = batch
+            if samples and (items or not mean):
+                missing -= 1
+                found.append(MicroBatch(batch, micro, items, 1.0, move))
+            else:
+                found.append(MicroBatch(None, micro, 0, 0.0, move))
+        if not missing:
+            return found
+        if self._spare is None:
             self._spare = self._batches.with_items(0)
-        found = [
-            MicroBatch(content.batch, micro, items, 1.0, move) if use else MicroBatch(self._spare, micro, 0, 0.0, move)
-            for use, (micro, content, items) in zip(usable, turn.batches, strict=True)
-        ]
-        return found + [MicroBatch(self._spare, last, 0, 0.0, move) for _ in range(turn.slots - len(found))]
+        last = self._batches.lanes.micro_batches - 1
+        found += [MicroBatch(None, last, 0, 0.0, move) for _ in range(turn.slots - len(found))]
+        for each in found:
+            if not each.weight:
+                each.held = self._spare
+        return found
 
     def _load_turn(self) -> _LoadedTurn:
         batches, cursors = list[tuple[int, _StreamBatch, float]](), dict[int, Cursor]()
-        for key, data, items in self._loads:
-            if key.read is None:
+        samples = filled = 0
+        for key, content, items in self._loads:
+            read: Any = key.read
+            if read is None:
                 continue
-            read, content = _read_of(key), data
-            if read.generation != self._generation:
+            lane, _, _, epoch, turn, generation, slots, last, _ = read
+            if generation != self._generation:
                 continue
-            if read.lane != _NO_LANE:
-                cursors[read.lane] = content.cursor
-                self._newest[read.lane] = read.epoch, content.cursor
+            if lane != _NO_LANE:
+                _, count, after = content
+                cursors[lane] = after
+                self._newest[lane] = epoch, after
                 batches.append((key.micro, content, items))
-            if read.last:
-                return _LoadedTurn(read.epoch, read.turn, read.slots, batches, cursors)
+                if count:
+                    samples, filled = samples + count, filled + 1
+            if last:
+                part = Turn(total(items for _, _, items in batches), samples, filled)
+                return _LoadedTurn(epoch, turn, slots, batches, cursors, part)
         raise LockstepError("the stream's loader ended before the run; a bug in lockstep")
 
     def _keys(self) -> Iterator[Key]:
@@ -573,17 +597,19 @@ class StreamLoader(StepLoader):
         (first, stop), slots = shares.runs[self._rank], shares.slots[self._rank]
         if first == stop:
             yield Key(step, first, 0.0, [], [], _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
+        size = lanes.micro_size
         for micro in range(first, stop):
             lane, sample = lanes.read_of(turn, micro)
             cursor = self._cursor(epoch, lane, sample)
-            read = _Read(lane, sample, lanes.micro_size, epoch, turn, generation, slots, micro == stop - 1, cursor)
-            yield Key(step, micro, 1.0, [], [], read)
+            read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
+            yield Key(step, micro, 1.0, _NONE, _NONE, read)
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
-        best: Cursor | None = None
-        for places in (self._newest, self._known):
-            at, cursor = places.get(lane, (-1, START))
-            if at == epoch and cursor.number <= first and (best is None or cursor.number > best.number):
-                best = cursor
-        return best
+        at, newest = self._newest.get(lane, _UNKNOWN)
+        if at == epoch and newest.number == first:  # the usual case
+            return newest
+        places = [newest] if at == epoch else []
+        at, known = self._known.get(lane, _UNKNOWN)
+        places += [known] if at == epoch else []
+        return max((each for each in places if each.number <= first), key=lambda each: each.number, default=None)

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
+import xxhash
+
 from lockstep.errors import ConfigError
 
-__all__ = ["SplitStream", "Stream", "stream"]
+__all__ = ["SplitStream", "Stream", "StreamMixture", "stream"]
 
 
 @runtime_checkable
@@ -40,6 +42,25 @@ class SplitStream:
 
     dataset: Any
     parts: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StreamMixture:
+    """Several streams, and the weights by which their samples are mixed; see `lockstep.mixture`.
+
+    Attributes:
+        sources: the streams by name.
+        points: (step, shares in millionths) of a curriculum; one point: constant.
+    """
+
+    sources: dict[str, Any]
+    points: list[tuple[int, list[int]]]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; of the weights and the sources' names, for a resume."""
+        return xxhash.xxh3_64_hexdigest(repr((list(self.sources), self.points)).encode())
 
 
 def stream(dataset: Any, parts: int) -> SplitStream:

@@ -2,7 +2,7 @@
 
     lanes = Lanes(parts=64, micro_batches=8, micro_size=4, seed=0)
     lane, first = lanes.read_of(turn=17, micro=3)           # which samples micro-batch 3 of this turn has
-    reader = LaneReader(source, lanes, seed=0)
+    reader = LaneReader(source, lanes)
     samples, cursor = reader.read(lane, first, 4, epoch=0)  # reopens at `cursor` in another process or start
 
 A lane is a list of parts, read one after the other; its samples are numbered in each epoch. A *turn* of an epoch is
@@ -14,35 +14,36 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
-import torch
+from torch.utils.data._utils import worker
 
 from lockstep.data.loader import failure, seed_everything
-from lockstep.data.sampler import permute
+from lockstep.data.sampler import Indices, permute
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import DataError, LockstepError
 from lockstep.seeds import derive
 
 __all__ = [
     "START",
+    "Block",
     "Cursor",
     "LaneReader",
     "Lanes",
     "Opened",
     "StreamSource",
-    "merge_cursors",
     "set_worker_info",
 ]
 
 _LOG = logging.getLogger("lockstep")
 _MAX_TURNS = 8  # lanes of a slot, so that several loader processes can read for one slot
+_MAX_BARREN = 20  # times the parts of a source; dealt at random, one with a sample is among them but for 1 in 10^8
 _PAUSE = 0.05  # seconds before a part is opened again; a network may need them
 
 
@@ -59,16 +60,17 @@ class StreamSource(ABC):
     Args:
         parts: their number.
         name: type of the user's object, for messages.
-        draws: reading may draw random numbers, so each sample is seeded.
+        draws: reading may draw random numbers, so they are seeded.
+        has_state: its iterators have a `state`.
 
     Raises:
         DataError: there are no parts.
     """
 
-    def __init__(self, parts: int, name: str, draws: bool) -> None:
+    def __init__(self, parts: int, name: str, draws: bool, *, has_state: bool = False) -> None:
         if not isinstance(parts, int) or parts < 1:
             raise DataError(f"the training set {name} has parts = {parts!r}; a stream has at least 1")
-        self.parts, self.name, self.draws_random = parts, name, draws
+        self.parts, self.name, self.draws_random, self.has_state = parts, name, draws, has_state
 
     @abstractmethod
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
@@ -77,6 +79,11 @@ class StreamSource(ABC):
         Args:
             state: of `state`, after `start` samples; None: unknown.
         """
+
+    @property
+    def plan(self) -> int:
+        """The number of parts, for a resume."""
+        return self.parts
 
     def state(self, opened: Iterator[Any]) -> Any:
         """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
@@ -89,7 +96,7 @@ class StreamSource(ABC):
 
 def set_worker_info(info: Any) -> None:
     """Set what `torch.utils.data.get_worker_info()` returns in this process."""
-    torch.utils.data._utils.worker._worker_info = info
+    worker._worker_info = info
 
 
 # --- lanes
@@ -105,6 +112,9 @@ class Lanes:
         micro_size: samples of a micro-batch.
         seed: the run's.
         min_samples: of a micro-batch; a shorter one at the end of a lane is left out. 2 with trainable BatchNorm.
+        divided_by: number of parts that decides the number of lanes; 0: `parts`. In a mixture all sources have as many.
+        turns: lanes of each slot, which take turns: a power of two up to 8, so that loader processes share the work.
+        slots: slots that read one lane in each turn: 1, or more if there are fewer parts than slots.
     """
 
     parts: int
@@ -112,16 +122,14 @@ class Lanes:
     micro_size: int
     seed: int
     min_samples: int = 1
+    divided_by: int = 0
+    turns: int = field(init=False)
+    slots: int = field(init=False)
 
-    @property
-    def turns(self) -> int:
-        """Lanes of each slot, which take turns: a power of two up to 8, so that loader processes share the work."""
-        return _turns(self.parts, self.micro_batches)
-
-    @property
-    def slots(self) -> int:
-        """Slots that read one lane in each turn: 1, or more if there are fewer parts than slots."""
-        return _slots(self.parts, self.micro_batches)
+    def __post_init__(self) -> None:
+        parts = self.divided_by or self.parts
+        object.__setattr__(self, "turns", _turns(parts, self.micro_batches))
+        object.__setattr__(self, "slots", _slots(parts, self.micro_batches))
 
     @property
     def count(self) -> int:
@@ -130,19 +138,19 @@ class Lanes:
 
     def read_of(self, turn: int, micro: int) -> tuple[int, int]:
         """Return the lane of a micro-batch in a turn of an epoch, and the number of its first sample."""
-        turns, slots = self.turns, self.slots
-        if slots > 1:
-            return micro // slots, (turn * slots + micro % slots) * self.micro_size
-        return micro * turns + turn % turns, turn // turns * self.micro_size
+        if self.slots > 1:
+            return micro // self.slots, (turn * self.slots + micro % self.slots) * self.micro_size
+        return micro * self.turns + turn % self.turns, turn // self.turns * self.micro_size
 
     def parts_of(self, epoch: int, lane: int) -> list[int]:
         """Return the parts of a lane in an epoch, in the order of reading: a new deal in each epoch.
 
         Lanes from `count` on are for trials before step 1: lane count + n has all parts, from that of lane n on.
         """
-        deal: list[int] = _deal(self.parts, derive(self.seed, "parts", epoch)).tolist()
-        own = lane - self.count
-        return deal[lane :: self.count] if own < 0 else deal[own:] + deal[:own]
+        deal, own = _deal(self.parts, derive(self.seed, "parts", epoch)), lane - self.count
+        dealt = deal[lane :: self.count] if own < 0 else np.roll(deal, -own)
+        parts: list[int] = dealt.tolist()
+        return parts
 
 
 @cache
@@ -160,7 +168,7 @@ def _slots(parts: int, micro_batches: int) -> int:
 
 
 @lru_cache(maxsize=4)  # epochs
-def _deal(parts: int, key: int) -> Any:
+def _deal(parts: int, key: int) -> Indices:
     return permute(np.arange(parts, dtype=np.int64), parts, key)
 
 
@@ -187,23 +195,36 @@ class _OpenLane:
     """A lane and its open part, in one process.
 
     Attributes:
-        parts: of the lane, in order.
-        number, place, offset, state: see `Cursor`; the state is that after the last read.
+        cursor: the place after the last read.
+        number, place, offset: of the next sample, see `Cursor`.
+        parts: of the lane in an epoch of the source, in order.
+        parts_epoch, parts_start: that epoch, and the place of its first part.
         iterator: over the rest of the part; None: not open.
+        barren: parts without a sample, in a row.
     """
 
-    def __init__(self, epoch: int, lane: int, parts: list[int], cursor: Cursor) -> None:
-        self.epoch, self.lane, self.parts = epoch, lane, parts
-        self.number, self.place, self.offset, self.state = cursor
+    def __init__(self, epoch: int, lane: int, cursor: Cursor) -> None:
+        self.epoch, self.lane, self.cursor = epoch, lane, cursor
+        self.number, self.place, self.offset, _ = cursor
+        self.parts, self.parts_epoch, self.parts_start = list[int](), epoch, 0
         self.iterator: Iterator[Any] | None = None
+        self.barren = 0
 
     @property
     def has_ended(self) -> bool:
-        return self.place >= len(self.parts)
+        return self.place - self.parts_start >= len(self.parts)
 
     @property
     def part(self) -> int:
-        return self.parts[self.place]
+        return self.parts[self.place - self.parts_start]
+
+
+class Block(NamedTuple):
+    """Samples of a lane that are drawn after one seeding: its number, and those of its first and past-the-last."""
+
+    number: int
+    start: int
+    stop: int
 
 
 @final
@@ -213,23 +234,28 @@ class LaneReader:
     Args:
         source: the stream.
         lanes: its division.
-        seed: the run's.
         retries: how often a part that fails is opened again.
         rank: for messages.
         count_retry: called for each further try.
+        block_of: (lane, sample) -> the block that it is seeded with; None: that of its micro-batch.
+        repeats: a lane that has ended goes on with its parts of the source's next epoch.
     """
 
     def __init__(
         self,
         source: StreamSource,
         lanes: Lanes,
-        seed: int,
         retries: int = 0,
         rank: int = 0,
         count_retry: Callable[[], None] = lambda: None,
+        block_of: Callable[[int, int], Block] | None = None,
+        *,
+        repeats: bool = False,
     ) -> None:
-        self._source, self._lanes, self._seed, self._rank = source, lanes, seed, rank
+        self._source, self._lanes, self._seed, self._rank = source, lanes, lanes.seed, rank
         self._retries, self._count_retry = retries, count_retry
+        self._block_of, self._repeats = block_of or self._micro_block, repeats
+        self._draws, self._has_state = source.draws_random, source.has_state
         self._open: dict[int, _OpenLane] = {}
 
     def read(
@@ -251,10 +277,14 @@ class LaneReader:
         Raises:
             DataError: a part cannot be read.
         """
+        info = worker._worker_info  # of a loader process, which a collate function may ask for
         try:
-            return self._read(lane, first, count, self._cursor(lane, epoch, first, cursor), epoch, step)
+            if self._draws and self._block_of(lane, first).start != first:  # a trial's: draw the block from its start
+                self._drop(lane)
+                cursor = None
+            return self._read(lane, first, count, self.nearest(lane, epoch, first, cursor), epoch, step)
         finally:
-            set_worker_info(None)
+            set_worker_info(info)
 
     def _read(
         self, lane: int, first: int, count: int, before: Cursor, epoch: int, step: int
@@ -286,14 +316,14 @@ class LaneReader:
         if opened := self._open.pop(lane, None):
             _close(opened.iterator)
 
-    def _cursor(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
+    def nearest(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
         """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
         cursors = [START] if known is None else [START, known]
         opened = self._open.get(lane)
         if opened and opened.epoch == epoch:
             if opened.number == first:  # the usual case
-                return Cursor(first, opened.place, opened.offset, opened.state)
-            cursors.append(Cursor(opened.number, opened.place, opened.offset, opened.state))
+                return opened.cursor
+            cursors.append(opened.cursor)
         return max((each for each in cursors if each.number <= first), key=lambda each: each.number)
 
     def _opened(self, lane: int, epoch: int, cursor: Cursor) -> _OpenLane:
@@ -301,8 +331,18 @@ class LaneReader:
         opened = self._open.get(lane)
         if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
             self._drop(lane)
-            opened = self._open[lane] = _OpenLane(epoch, lane, self._lanes.parts_of(epoch, lane), cursor)
+            opened = self._open[lane] = _OpenLane(epoch, lane, cursor)
+            self._deal(opened)
         return opened
+
+    def _deal(self, opened: _OpenLane) -> None:
+        """Set the parts of an open lane, by its place."""
+        epoch, lane = opened.epoch, opened.lane
+        opened.parts = self._lanes.parts_of(epoch, lane)
+        if self._repeats:
+            opened.parts_epoch, count = opened.place // len(opened.parts), len(opened.parts)  # the same in each epoch
+            opened.parts_start = opened.parts_epoch * count
+            opened.parts = self._lanes.parts_of(opened.parts_epoch, lane)
 
     def _take(self, opened: _OpenLane, count: int) -> list[Any]:
         """Draw up to `count` samples."""
@@ -320,16 +360,28 @@ class LaneReader:
         return samples
 
     def _extend(self, opened: _OpenLane, samples: list[Any], iterator: Iterator[Any], count: int) -> None:
-        if not self._source.draws_random:
+        """Append up to `count` samples of a part; seed at the start of each block.
+
+        A block has the same samples for whoever reads it, so what they draw depends on the data alone.
+        """
+        if not self._draws:
             samples.extend(islice(iterator, count))  # keeps what it has if the iterator fails
             return
-        offset = opened.offset
-        for number in range(offset, offset + count):
-            seed_everything(derive(self._seed, "sample", opened.epoch, opened.part, number))
-            try:
-                samples.append(next(iterator))
-            except StopIteration:
+        number, end = opened.number, opened.number + count
+        while number < end:
+            block = self._block_of(opened.lane, number)
+            if number == block.start:
+                seed_everything(derive(self._seed, "sample", opened.epoch, opened.lane, block.number))
+            stop, before = min(block.stop, end), len(samples)
+            samples.extend(islice(iterator, stop - number))
+            if len(samples) - before < stop - number:
                 return
+            number = stop
+
+    def _micro_block(self, lane: int, number: int) -> Block:
+        size = self._lanes.micro_size
+        block = number // size
+        return Block(block, block * size, (block + 1) * size)
 
     def _pass(self, opened: _OpenLane, count: int) -> None:
         """Read past samples that others have."""
@@ -338,32 +390,30 @@ class LaneReader:
 
     def _enter(self, opened: _OpenLane) -> Iterator[Any]:
         """Open the lane's part at its offset, unless it is open."""
-        part = opened.part
+        self._source.prepare(opened.part)
         if opened.iterator is None:
-            self._source.prepare(part)
-            seed_everything(derive(self._seed, "part", opened.epoch, part))
-            found = self._source.open(part, opened.epoch, opened.offset, opened.state)
+            part, epoch = opened.part, opened.parts_epoch
+            seed_everything(derive(self._seed, "part", epoch, part))
+            found = self._source.open(part, epoch, opened.offset, opened.cursor.state if opened.offset else None)
             opened.iterator = found.iterator
             if found.number < opened.offset:
                 self._read_past(opened, found)
-        self._source.prepare(part)
         return opened.iterator
 
     def _read_past(self, opened: _OpenLane, found: Opened) -> None:
         """Read past the first samples of a part that cannot seek, and report what that costs."""
-        began, target, number = time.monotonic(), opened.offset, opened.number
-        opened.offset = found.number
-        self._source.prepare(opened.part)
-        while opened.offset < target:
+        began, number, target = time.monotonic(), opened.number, opened.offset
+        opened.offset, opened.number = found.number, number - (target - found.number)
+        while opened.number < number:
             samples: list[Any] = []
-            self._extend(opened, samples, found.iterator, min(target - opened.offset, self._lanes.micro_size))
+            self._extend(opened, samples, found.iterator, min(number - opened.number, self._lanes.micro_size))
             opened.offset += len(samples)
+            opened.number += len(samples)
             if not samples:
                 raise DataError(
                     f"{rank_label(self._rank)}: part {opened.part} of the stream {self._source.name} ends after "
                     f"{opened.offset} samples, and had at least {target} before; give the data as they were"
                 )
-        opened.number = number
         _LOG.info(
             "%s: part %d of the stream %s cannot seek: %d samples were read past in %.2f s",
             *(rank_label(self._rank), opened.part, self._source.name, target - found.number),
@@ -372,13 +422,23 @@ class LaneReader:
 
     def _leave_part(self, opened: _OpenLane) -> None:
         _close(opened.iterator)
-        opened.iterator, opened.state, opened.offset, opened.place = None, None, 0, opened.place + 1
+        opened.barren = 0 if opened.offset else opened.barren + 1
+        opened.iterator, opened.offset, opened.place = None, 0, opened.place + 1
+        if self._repeats and opened.has_ended:
+            if opened.barren > _MAX_BARREN * self._lanes.parts + 100:
+                raise DataError(
+                    f"the stream {self._source.name} has no samples: none of its {self._lanes.parts} parts yields one; "
+                    "leave it out of the mixture"
+                )
+            self._deal(opened)
 
     def _mark(self, opened: _OpenLane) -> Cursor:
         """Return the place of the lane, with its iterator's state."""
-        if opened.iterator is not None and opened.offset:
-            opened.state = self._checked(self._source.state(opened.iterator))
-        return Cursor(opened.number, opened.place, opened.offset, opened.state)
+        state = None
+        if self._has_state and opened.iterator is not None and opened.offset:
+            state = self._checked(self._source.state(opened.iterator))
+        opened.cursor = Cursor(opened.number, opened.place, opened.offset, state)
+        return opened.cursor
 
     def _checked(self, state: Any) -> Any:
         """Return a copy of an iterator's state, which may change. Raises DataError if it is not JSON."""
@@ -406,13 +466,3 @@ def _close(iterator: Iterator[Any] | None) -> None:
     if callable(close):
         with suppress(Exception):  # it may have failed already
             close()
-
-
-def merge_cursors(rows: Sequence[Sequence[Any]]) -> dict[int, Cursor]:
-    """Merge [lane, cursor] pairs of several ranks: the farthest of each lane."""
-    merged: dict[int, Cursor] = {}
-    for lane, cursor in (pair for row in rows for pair in row):
-        found = Cursor(*cursor)
-        if lane not in merged or found.number > merged[lane].number:
-            merged[lane] = found
-    return merged

@@ -33,6 +33,7 @@ from lockstep.data.batches import Batches
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.data.stream_adapters import is_stream, source_of
 from lockstep.data.stream_batches import StreamBatches, StreamData
+from lockstep.data.stream_mixture import MixtureSource
 from lockstep.data.streams import StreamSource
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, gather_results, on_all_ranks
@@ -76,7 +77,7 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
     return on_all_ranks(world, make)  # collective
 
 
-def check_stream(config: Config, task: Task, source: StreamSource) -> None:
+def check_stream(config: Config, task: Task, source: StreamSource | MixtureSource) -> None:
     """Refuse what a training set without an index cannot have.
 
     Raises:

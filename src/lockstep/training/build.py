@@ -128,7 +128,7 @@ class TrainingSet(NamedTuple):
     @property
     def plan(self) -> dict[str, Any]:
         """The settings of a stream that a resume must not change."""
-        return {"stream_parts": self.retry_dataset.source.parts} if self.order is None else {}
+        return {"stream_parts": self.retry_dataset.source.plan} if self.order is None else {}
 
 
 def build_batches(

@@ -23,7 +23,8 @@ from lockstep.config.schema import Config
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.data.loader import blamed, check_dataset
 from lockstep.data.stream_adapters import is_stream, source_of
-from lockstep.data.streams import LaneReader, Lanes, StreamSource
+from lockstep.data.stream_mixture import MixtureSource, reader_of
+from lockstep.data.streams import Lanes, StreamSource
 from lockstep.engines.blocks import find_blocks
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
@@ -92,13 +93,13 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
     return Subject(task, samples, lambda layers: _with_layers(task, layers), batch)
 
 
-def _streamed(config: Config, task: Task, source: StreamSource) -> Subject:
+def _streamed(config: Config, task: Task, source: StreamSource | MixtureSource) -> Subject:
     """Make the subject of a task whose training set is a stream."""
     check_stream(config, task, source)
 
     def batch(size: int) -> Any:
         lanes = Lanes(source.parts, 1, size, config.seed)
-        samples, _ = LaneReader(source, lanes, config.seed).read(lanes.count, 0, size, epoch=0)
+        samples, _ = reader_of(source, lanes).read(lanes.count, 0, size, epoch=0)
         if not samples:
             raise DataError("the training set is empty: no part of the stream yields a sample")
         repeated = [samples[place % len(samples)] for place in range(size)]

@@ -1,0 +1,165 @@
+"""Assign the positions of a mixture to its sources, by arithmetic.
+
+    schedule = Schedule([(0, [700_000, 300_000])])      # millionths, from position 0 on
+    sources, numbers = draw([(0, schedule, np.arange(32))], np.arange(32), seed=0)
+
+Positions are cut into blocks. How many samples of each source a block has follows from the integral of the weights: at
+the end of each block the counts are within 1 of it. Places in a block are permuted.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.sampler import Indices, permute_groups
+from lockstep.seeds import derive
+
+__all__ = ["UNIT", "Block", "Schedule", "draw"]
+
+UNIT = 1_000_000  # weights are rounded to millionths, so that constant ones repeat after whole blocks
+_BLOCK = 1000  # positions
+_BLOCKS = 1000  # of all parts of a curriculum together, about
+
+
+class Block(NamedTuple):
+    """A block of positions.
+
+    Attributes:
+        start, stop: its positions.
+        before: samples of each source before it. int64 [sources]
+        counts: samples of each source in it. int64 [sources]
+    """
+
+    start: int
+    stop: int
+    before: Indices
+    counts: Indices
+
+
+class _Part:
+    """A part of the schedule in which the weights are straight lines, or, at its end, constant.
+
+    Args:
+        start: its first position.
+        length: its positions; 0: it is the last, which repeats without end.
+        first, last: shares in millionths at its ends.
+        before: samples of each source before it. int64 [sources]
+        blocks: about how many blocks it may have.
+    """
+
+    def __init__(
+        self, start: int, length: int, first: list[int], last: list[int], before: Indices, blocks: int = _BLOCKS
+    ) -> None:
+        self.start, self.length, self._before = start, length, before
+        if not length:  # after so many blocks all counts are whole
+            length = _BLOCK * (UNIT // _BLOCK // math.gcd(UNIT // _BLOCK, *first))
+        size = max(_BLOCK, -(-length // blocks))
+        self._bounds = [*range(0, length, size), length]
+        # The integral of the weights at each bound, in units of 1 / (2 * UNIT * length): Python integers.
+        targets = np.array(
+            [
+                [2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)]
+                for bound in self._bounds
+            ],
+            dtype=object,
+        )
+        unit = 2 * UNIT * length
+        self._counts = _round(self._bounds, targets // unit, -(-targets // unit))
+
+    @property
+    def after(self) -> Indices:
+        """Samples of each source at its end, or at that of its first period. int64 [sources]"""
+        counts: Indices = self._before + self._counts[-1]
+        return counts
+
+    def block(self, position: int) -> Block:
+        """Return the block of a position."""
+        periods, place = divmod(position - self.start, self._bounds[-1])
+        number = bisect_right(self._bounds, place) - 1
+        start = position - place + self._bounds[number]
+        before = self._before + periods * self._counts[-1] + self._counts[number]
+        counts = self._counts[number + 1] - self._counts[number]
+        return Block(start, start + self._bounds[number + 1] - self._bounds[number], before, counts)
+
+
+def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> Indices:
+    """Round the sources' counts at each bound to integers that never fall, and add up to the bound.
+
+    A count stays between floor and ceiling of its exact value. Of the sources that may get one more, the one whose
+    floor demands it first gets it: with this rule, earliest deadline first, none comes too late (Liu and Layland, 1973;
+    Tijdeman, 1980). The largest remainder at each bound alone would let counts fall.
+
+    Args:
+        bounds: positions.
+        floors, ceilings: of the exact counts. [bounds, sources]
+
+    Returns:
+        int64 [bounds, sources].
+    """
+    low, high = floors.astype(np.int64), ceilings.astype(np.int64)
+    counts = np.zeros_like(low)
+    for number in range(1, len(bounds)):
+        now = np.maximum(counts[number - 1], low[number])
+        missing = bounds[number] - int(now.sum())
+        may = np.flatnonzero(now < high[number]).tolist()
+        due = {source: int(np.searchsorted(low[:, source], now[source] + 1)) for source in may}
+        now[sorted(may, key=lambda source: due[source])[:missing]] += 1
+        counts[number] = now
+    return counts
+
+
+class Schedule:
+    """Assignment of the positions of an endless sequence to sources and their samples.
+
+    Args:
+        points: (position, shares in millionths), ascending; of two at a position the last holds.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, list[int]]]) -> None:
+        before = np.zeros(len(points[0][1]), dtype=np.int64)
+        points = [(0, points[0][1]), *points]
+        blocks = max(10, _BLOCKS // len(points))
+        self._parts: list[_Part] = []
+        for (start, first), (following, last) in pairwise(points):
+            if start < following:
+                self._parts.append(_Part(start, following - start, first, last, before, blocks))
+                before = self._parts[-1].after
+        start, last = points[-1]
+        self._parts.append(_Part(start, 0, last, last, before))
+        self._starts = [part.start for part in self._parts]
+
+    def block(self, position: int) -> Block:
+        """Return the block of a position."""
+        return self._parts[bisect_right(self._starts, position) - 1].block(position)
+
+
+def draw(lanes: Sequence[tuple[int, Schedule, Indices]], positions: Indices, seed: int) -> tuple[Indices, Indices]:
+    """Return the source of each position, and the number of its sample in that source. int64 each
+
+    Args:
+        lanes: number, schedule, and places in `positions` of each lane.
+        positions: in their lanes, ascending in each.
+    """
+    group, blocks, keys = np.empty_like(positions), list[Block](), list[int]()
+    for lane, schedule, members in lanes:
+        own, offset = positions[members], 0
+        while offset < len(own):
+            block = schedule.block(int(own[offset]))
+            end = int(np.searchsorted(own, block.stop))
+            group[members[offset:end]] = len(blocks)
+            keys.append(derive(seed, "mixture", lane, block.start))
+            blocks.append(block)
+            offset = end
+    if not blocks:
+        return positions, positions
+    starts = np.array([block.start for block in blocks])
+    places = permute_groups(positions - starts[group], group, [block.stop - block.start for block in blocks], keys)
+    counts, before = np.array([block.counts for block in blocks]), np.array([block.before for block in blocks])
+    ends = np.cumsum(counts, axis=1)
+    sources = (places[:, None] >= ends[group]).sum(1)
+    return sources, before[group, sources] + places - (ends - counts)[group, sources]

@@ -1,0 +1,206 @@
+"""Read a mixture of streams: each lane mixes its own samples, from a lane of each source.
+
+    source = MixtureSource(names, sources, points)
+    reader = reader_of(source, lanes)                       # of a single stream too
+    samples, cursor = reader.read(lane, first, 4, epoch=0)
+
+Which source the n-th sample of a lane comes from is arithmetic (`mixture_schedule.py`); it is the next one of the
+source's lane. A source whose lane has ended goes on with its parts of its next epoch, so a mixture never ends, and each
+turn is a step. The cursor of a lane has those of its sources in its `state`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from lockstep.data.mixture_schedule import Block as Mixed
+from lockstep.data.mixture_schedule import Schedule, draw
+from lockstep.data.sampler import Indices, permute
+from lockstep.data.streams import Block, Cursor, LaneReader, Lanes, StreamSource
+from lockstep.seeds import derive
+
+__all__ = ["LaneMixture", "MixtureReader", "MixtureSource", "Reader", "reader_of"]
+
+
+@final
+class MixtureSource:
+    """The sources of a mixture of streams.
+
+    Args:
+        names: of the sources.
+        sources: the streams.
+        points: (step, shares in millionths) of a curriculum.
+
+    Attributes:
+        parts: of the source with the fewest; a source that never has a weight does not count.
+        name: for messages.
+        draws_random: reading may draw random numbers.
+    """
+
+    def __init__(self, names: list[str], sources: list[StreamSource], points: list[tuple[int, list[int]]]) -> None:
+        self.names, self.sources, self.points = names, sources, points
+        for name, source in zip(names, sources, strict=True):
+            source.name = f"{source.name} (source {name})"
+        self.used = [any(shares[number] for _, shares in points) for number in range(len(names))]
+        used = [each for each, has_weight in zip(sources, self.used, strict=True) if has_weight]
+        self.smallest = min(used, key=lambda each: each.parts)
+        self.parts, self.name = self.smallest.parts, f"a mixture of {', '.join(names)}"
+        self.draws_random = any(each.draws_random for each in used)
+
+    @property
+    def plan(self) -> dict[str, int]:
+        """The parts of each source, for a resume."""
+        return {name: source.parts for name, source in zip(self.names, self.sources, strict=True)}
+
+
+@final
+class LaneMixture:
+    """Assigns the samples of each lane to sources.
+
+    Args:
+        lanes: of the mixture.
+        points: (step, shares in millionths).
+    """
+
+    def __init__(self, lanes: Lanes, points: Sequence[tuple[int, list[int]]]) -> None:
+        self._lanes, self._points, self._seed = lanes, points, lanes.seed
+        self._schedules: dict[int, Schedule] = {}  # by the turn in which a lane begins
+        self._blocks: dict[int, tuple[Mixed, Indices]] = {}  # by lane, its last block and the sources of its samples
+
+    def place(self, lane: int, step: int) -> int:
+        """Return the number of the first sample of a lane that is trained on in step `step` or later."""
+        turns = max(0, -(-(step - self._begin(lane)) // self._lanes.turns))
+        return turns * self._lanes.slots * self._lanes.micro_size
+
+    def counts(self, lane: int, number: int) -> list[int]:
+        """Return how many of a lane's samples before `number` each source has."""
+        block, sources = self._block(lane, number)
+        inside = np.bincount(sources[: number - block.start], minlength=len(block.before))
+        counts: list[int] = (block.before + inside).tolist()
+        return counts
+
+    def sources(self, lane: int, first: int, count: int) -> Indices:
+        """Return the sources of samples first .. first + count - 1 of a lane. int64 [count]"""
+        found = list[Indices]()
+        while count > 0:
+            block, sources = self._block(lane, first)
+            found.append(sources[first - block.start :][:count])
+            first, count = first + len(found[-1]), count - len(found[-1])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def block_of(self, source: int, lane: int, number: int) -> Block:
+        """Return the samples of a source that are in the same micro-batch as its sample `number`."""
+
+        def before(micro: int) -> int:
+            return self.counts(lane, micro * self._lanes.micro_size)[source]
+
+        low, high = 0, 1
+        while before(high) <= number:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if before(middle) <= number else (low, middle)
+        return Block(low, before(low), before(high))
+
+    def shares(self, first: int, last: int, names: Sequence[str]) -> dict[str, float]:
+        """Return each source's share of the samples of steps first .. last - 1, by name."""
+        lanes, positions, length = list[tuple[int, Schedule, Indices]](), list[Indices](), 0
+        for lane in range(self._lanes.count):
+            own = np.arange(self.place(lane, first), self.place(lane, last))
+            lanes.append((lane, self._schedule(lane), np.arange(length, length + len(own))))
+            positions.append(own)
+            length += len(own)
+        sources, _ = draw(lanes, np.concatenate(positions), self._seed)
+        counts = np.bincount(sources, minlength=len(names)).tolist()
+        return {name: count / max(1, length) for name, count in zip(names, counts, strict=True)}
+
+    def _begin(self, lane: int) -> int:
+        """Return the first turn of a lane; lanes past the last are for trials."""
+        return lane % self._lanes.count % self._lanes.turns
+
+    def _schedule(self, lane: int) -> Schedule:
+        begin = self._begin(lane)
+        if begin not in self._schedules:
+            points = [(self.place(lane, step), shares) for step, shares in self._points]
+            self._schedules[begin] = Schedule(points)
+        return self._schedules[begin]
+
+    def _block(self, lane: int, number: int) -> tuple[Mixed, Indices]:
+        known = self._blocks.get(lane)
+        if known is None or not known[0].start <= number < known[0].stop:
+            block = self._schedule(lane).block(number)
+            size = block.stop - block.start
+            places = permute(np.arange(size), size, derive(self._seed, "mixture", lane, block.start))
+            known = self._blocks[lane] = block, np.searchsorted(np.cumsum(block.counts), places, side="right")
+        return known
+
+
+class Reader(Protocol):
+    """Reads samples of lanes; see `LaneReader`."""
+
+    def read(
+        self, lane: int, first: int, count: int, *, epoch: int, cursor: Cursor | None = None, step: int = 0
+    ) -> tuple[list[Any], Cursor]:
+        """Read samples of a lane."""
+
+    def close(self) -> None:
+        """Close all open parts."""
+
+
+@final
+class MixtureReader:
+    """Reads samples of the lanes of a mixture; arguments as `LaneReader`."""
+
+    def __init__(
+        self, source: MixtureSource, lanes: Lanes, retries: int, rank: int, count_retry: Callable[[], None]
+    ) -> None:
+        self._mixture = LaneMixture(lanes, source.points)
+        self._readers = []
+        for number, each in enumerate(source.sources):
+            own = dataclasses.replace(
+                lanes, parts=each.parts, seed=derive(lanes.seed, "source", number), divided_by=source.parts
+            )
+            block_of = partial(self._mixture.block_of, number)
+            self._readers.append(LaneReader(each, own, retries, rank, count_retry, block_of, repeats=True))
+
+    def read(
+        self, lane: int, first: int, count: int, *, epoch: int, cursor: Cursor | None = None, step: int = 0
+    ) -> tuple[list[Any], Cursor]:
+        """Read samples of a lane: those of each source one after the other, then mixed."""
+        known = [None] * len(self._readers) if cursor is None or cursor.state is None else cursor.state
+        which, before = self._mixture.sources(lane, first, count), self._mixture.counts(lane, first)
+        numbers = np.bincount(which, minlength=len(self._readers)).tolist()
+        found, after = list[Any](), list[Cursor]()
+        for reader, start, number, place in zip(self._readers, before, numbers, known, strict=True):
+            place = place and Cursor(*place)
+            if number:
+                samples, place = reader.read(lane, start, number, epoch=epoch, cursor=place, step=step)
+                found += samples
+            else:
+                place = reader.nearest(lane, epoch, start, place)
+            after.append(place)
+        mixed: list[Any] = [None] * count
+        for place, sample in zip(np.argsort(which, kind="stable").tolist(), found, strict=True):
+            mixed[place] = sample
+        return mixed, Cursor(first + count, 0, 0, after)
+
+    def close(self) -> None:
+        """Close all open parts."""
+        for reader in self._readers:
+            reader.close()
+
+
+def reader_of(
+    source: StreamSource | MixtureSource,
+    lanes: Lanes,
+    retries: int = 0,
+    rank: int = 0,
+    count_retry: Callable[[], None] = lambda: None,
+) -> Reader:
+    """Make the reader of a stream or a mixture; arguments as `LaneReader`."""
+    if isinstance(source, MixtureSource):
+        return MixtureReader(source, lanes, retries, rank, count_retry)
+    return LaneReader(source, lanes, retries, rank, count_retry)
