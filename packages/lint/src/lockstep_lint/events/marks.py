@@ -381,6 +381,8 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
+        if isinstance(stmt, ast.Break | ast.Return):
+            return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, ast.If | ast.While | ast.Assert):
             often = self.trains(scope.module) and not every_so_often(stmt.test)
             asked = [part for part in operands(stmt.test) if asks_tensor(part)] if often else []
