@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from rule_examples import all_examples
 
 from lockstep_lint.analysis import project
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import index
+from lockstep_lint.analysis.ranks import RankTests
 from lockstep_lint.analysis.source import MAX_BYTES
 from lockstep_lint.config import configure
 from lockstep_lint.rules import RULES
@@ -209,3 +211,24 @@ class Run:
                     losses["loss"] += float(loss)
 """
     assert [found.line for found in check_text(text, configure({}, "LS036", ""))] == [19]  # the first turn is one
+
+
+def looks(times, monkeypatch):
+    """How many tests of the rank are worked out where each name is made of the others, again and again."""
+    count, test = 0, RankTests.test.__wrapped__
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return test(*args)
+
+    monkeypatch.setattr(RankTests, "test", kept(counted))
+    makes = (
+        f"    if {a} and {b}:\n        {c} = {a} is None and {b}({a})\n" for a, b, c in ("pqr", "qrp", "rpq") * times
+    )
+    check_text(f"import torch\n\ndef solve(rank):\n{''.join(makes)}", configure({}, "LS045", ""))
+    return count
+
+
+def test_a_test_of_the_rank_is_worked_out_once(monkeypatch):
+    assert 100 < looks(16, monkeypatch) < 3 * looks(8, monkeypatch)
