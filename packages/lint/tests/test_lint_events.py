@@ -111,10 +111,6 @@ def test_functions_are_entered_with_the_class_and_the_literals_of_the_call():
     assert events(CALLED) == [f"backward {around}", f"step {around}"]
 
 
-# The rules that ask for the order of events.
-CODES = "LS002,LS009,LS011,LS012,LS013,LS017,LS018,LS019,LS021,LS033,LS041,LS042,LS043,LS045,LS048"
-
-
 class _Turned(ast.NodeTransformer):
     """Writes `if test: ...` at the end of a loop's body as `if not test: continue`."""
 
@@ -143,7 +139,7 @@ class _Back(ast.NodeTransformer):
 def found(text):
     """The findings of a script: their rules, and the text of their lines but those of tests."""
     lines = [line.strip() for line in text.split("\n")]
-    told = check_text(text, configure({}, CODES, ""))
+    told = check_text(text, configure({}, "ALL", ""))
     return sorted((f.rule, lines[f.line - 1].partition("if ")[0]) for f in told)
 
 
