@@ -232,3 +232,7 @@ def looks(times, monkeypatch):
 
 def test_a_test_of_the_rank_is_worked_out_once(monkeypatch):
     assert 100 < looks(16, monkeypatch) < 3 * looks(8, monkeypatch)
+
+
+def test_a_call_of_get_without_arguments():
+    assert check_text("import torch\n\npin_memory = loader.get()\nbatch = batch.cuda()\n", ALL) == []
