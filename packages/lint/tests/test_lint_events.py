@@ -49,15 +49,24 @@ def main(model, loader, optimizer, rank):
         ("loss.backward(); optimizer.step()", ["backward loop", "step loop"]),
         ("if last: continue\noptimizer.step()", ["step loop not last"]),
         ("if not last: continue\noptimizer.step()", ["step loop last"]),
-        ("if last: break\nelse: loss.backward()\noptimizer.step()", ["backward loop not last", "step loop not last"]),
+        (
+            "if last: break\nelse: loss.backward()\noptimizer.step()",
+            ["leave loop last", "backward loop not last", "step loop not last"],
+        ),
         ("if a:\n    if b: continue\noptimizer.step()", ["step loop not a and b"]),
-        ("if a: return\nif b: return\noptimizer.step()", ["step loop not a not b"]),
+        (
+            "if a: return\nif b: return\noptimizer.step()",
+            ["leave loop a", "leave loop not a b", "step loop not a not b"],
+        ),
         ("continue\noptimizer.step()", []),
-        ("if a: continue\nelse: return\noptimizer.step()", []),
+        ("if a: continue\nelse: return\noptimizer.step()", ["leave loop not a"]),
         ("with torch.no_grad():\n    if a: continue\n    optimizer.step()", ["step loop with torch.no_grad() not a"]),
         ("a and optimizer.step()", ["step loop a"]),
         ("optimizer.step() if a else loss.backward()", ["step loop a", "backward loop not a"]),
-        ("while a:\n    if b: break\n    loss.backward()\noptimizer.step()", ["backward loop loop not b", "step loop"]),
+        (
+            "while a:\n    if b: break\n    loss.backward()\noptimizer.step()",
+            ["leave loop loop b", "backward loop loop not b", "step loop"],
+        ),
         ("try:\n    loss.backward()\nexcept E:\n    optimizer.zero_grad()", ["backward loop", "zero loop handler"]),
         ("for p in ps: p.grad = None", ["zero loop loop"]),
         ("def closure():\n    loss.backward()\noptimizer.step(closure)", ["backward loop closure()", "step loop"]),
@@ -102,10 +111,6 @@ def test_functions_are_entered_with_the_class_and_the_literals_of_the_call():
     assert events(CALLED) == [f"backward {around}", f"step {around}"]
 
 
-# The rules that ask for the order of events.
-CODES = "LS002,LS009,LS011,LS012,LS013,LS017,LS018,LS019,LS021,LS033,LS041,LS042,LS043,LS045,LS048"
-
-
 class _Turned(ast.NodeTransformer):
     """Writes `if test: ...` at the end of a loop's body as `if not test: continue`."""
 
@@ -134,7 +139,7 @@ class _Back(ast.NodeTransformer):
 def found(text):
     """The findings of a script: their rules, and the text of their lines but those of tests."""
     lines = [line.strip() for line in text.split("\n")]
-    told = check_text(text, configure({}, CODES, ""))
+    told = check_text(text, configure({}, "ALL", ""))
     return sorted((f.rule, lines[f.line - 1].partition("if ")[0]) for f in told)
 
 

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from rule_examples import all_examples
 
 from lockstep_lint.analysis import project
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import index
+from lockstep_lint.analysis.ranks import RankTests
 from lockstep_lint.analysis.source import MAX_BYTES
 from lockstep_lint.config import configure
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, check_text
 
 ALL = configure({}, "ALL", None)
-TIMES = 10  # what 2,000 lines of ordinary loops take, on this machine and now: seconds would measure the machine
+TIMES = 10  # what 3,250 lines of ordinary loops take, on this machine and now: seconds would measure the machine
 WORDS = (
     "torch dist model loader optimizer scaler loss rank epoch x y 0 1 = == += . , : ( ) [ ] { } % @ for if in with def "
     "class return import from as not and or lambda * ** DDP DataLoader backward step zero_grad"
@@ -37,7 +39,7 @@ def taken(text):
 
 @cache
 def allowed():
-    return TIMES * min(taken("import torch\n" + LOOP * 400) for _ in range(3))
+    return TIMES * min(taken("import torch\n" + LOOP * 650) for _ in range(3))
 
 
 def timed(text):
@@ -209,3 +211,28 @@ class Run:
                     losses["loss"] += float(loss)
 """
     assert [found.line for found in check_text(text, configure({}, "LS036", ""))] == [19]  # the first turn is one
+
+
+def looks(times, monkeypatch):
+    """How many tests of the rank are worked out where each name is made of the others, again and again."""
+    count, test = 0, RankTests.test.__wrapped__
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return test(*args)
+
+    monkeypatch.setattr(RankTests, "test", kept(counted))
+    makes = (
+        f"    if {a} and {b}:\n        {c} = {a} is None and {b}({a})\n" for a, b, c in ("pqr", "qrp", "rpq") * times
+    )
+    check_text(f"import torch\n\ndef solve(rank):\n{''.join(makes)}", configure({}, "LS045", ""))
+    return count
+
+
+def test_a_test_of_the_rank_is_worked_out_once(monkeypatch):
+    assert 100 < looks(16, monkeypatch) < 3 * looks(8, monkeypatch)
+
+
+def test_a_call_of_get_without_arguments():
+    assert check_text("import torch\n\npin_memory = loader.get()\nbatch = batch.cuda()\n", ALL) == []

@@ -250,21 +250,54 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    "data",
     [
-        ("ConcatDataset([Quiet(), Noisy()])", True),
-        ("ConcatDataset(parts)", True),
-        ("Subset(Noisy(), [1, 2])", True),
-        ("train", True),
-        ("ConcatDataset([Subset(Noisy(), [1]), Quiet()])", True),
-        ("ConcatDataset([Quiet(), Quiet()])", False),
-        ("Subset(Quiet(), [1])", False),
+        "ConcatDataset([Quiet(), Noisy()])",
+        "ConcatDataset(parts)",
+        "Subset(Noisy(), [1, 2])",
+        "train",
+        "ConcatDataset([Subset(Noisy(), [1]), Quiet()])",
+        "ConcatDataset([Quiet(), Quiet()])",
+        "Subset(Quiet(), [1])",
     ],
 )
-def test_data_sets_that_are_joined_or_cut(tmp_path, data, expected):
+def test_data_sets_that_are_joined_or_cut_are_told_in_their_own_file(tmp_path, data):
     (tmp_path / "data.py").write_text(NOISY)
     (tmp_path / "train.py").write_text(JOINS.format(data=data))
-    assert bool(check_paths([str(tmp_path / "train.py")], configure({}, "LS034", ""))) == expected
+    found = check_paths([str(tmp_path / name) for name in ("train.py", "data.py")], configure({}, "LS034", ""))
+    assert [(finding.path[-7:], finding.line) for finding in found] == [("data.py", 11)]
+
+
+GENERATORS = """
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+class Noisy(Dataset):
+    def __init__(self):
+        self.rng = np.random.{made}(0)
+
+    def __getitem__(self, i):
+        return i + {drawn}
+
+loader = DataLoader(Noisy(), num_workers=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "drawn", "torch", "levels"),
+    [
+        ("default_rng", "self.rng.normal()", "2.1", ["error"]),
+        ("RandomState", "self.rng.randn()", "2.1", ["error"]),
+        ("default_rng", "np.random.randn()", "2.1", ["hint"]),  # seeded in each worker
+        ("default_rng", "np.random.randn()", "1.8", ["error"]),
+        ("default_rng", "torch.randn(())", "1.8", []),
+    ],
+)
+def test_numpys_generators_in_workers(tmp_path, made, drawn, torch, levels):
+    (tmp_path / "requirements.txt").write_text(f"torch=={torch}\n")
+    (tmp_path / "train.py").write_text(GENERATORS.format(made=made, drawn=drawn))
+    found = check_paths([str(tmp_path / "train.py")], configure({}, "LS034", ""))
+    assert [finding.severity.value for finding in found] == levels
 
 
 STALE = """

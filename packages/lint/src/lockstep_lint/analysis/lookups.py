@@ -3,12 +3,11 @@
 import ast
 import os
 
-from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.nodes import constant, dotted, last, strings
 from lockstep_lint.analysis.view import View
 
-__all__ = ["chosen_files", "looked_up"]
+__all__ = ["looked_up"]
 
 MAX_STEPS = 6
 # Of a package with more files than this, these many are read.
@@ -106,13 +105,6 @@ def by_name(view: View, call: ast.Call, scope: Scope) -> list[Module]:
     texts = next(strings(call), "") or next((t for o in view.origins.of(given, scope) for t in strings(o.node)), "")
     start = texts.split(".{")[0].strip(".")
     return in_package(view, start, scope.module) if start else []
-
-
-@kept
-def chosen_files(view: View) -> tuple[Module, ...]:
-    """The files that a file's program, or what it imports, may import by a name that is worked out when it runs."""
-    sites = [site for member in view.project.closure(view.module) for site in member.sites("import_module")]
-    return tuple(dict.fromkeys(file for site in sites for file in by_name(view, site.call, site.scope)))
 
 
 def in_package(view: View, name: str, module: Module) -> list[Module]:

@@ -156,6 +156,7 @@ class RankNumbers:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
 
+    @kept
     def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
         """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
         `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.

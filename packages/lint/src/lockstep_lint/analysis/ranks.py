@@ -163,6 +163,7 @@ class RankTests:
         self.calls = calls
         self.numbers = RankNumbers(calls)
 
+    @kept
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
         """1 if a test comes out `when` on the main rank only, -1 if on the others only, OTHER if on one of the others,
         0 if that is not known.

@@ -60,6 +60,8 @@ DISTRIBUTED = (
 )
 STATES = ("state_dict", "consolidate_state_dict", "summon_full_params", "full_tensor", *DISTRIBUTED)
 
+# What a function that is handed on may be written as (`start(helper.manual_seed)`).
+NAMED_AS = (ast.Name, ast.Attribute)
 Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
@@ -165,7 +167,10 @@ class Marks:
         hands = hands or (name in RUNS and any(WRITES.search(last(value)) for value in site.call.args))
         if (hands or WRITES.search(name)) and path_written(site, full) is None:
             yield "hand", None, name
-        if not known and SEED.search(name) and name not in SEEDS:
+        hands_seed = not full and any(
+            SEED.search(last(value)) for value in site.call.args if isinstance(value, NAMED_AS)
+        )
+        if not known and (SEED.search(name) or hands_seed) and name not in SEEDS:
             yield "seed", None, "all"
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
@@ -184,7 +189,7 @@ class Marks:
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """Return the project's functions among the arguments of an unknown call, which may run them."""
-        for given in site.call.args[:3]:
+        for given in site.call.args[:3] if site.name not in SHOWS else ():
             if isinstance(given, ast.Name):
                 found = self.calls.names.definition(given, site.scope)
                 if found is not None and found.kind == "function":
@@ -381,6 +386,8 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
+        if isinstance(stmt, ast.Break | ast.Return):
+            return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, ast.If | ast.While | ast.Assert):
             often = self.trains(scope.module) and not every_so_often(stmt.test)
             asked = [part for part in operands(stmt.test) if asks_tensor(part)] if often else []

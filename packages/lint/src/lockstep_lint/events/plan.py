@@ -18,11 +18,11 @@ __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
 MAX_EXITS = 25
 MAX_DEPTH = 60
 # Kinds of marks that alone are no reason to enter a function.
-QUIET = ("sync", "keep", "batch")
+QUIET = ("sync", "keep", "batch", "leave")
 # Expressions whose parts are not all worked out, once, from left to right.
 FORKS = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 # Statements that may be events by themselves.
-MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert)
+MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return)
 ENDS = ("exit", "_exit", "quit", "abort")
 
 

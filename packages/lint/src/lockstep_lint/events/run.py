@@ -24,7 +24,7 @@ from lockstep_lint.events.event import (
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Run", "run_from", "runs"]
+__all__ = ["Run", "literals", "outcome", "run_from", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7

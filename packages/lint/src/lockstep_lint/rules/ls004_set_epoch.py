@@ -3,9 +3,10 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import above, inside
 from lockstep_lint.analysis.drafts import epoch_set
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
@@ -27,6 +28,8 @@ OPTIONS = ("args", "cfg", "config", "opt")
 def check(view: View) -> Iterator[Found]:
     """Looks for samplers of epochs that no set_epoch is called on, and for set_epoch with one number."""
     programs = runs(view)
+    if not any(run.of("sampler", "set_epoch") for run in programs):
+        return
     calls = [event for run in programs for event in run.of("set_epoch")]
     alike = {event.node: all(stays(e) for e in calls if e.node is event.node) for event in calls}
     changed = {dotted(event.mark.subject) for event in calls if not alike[event.node]}
@@ -39,7 +42,9 @@ def check(view: View) -> Iterator[Found]:
     set_on = [made for made in set_on if not (isinstance(made, ast.Constant) and made.value is None)]
     if all(isinstance(made, ast.Call) and last(made) != "getattr" for made in set_on):
         keys = {key for event in calls if "." in (key := dotted(event.mark.subject) or "")}
-        told = never(view, [run for run in programs if has_epochs(run) or endless(view)], set_on)
+        told = never(
+            view, [run for run in programs if run.of("sampler") and (has_epochs(run) or endless(view))], set_on
+        )
         yield from (found for site, found in told if not keys & {bind.key for bind in site.scope.bound(site.stmt)})
 
 
@@ -85,8 +90,13 @@ def has_epochs(run: Run) -> bool:
 
 def endless(view: View) -> bool:
     """Whether the programs take a loader up again when it has run out: in an endless loop, or by another `iter`."""
-    scopes = [scope for member in view.project.family(view.module) for scope in member.scopes]
-    for scope in (scope for scope in scopes if scope.kind == "function"):
+    return any(renews(view, member) for member in view.project.family(view.module))
+
+
+@kept
+def renews(view: View, module: Module) -> bool:
+    """Whether a file takes a loader up again when it has run out."""
+    for scope in (scope for scope in module.scopes if scope.kind == "function"):
         for stmt in scope.stmts:
             inner = stmt.body[0] if isinstance(stmt, ast.While) else None
             if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):

@@ -92,10 +92,11 @@ NAMES_LAUNCH = re.compile(r"torch\.distributed\.launch\b")
 def names(view: View) -> Iterator[Found]:
     """Yield the uses of the table's names, and the imports of packages where nothing in the file uses one."""
     rows = [row for row in NAMES if row.word in view.module.text and applies(view, row)]
+    known = of_libraries(view, {row.name.partition(".")[0] for row in rows}) if rows else set()
     imported: list[Found] = []
     used: set[str] = set()
     for scope in view.scopes if rows else ():
-        for stmt, node, full in named(view, scope):
+        for stmt, node, full in named(view, scope, known):
             row = next((row for row in rows if f"{full}.".startswith(f"{row.name}.")), None)
             if row is None or by_version(stmt, node, view.module):
                 continue
@@ -112,17 +113,26 @@ def applies(view: View, row: Moved) -> bool:
     return view.torch is None or view.torch >= row.since
 
 
-def named(view: View, scope: Scope) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
+def of_libraries(view: View, roots: set[str]) -> set[ast.stmt]:
+    """Return the statements that name something of some libraries."""
+    found: set[ast.stmt] = set()
+    for name, places in view.module.named.items():
+        inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for _, scope in places}
+        found.update(stmt for stmt, scope in places if inside[scope])
+    return found
+
+
+def named(view: View, scope: Scope, known: set[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
     """Yield each import and each name in a scope's own statements, with its statement and its full name."""
     owner = scope.node
-    for decorator in scope.decorators if isinstance(owner, ast.stmt) else ():
+    for decorator in scope.decorators if owner in known else ():
         assert isinstance(owner, ast.stmt)
         for node in chains(decorator):
             yield owner, node, view.names.qualify(node, scope.parent or scope)
     for stmt in scope.stmts:
         for name in imports(stmt):
             yield stmt, stmt, name
-        for part in parts(stmt):
+        for part in parts(stmt) if stmt in known else ():
             for node in chains(part):
                 yield stmt, node, view.names.qualify(node, scope)
 

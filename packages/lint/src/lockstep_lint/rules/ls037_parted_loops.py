@@ -2,15 +2,18 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.budget import WORK
-from lockstep_lint.analysis.context import Loop, above, guards, inside, loops
-from lockstep_lint.analysis.engines import shared_out, waits_in_accelerate
+from lockstep_lint.analysis.context import Loop, guards, inside, loops
+from lockstep_lint.analysis.engines import shared_out
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock
+from lockstep_lint.events.query import side
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
@@ -139,70 +142,53 @@ EXCHANGES = Words(
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the loops in which ranks wait for each other: who leaves them, and who says how often they turn."""
-    if view.hidden(TELLS):
+    programs = [(run, loops) for run in runs(view) if (loops := waiting(view, run))]
+    if not programs or view.hidden(TELLS):
         return
-    for loop, scope in waiting(view):
-        yield from left(view, loop, scope)
-        yield from counted(view, loop, scope)
+    found: dict[ast.AST, Found] = {}
+    for run, loops in programs:
+        for event in run.of("leave"):
+            loop = event.loops[-1] if event.loops else None
+            if loop in loops and loop.scope is event.scope and event.module is view.module:
+                message = apart(view, event, loop)
+                if message:
+                    found.setdefault(event.node, Found(event.node, message))
+        for loop in loops:
+            if isinstance(loop.node, Loop) and loop.scope.module is view.module:
+                for one in counted(view, loop.node, loop.scope):
+                    found.setdefault(one.node, one)
+    yield from found.values()
 
 
-def waiting(view: View) -> Iterator[tuple[Loop, Scope]]:
-    """The file's loops in which ranks wait for each other: with a collective, or with training that
-    exchanges gradients.
+def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
+    """The loops of a run in which ranks wait for each other: in a collective that all of them come to, or as they
+    exchange gradients.
     """
-    found: dict[int, tuple[Loop, Scope]] = {}
-    wrapped = view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or {"deepspeed", "horovod"} & view.frameworks
-    if wrapped or view.ranks.programs.accelerated(view.module):
-        for training in view.trainings.near(view.module):
-            found[id(training.loop)] = training.loop, training.scope
-            found.update({id(loop): (loop, scope) for loop, scope, _ in view.trainings.epochs(training)})
-    for scope in view.scopes:
-        for stmt in scope.stmts:
-            if (
-                isinstance(stmt, Loop)
-                and view.effects.find(view.trainings.body(stmt, scope), certain(view)) is not None
-            ):
-                found.setdefault(id(stmt), (stmt, scope))
-    yield from (item for item in found.values() if item[1].module is view.module)
+    wrapped = bool(view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or {"deepspeed", "horovod"} & view.frameworks)
+    exchanged = run.of("backward") if wrapped or view.ranks.programs.accelerated(view.module) else []
+    found = {loop: None for event in exchanged for loop in event.loops}
+    for event in run.of("collective"):
+        found.update(dict.fromkeys(loop for loop in event.loops if not any(side(view, b) for b in event.within(loop))))
+    return found
 
 
-def certain(view: View) -> Callable[[Site], bool]:
-    """The question whether a call is a collective that all ranks reach."""
-    return lambda site: (
-        (view.effects.is_collective(site) or waits_in_accelerate(view, site))
-        and not view.ranks.side(site.stmt, site.scope)
-    )
-
-
-def left(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
-    """A `break` or `return` that some ranks take: under a test of the rank, or of a flag that only one rank sets."""
-    for stmt in scope.stmts:
-        if not isinstance(stmt, ast.Break | ast.Return) or loops(stmt, scope.module)[:1] != [loop]:
-            continue
-        if inside_else(stmt, loop, scope):
-            continue
-        tests = list(guards(stmt, scope.module, loop))
-        for guard in tests:
-            if view.ranks.tests.test(guard.test, scope, guard.when):
-                yield Found(
-                    stmt,
-                    "only some ranks leave the loop here, and the others wait for them: let all ranks decide alike",
-                )
-                break
-            name = own_flag(view, guard.test, loop, scope)
-            if name:
-                yield Found(
-                    stmt, f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
-                )
-                break
-        else:
-            decided = made_of([guard.test for guard in tests], loop, scope)
-            if own_score(view, decided, loop, scope):
-                yield Found(
-                    stmt,
-                    "each rank decides by the score of its own shard, so some leave the loop before others: reduce the "
-                    "score over all ranks first",
-                )
+def apart(view: View, event: Event, block: LoopBlock) -> str:
+    """What is wrong where a loop is left: only some ranks come to that, or each decides by itself."""
+    loop, scope = block.node, block.scope
+    assert isinstance(loop, Loop)
+    tests = [test for test in event.within(block) if isinstance(test, ArmBlock) and test.scope is scope]
+    for test in tests:
+        if side(view, test):
+            return "only some ranks leave the loop here, and the others wait for them: let all ranks decide alike"
+        name = own_flag(view, test.node, loop, scope)
+        if name:
+            return f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
+    if own_score(view, made_of([test.node for test in tests], loop, scope), loop, scope):
+        return (
+            "each rank decides by the score of its own shard, so some leave the loop before others: reduce the score "
+            "over all ranks first"
+        )
+    return ""
 
 
 def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
@@ -232,11 +218,6 @@ def gives_back(loop: ast.For, function: Scope) -> bool:
     """Whether a function returns what a loop of it has computed."""
     bound = {key for key, binds in function.binds.items() for b in binds if inside(b.stmt, loop, function.module)}
     return any(bound & set(idents(value)) for value in function.returns())
-
-
-def inside_else(stmt: ast.stmt, loop: Loop, scope: Scope) -> bool:
-    """Whether a statement stands in a loop's `else`, which is no part of it."""
-    return any(node is loop and place == "orelse" for node, place in above(stmt, scope.module))
 
 
 def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
