@@ -103,7 +103,7 @@ def test_functions_are_entered_with_the_class_and_the_literals_of_the_call():
 
 
 # The rules that ask for the order of events.
-CODES = "LS002,LS009,LS011,LS012,LS013,LS017,LS018,LS019,LS021,LS033,LS041,LS042,LS043,LS045,LS048"
+CODES = "LS002,LS009,LS011,LS012,LS013,LS017,LS018,LS019,LS021,LS033,LS041,LS042,LS043,LS045,LS048,LS050"
 
 
 class _Turned(ast.NodeTransformer):

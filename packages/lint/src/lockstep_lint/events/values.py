@@ -30,6 +30,8 @@ __all__ = ["HOST", "Value", "losses", "reads", "value_at", "value_in"]
 
 # Calls whose result is a number, a text or an array on the host.
 HOST = {"item", "tolist", "numpy", "float", "int", "bool", "str", "repr", "len", "format", "round", "isinstance"}
+# A call that gives a value without its graph, by its name.
+DETACHES = Words(r"detach|to_(numpy|float|number|scalar)")
 # What a tensor knows of itself without the device.
 ABOUT = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "requires_grad", "grad_fn", "is_cuda", "keys"}
 # Functions of torch that give no tensor of the device.
@@ -166,7 +168,8 @@ def _of(view: View, node: ast.expr | None, scope: Scope, calls: Calls, depth: in
         sides = [] if asks else [node.left, *node.comparators]
         return Value(device=_any(view, sides, scope, calls, depth).device)
     if isinstance(node, ast.BinOp):
-        return _any(view, [node.left, node.right], scope, calls, depth).computed()
+        text = any(isinstance(constant(each), str) for each in (node.left, node.right))  # `"%f" % loss` is no tensor
+        return UNKNOWN if text else _any(view, [node.left, node.right], scope, calls, depth).computed()
     return _any(view, list(_arms(node)), scope, calls, depth)
 
 
@@ -291,7 +294,7 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
     method = call.func.value if isinstance(call.func, ast.Attribute) and not full else None
     if method is not None and moves(call):
         return _moved(view, call, method, scope, calls, depth)
-    if name in HOST:
+    if name in HOST or (method is not None and name in ABOUT):
         return UNKNOWN
     if method is not None and (name == "cpu" or (name == "to" and view.is_cpu(argument(call, 0, "device"), scope))):
         return Value(graph=_of(view, method, scope, calls, depth).graph)
@@ -304,7 +307,7 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         return _any(view, [_row_of(view, each, scope) for each in call.args[:1]], scope, calls, depth) | _next(
             view, call, scope
         )
-    if target is not None and path and gives_host(view, target, path):
+    if (target is not None and path and gives_host(view, target, path)) or DETACHES.search(name):
         return UNKNOWN
     if runs_model(view, call, scope):
         return _shielded(call, scope, COMPUTED)
@@ -427,7 +430,8 @@ def losses(view: View, scope: Scope) -> frozenset[str]:
             continue
         found.add(name)
         for bind in scope.binds.get(name, []):
-            queue += [term for term in _terms(bind.value) if is_computed(scope, term)]
+            scales = isinstance(bind.stmt, ast.AugAssign) and not isinstance(bind.stmt.op, ast.Add | ast.Sub)
+            queue += [term for term in _terms(bind.value) if not scales and is_computed(scope, term)]
     return frozenset(found)
 
 

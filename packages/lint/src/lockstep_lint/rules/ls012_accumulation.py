@@ -218,10 +218,25 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
     if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
         return False
     text = ast.unparse(test)
-    if "len(" in text or "last" in text or " or " in text or once(view, found):
+    if "len(" in text or "last" in text or " or " in text or once(view, found) or cut_off(loop, scope, counters):
         return False
     end = loop.end_lineno or loop.lineno
     return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+def cut_off(loop: ast.For, scope: Scope, counters: set[str]) -> bool:
+    """Whether the loop passes over its last turns by their number, so that no micro-batch is left over."""
+    counted = {
+        b.key for stmt in loop.body for b in scope.bound(stmt) if not counters.isdisjoint(idents(b.value or stmt))
+    }
+    return any(
+        isinstance(stmt, ast.If)
+        and isinstance(stmt.body[-1], ast.Continue | ast.Break)
+        and isinstance(stmt.test, ast.Compare)
+        and isinstance(stmt.test.ops[0], ast.Gt | ast.GtE)
+        and not (counters | counted).isdisjoint(idents(stmt.test.left))
+        for stmt in loop.body
+    )
 
 
 def counted_anew(view: View, found: Accumulation, name: str) -> bool:

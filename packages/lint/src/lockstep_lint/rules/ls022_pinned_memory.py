@@ -92,7 +92,8 @@ def pins(module: Module) -> bool:
         if isinstance(node, ast.Call):
             pairs = [(item.arg, item.value) for item in node.keywords]
             flags = [text for value in node.args if isinstance(text := constant(value), str)]
-            asked = node.args[-1] if last(node) in ("get", "getattr", "setdefault") else keyword(node, "default")
+            usual = node.args[1:] if last(node) in ("get", "getattr", "setdefault") else []
+            asked = usual[-1] if usual else keyword(node, "default")
             pairs += [(flags[0].replace("-", "_"), asked)] if flags else []
         elif isinstance(node, ast.Dict):
             pairs = [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
