@@ -30,8 +30,6 @@ __all__ = ["HOST", "Value", "losses", "reads", "value_at", "value_in"]
 
 # Calls whose result is a number, a text or an array on the host.
 HOST = {"item", "tolist", "numpy", "float", "int", "bool", "str", "repr", "len", "format", "round", "isinstance"}
-# A call that gives a value without its graph, by its name.
-DETACHES = Words(r"detach|to_(numpy|float|number|scalar)")
 # What a tensor knows of itself without the device.
 ABOUT = {"shape", "ndim", "dtype", "device", "size", "dim", "numel", "requires_grad", "grad_fn", "is_cuda", "keys"}
 # Functions of torch that give no tensor of the device.
@@ -307,8 +305,10 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         return _any(view, [_row_of(view, each, scope) for each in call.args[:1]], scope, calls, depth) | _next(
             view, call, scope
         )
-    if (target is not None and path and gives_host(view, target, path)) or DETACHES.search(name):
+    if target is not None and path and gives_host(view, target, path):
         return UNKNOWN
+    if "detach_" in name and name not in CUTS and method is not None:
+        return COMPUTED.detached()
     if runs_model(view, call, scope):
         return _shielded(call, scope, COMPUTED)
     return _computed(view, call, method if target is None else None, scope, calls, depth)
