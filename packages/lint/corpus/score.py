@@ -1,4 +1,4 @@
-"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--details]`: precision and recall of the linter.
+"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--errors] [--details]`: how good the linter is.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
@@ -6,7 +6,10 @@ A label that is arguable counts neither for nor against. FILE is labels.json, or
 kept aside are scored only where --part names them; several parts are scored together. All scripts must be there.
 With --torchfix COMMAND, TorchFix's findings on the same files are counted beside. The last two rows count as a
 person reads it: a rule that is told once a file, with the number of its other lines, is one finding there, right if
-half of the lines are, and one label. Below the table the totals stand again with their counts.
+half of the lines are, and one label. Below the table the totals stand again with their counts. With --errors only
+findings of that level count, and the labels of rules that have them; those that a hint tells are counted apart, also
+the moved names of mixed precision, which LS029 tells. It takes both files of labels, all parts, and the scripts that
+are there.
 """
 
 import argparse
@@ -15,9 +18,10 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from labelled import FIRST, entries, matches, script
+from labelled import ASIDE, FIRST, SECOND, entries, matches, script
 
 from lockstep_lint.config import configure, default_codes
+from lockstep_lint.finding import Severity
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths
 
@@ -96,7 +100,7 @@ def ratio(part, whole, digits=2):
 def lint(path, config):
     """Our findings in one file, in the form of labels."""
     found = check_paths([str(path)], config)
-    return [{"rule": f.rule, "line": f.line, "cell": f.cell} for f in found if f.rule in RULES]
+    return [{"rule": f.rule, "line": f.line, "cell": f.cell, "level": f.severity} for f in found if f.rule in RULES]
 
 
 def torchfix(command, path):
@@ -104,6 +108,34 @@ def torchfix(command, path):
     out = subprocess.run([command, "--select=ALL", str(path)], capture_output=True, text=True, check=False).stdout
     found = re.findall(r":(\d+):\d+: (TOR\d+)", out)
     return [{"rule": TORCHFIX[code], "line": int(line)} for line, code in found if code in TORCHFIX]
+
+
+def errors(folder, details):
+    """Scores the findings of level error on all labelled scripts that are there."""
+    every = [(file, part) for file in (FIRST, SECOND) for part in (None, *ASIDE)]
+    chosen = [entry for file, part in every for entry in entries(file, part)]
+    there = [entry for entry in chosen if script(folder, entry).is_file()]
+    rules = [code for code, rule in RULES.items() if rule.severity is Severity.ERROR]
+    tally, hinted = Tally(), Counter()
+    for entry in there:
+        found = lint(script(folder, entry), configure({}, "ALL", ""))
+        told = [finding for finding in found if finding["level"] is Severity.ERROR]
+        hints = [finding for finding in found if finding["level"] is not Severity.ERROR]
+        hints += [{**finding, "rule": "LS023"} for finding in hints if finding["rule"] == "LS029"]
+        wanted = [label for label in entry["labels"] if label["rule"] in rules]
+        of_hints = [
+            label
+            for label in wanted
+            if any(matches(hint, label) for hint in hints) and not any(matches(each, label) for each in told)
+        ]
+        hinted.update(label["rule"] for label in of_hints)
+        tally.add(told, {**entry, "labels": [label for label in wanted if label not in of_hints]}, details)
+    print(f"{len(there)} of {len(chosen)} scripts are there")
+    print("| rule | precision | errors | recall | labels | labels that a hint tells |\n|---|---|---|---|---|---|")
+    for code in rules:
+        if any(tally.counts([code])) or hinted[code]:
+            print(f"| {' | '.join(map(str, [code, *tally.row([code]), hinted[code]]))} |")
+    print(tally.total("errors", rules))
 
 
 def main():
@@ -114,7 +146,11 @@ def main():
     flags.add_argument("--part", action="append", help="one part of the file only; may be given several times")
     flags.add_argument("--torchfix", metavar="COMMAND")
     flags.add_argument("--details", action="store_true")
+    flags.add_argument("--errors", action="store_true", help="findings of level error, on the scripts that are there")
     args = flags.parse_args()
+    if args.errors:
+        errors(args.folder, args.details)
+        return
     ours, theirs, read = Tally(), Tally(), Tally()
     config = configure({}, "ALL", "")
     parts = args.part or [None]

@@ -234,6 +234,14 @@ MUTATIONS = [
         drop("optimizer = "), prepend("fully_shard(model)", "optimizer = torch.optim.Adam(model.parameters())"),
     ]),
     ("LS049", "ddp", [Swap(FUSED, FUSED.replace("v)", "v, dropout_p=0.1)"))]),
+    ("LS050", "ddp", [append("loss = ", "if torch.isnan(loss):\n    continue")]),
+    ("LS051", "ddp", [
+        replace("if os.path.exists", "state = torch.load('model.pt', map_location='cpu', weights_only=True)"),
+        prepend("for epoch in", "model.module.load_state_dict(state['model'])\nfirst = state['epoch']"),
+        Swap("range(epochs)", "range(first, epochs)"),
+        Swap(SAVED, SAVED.replace("}", ", 'epoch': epoch}")),
+    ]),
+    ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
 ]  # fmt: skip
 
 
@@ -261,6 +269,7 @@ def test_the_pitfall_is_found_after(code, name, edits):
     # A sampler of its own that no set_epoch is called on; a model that is made before the seed.
     beside = {"LS004"} if code == "LS003" and any("DistributedSampler(" in line for line in placed) else set()
     beside |= {"LS008"} if "Net().cuda()" in placed else set()
+    beside |= {"LS036"} if code == "LS050" else set()  # which waits for the answer
     told = {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))}
     assert told == {code} | graph | beside
 

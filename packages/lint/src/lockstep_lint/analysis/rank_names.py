@@ -28,7 +28,7 @@ __all__ = [
 
 
 RANK = Words(
-    r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(local|global|world|my|node|dist|proc)?ranks?|"
+    r"(^|_)((?<!lora_)(?<!low_)(?<!num_)(?<!per_)(?<!all_)(local|global|world|my|node|dist|proc)?ranks?|"
     r"(?<!single_)(?<!multi_)(?<!use_)(?<!no_)(?<!n_)(?<!num_)(?<!per_)gpu|gpu_id|gpuid|gpu_?(?:index|idx)|proc_id|procid|process_index|process_idx|"
     r"proc_idx|device_id|rank_?id|process_id|node_id|current_device|ordinal)$",
     re.IGNORECASE,

@@ -284,8 +284,7 @@ class RankTests:
 
     def asks(self, test: ast.expr, scope: Scope) -> bool:
         """Whether a test asks if there are several processes, or may be."""
-        name = dotted(test.func if isinstance(test, ast.Call) else test) or ""
-        return self.many(test, scope) == 1 or name.endswith(PACKAGES)
+        return self.many(test, scope) == 1 or asks_package(test)
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """A name that was given the result of a rank test, or a tracker's run that only the main rank has."""
@@ -385,7 +384,8 @@ class RankTests:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.many(test.operand, scope, not when)
         if isinstance(test, ast.BoolOp):
-            found = [self.many(value, scope, when) for value in test.values]
+            asked = [value for value in test.values if not asks_package(value)]  # which is there
+            found = [self.many(value, scope, when) for value in asked or test.values]
             if isinstance(test.op, ast.And) is when:  # each part has come out so
                 return next((value for value in found if value), 0)
             return found[0] if len(set(found)) == 1 else 0
@@ -411,6 +411,12 @@ class RankTests:
         if SINGLE.search(name):
             return -1
         return 1 if MULTI.search(name) or name.endswith(("is_initialized", "and_initialized")) else 0
+
+
+def asks_package(test: ast.expr) -> bool:
+    """Whether a test asks if torch.distributed can be used."""
+    name = dotted(test.func if isinstance(test, ast.Call) else test) or ""
+    return name.endswith(PACKAGES)
 
 
 def turns(value: ast.expr | None, on: bool) -> bool:

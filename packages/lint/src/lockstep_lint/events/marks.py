@@ -20,7 +20,7 @@ from lockstep_lint.events.event import Mark
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
 from lockstep_lint.events.norms import normalises
 
-__all__ = ["Marks", "summed"]
+__all__ = ["Marks", "operands", "summed"]
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grads_with_norm_")
 MOVES = ("to", "cuda", "xpu", "npu")
@@ -32,8 +32,8 @@ SHOWS = ("print", "add_scalar", "add_scalars", "set_postfix", "set_description",
 READS = ("item", "tolist", "cpu", "float", "int", *SHOWS)
 # What a test asks of a tensor, whose answer the host then waits for.
 ASKED = ("any", "all", "mean", "sum", "max", "min", "norm", "equal", "allclose", *FINITE)
-# What the data set of datasets or webdataset is put in another order by.
-SHUFFLES = ("shuffle",)
+# What the data set of datasets or webdataset is put in another order by, or is split in two at random by.
+SHUFFLES = ("shuffle", "random_split", "train_test_split")
 
 # Functions that may make a model, libraries whose models they are, and what only tells of these.
 MAKES = Words(r"model|net|^(make|build|create|from_config)|^instantiate$", re.IGNORECASE)
@@ -357,10 +357,25 @@ class Marks:
     def shuffle(self, site: Site) -> Found:
         """A data set or a list of files is put in another order; the detail says whose random numbers give it."""
         full = self.full(site)
+        if site.name != "shuffle":
+            yield from self.split(site, full)
+            return
         if full in ("random.shuffle", "numpy.random.shuffle"):
             yield "shuffle", next(iter(site.call.args), None), full.partition(".")[0]
         elif site.receiver is not None and not (full or site.call.args or site.call.keywords):
             yield "shuffle", site.receiver, "numpy"  # as the data sets of datasets do
+
+    def split(self, site: Site, full: str) -> Found:
+        """A data set is split at random, by the random numbers of the process."""
+        seeded = any(keyword(site.call, name) is not None for name in ("generator", "random_state", "seed", "shuffle"))
+        if seeded or any(item.arg is None for item in site.call.keywords):
+            return
+        if full.startswith("torch.utils.data.") and len(site.call.args) < 3:
+            yield "shuffle", next(iter(site.call.args), None), "torch split"
+        elif full.startswith("sklearn."):
+            yield "shuffle", next(iter(site.call.args), None), "numpy split"
+        elif site.name == "train_test_split" and not full and site.receiver is not None:
+            yield "shuffle", site.receiver, "numpy split"
 
     def state(self, site: Site) -> Found:
         """The state of something is read, for which sharded objects need all ranks."""

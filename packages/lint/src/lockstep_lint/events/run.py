@@ -253,8 +253,8 @@ def literals(site: Site, function: Scope, known: Known) -> Known:
             continue
         value = given(call, function, name) or default(function, name, call)
         value = written(value, site) or value
-        if isinstance(value, ast.Constant):
-            found[name] = value.value
+        if isinstance(value, ast.Constant) or constant(value) is not None:
+            found[name] = constant(value)
         elif (key := dotted(value)) in known:
             found[name] = known[key]
         elif isinstance(value, ast.Call | ast.List | ast.Dict | ast.Tuple):
@@ -271,7 +271,7 @@ def written(value: ast.expr | None, site: Site) -> ast.expr | None:
     binds = scope.binds.get(key, []) if key not in scope.params else []
     sole = len(binds) == 1 and binds[0].how == "assign" and not above(binds[0].stmt, scope.module)
     given = binds[0].value if sole and binds[0].stmt.lineno < site.line else None
-    return given if isinstance(given, ast.Constant) else None
+    return given if isinstance(given, ast.Constant) or constant(given) is not None else None
 
 
 def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
@@ -302,10 +302,11 @@ def compared(test: ast.Compare, known: Known) -> bool | None:
     value = known[key]
     if isinstance(op, ast.In | ast.NotIn) and value is not OBJECT and isinstance(right, ast.Tuple | ast.List | ast.Set):
         return (value in [constant(item) for item in right.elts]) is isinstance(op, ast.In)
-    if not isinstance(right, ast.Constant):
+    literal = constant(right)
+    if (literal is None and not isinstance(right, ast.Constant)) or (value is OBJECT and literal is not None):
         return None
     if isinstance(op, ast.Eq | ast.Is):
-        return (value == right.value) if value is not OBJECT or right.value is None else None
+        return value == literal
     if isinstance(op, ast.NotEq | ast.IsNot):
-        return (value != right.value) if value is not OBJECT or right.value is None else None
+        return value != literal
     return None

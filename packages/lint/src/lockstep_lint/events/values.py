@@ -166,7 +166,8 @@ def _of(view: View, node: ast.expr | None, scope: Scope, calls: Calls, depth: in
         sides = [] if asks else [node.left, *node.comparators]
         return Value(device=_any(view, sides, scope, calls, depth).device)
     if isinstance(node, ast.BinOp):
-        return _any(view, [node.left, node.right], scope, calls, depth).computed()
+        text = any(isinstance(constant(each), str) for each in (node.left, node.right))  # `"%f" % loss` is no tensor
+        return UNKNOWN if text else _any(view, [node.left, node.right], scope, calls, depth).computed()
     return _any(view, list(_arms(node)), scope, calls, depth)
 
 
@@ -291,7 +292,7 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
     method = call.func.value if isinstance(call.func, ast.Attribute) and not full else None
     if method is not None and moves(call):
         return _moved(view, call, method, scope, calls, depth)
-    if name in HOST:
+    if name in HOST or (method is not None and name in ABOUT):
         return UNKNOWN
     if method is not None and (name == "cpu" or (name == "to" and view.is_cpu(argument(call, 0, "device"), scope))):
         return Value(graph=_of(view, method, scope, calls, depth).graph)
@@ -306,6 +307,8 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         )
     if target is not None and path and gives_host(view, target, path):
         return UNKNOWN
+    if "detach_" in name and name not in CUTS and method is not None:
+        return COMPUTED.detached()
     if runs_model(view, call, scope):
         return _shielded(call, scope, COMPUTED)
     return _computed(view, call, method if target is None else None, scope, calls, depth)
@@ -427,7 +430,8 @@ def losses(view: View, scope: Scope) -> frozenset[str]:
             continue
         found.add(name)
         for bind in scope.binds.get(name, []):
-            queue += [term for term in _terms(bind.value) if is_computed(scope, term)]
+            scales = isinstance(bind.stmt, ast.AugAssign) and not isinstance(bind.stmt.op, ast.Add | ast.Sub)
+            queue += [term for term in _terms(bind.value) if not scales and is_computed(scope, term)]
     return frozenset(found)
 
 

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.context import withs
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import dotted, keyword
 from lockstep_lint.analysis.view import View
@@ -38,7 +39,7 @@ def check(view: View) -> Iterator[Found]:
                 yield at(
                     site, f"only a part of {called} was moved to the device: move the whole model before wrapping it"
                 )
-            elif wants_gpu(site.call) and not placed(view, site):
+            elif wants_gpu(site.call) and not placed(view, site) and not made_there(view, wrap):
                 yield at(site, f"{called} is still on the CPU here: move it to its device before wrapping it")
 
 
@@ -94,6 +95,14 @@ def built(view: View, call: ast.Call, scope: Scope) -> bool:
         return full.rpartition(".")[2][:1].isupper() and not models and "parallel" not in full
     made = full.startswith("transformers.") and full.endswith((".from_pretrained", ".from_config"))
     return made or full.startswith(MAKERS)
+
+
+def made_there(view: View, wrap: Event) -> bool:
+    """Whether the model is made in a block whose device new modules get (`with device:`)."""
+    scope = wrap.scope
+    made = things(view, wrap.mark.subject, scope)
+    around = [item for site in scope.sites if site.call in made for item in withs(site.stmt, site.module)]
+    return any(full == "torch.device" for item in around for _, _, full in view.origins.calls_of(item, scope))
 
 
 def placed(view: View, site: Site) -> bool:

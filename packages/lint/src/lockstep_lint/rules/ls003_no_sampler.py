@@ -4,13 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import guards, inside
+from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, last, strings
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event, LoopBlock
+from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -53,34 +52,6 @@ def wraps(view: View, run: Run) -> bool:
     """Whether a program wraps its model in DDP or FSDP."""
     kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
     return bool(kinds & {"ddp", "fsdp", "fsdp2"})
-
-
-def feeds(view: View, event: Event) -> Iterator[ast.Call]:
-    """The loaders that the innermost loop around a backward runs over, or asks for the next batch."""
-    for loop in event.loops[:-3:-1]:
-        found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
-        yield from () if evaluates(loop.scope.name) else found
-        if found:
-            return  # what an outer loop asks for is not what the model trains on
-
-
-def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
-    """The loader that certainly is behind what a loop runs over."""
-    return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
-
-
-def evaluates(name: str) -> bool:
-    """Whether a function evaluates by its name: it may call the method that trains, and tell it not to."""
-    return EVALUATION.search(name) and "train" not in name.lower()
-
-
-def sources(loop: LoopBlock) -> Iterator[ast.expr]:
-    """What a loop runs over, and what it asks for the next item."""
-    if isinstance(loop.node, ast.For):
-        yield loop.node.iter
-    if isinstance(loop.node, ast.stmt):
-        asked = [site for site in loop.scope.named("next") if inside(site.stmt, loop.node, loop.scope.module)]
-        yield from (site.call.args[0] for site in asked if site.call.args)
 
 
 def divided(view: View, site: Site) -> bool:

@@ -11,6 +11,7 @@ from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
+from lockstep_lint.events.loaders import trained_on
 from lockstep_lint.events.query import given_as, shown_at, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import step_loops
@@ -50,13 +51,23 @@ def check(view: View) -> Iterator[Found]:
 
 def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tuple[Site, Found]]:
     """The samplers that train in several epochs, without those that set_epoch is called on."""
+    trained = trained_on(view) if any(run.of("sampler") for run in programs) else {}
     for run in programs:
         for event in run.of("sampler"):
             site, made = shown_at(view, event), event.mark.site
+            own = [trained.get(loader) for loader in loaders(view, made)] if made is not None else []
+            if own and not any(used is not False for used in own):
+                continue  # the loops over its loaders compute no gradients
             if site is None or made is None or not shuffles(event) or event.node in set_on or listed(site):
                 continue
             if not any(EVALUATION.search(name) for name in (*given_names(site.stmt), *given_names(made.stmt))):
                 yield site, Found(site.call, NEVER, proposal=epoch_set(view, site) if site is made else ())
+
+
+def loaders(view: View, made: Site) -> set[ast.Call]:
+    """The loaders in its function that a sampler is given to."""
+    found = [(site.call, keyword(site.call, "sampler")) for site in made.scope.named("DataLoader")]
+    return {call for call, given in found if given is not None and made.call in things(view, given, made.scope)}
 
 
 def given_names(stmt: ast.stmt) -> Iterator[str]:

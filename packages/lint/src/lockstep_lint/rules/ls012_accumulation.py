@@ -218,10 +218,38 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
     if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
         return False
     text = ast.unparse(test)
-    if "len(" in text or "last" in text or " or " in text or once(view, found):
+    if (
+        "len(" in text
+        or "last" in text
+        or " or " in text
+        or once(view, found)
+        or cut_off(loop, guard.test, scope, counters)
+    ):
         return False
     end = loop.end_lineno or loop.lineno
     return not any(s.line > end and steps_by(view, s) for s in scope.sites)
+
+
+ORDERS = ast.Gt | ast.GtE | ast.Lt | ast.LtE
+
+
+def cut_off(loop: ast.For, guard: ast.expr, scope: Scope, counters: set[str]) -> bool:
+    """Whether the loop passes over its last turns by the number of their group, so that none is left over."""
+    groups = {
+        bind.key
+        for stmt in loop.body
+        for bind in scope.bound(stmt)
+        if isinstance(bind.value, ast.BinOp) and isinstance(bind.value.op, ast.FloorDiv)
+        if not counters.isdisjoint(idents(bind.value))
+    }
+    for stmt in loop.body:
+        test = stmt.test if isinstance(stmt, ast.If) else None
+        test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
+        if isinstance(stmt, ast.If) and isinstance(test, ast.Compare) and isinstance(test.ops[0], ORDERS):
+            around = isinstance(stmt.body[-1], ast.Continue | ast.Break) or any(node is guard for node in walk(stmt))
+            if around and guard is not stmt.test and not groups.isdisjoint(idents(test.left)):
+                return True
+    return False
 
 
 def counted_anew(view: View, found: Accumulation, name: str) -> bool:

@@ -22,6 +22,7 @@ EPOCHS = re.compile(r"epoch", re.IGNORECASE)
 IN_STEPS = "the schedule's length is in steps, but it is stepped once an epoch: step it with the optimizer"
 BEFORE = "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
 HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
+PLATEAU = "ReduceLROnPlateau stops here: its step() needs the score that it watches"
 # The class of a scheduler, the call that makes it and the scope of that.
 Made = tuple[str, ast.Call, Scope]
 # What a length is worked out by.
@@ -39,6 +40,9 @@ def check(view: View) -> Iterator[Found]:
             if site is None or site.module is not view.module or site.call.args or site.call.keywords:
                 continue  # `step(epoch)` sets that epoch's own rate wherever it stands
             made = schedulers(view, site)
+            if made and all(name == "ReduceLROnPlateau" for name, *_ in made):
+                yield at(site, PLATEAU)
+                continue
             if any(name == "ReduceLROnPlateau" for name, *_ in made) or view.names.definition(
                 site.call.func, site.scope
             ):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, mentions, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, mentions, walk
 from lockstep_lint.analysis.origins import SAME
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
@@ -219,7 +219,7 @@ def own_path(view: View, event: Event) -> bool:
         if any(RANK.search(name) or OWN.search(name) for name in idents(node)):
             return True
         keys = {key: part for part in walk(node) if (key := dotted(part)) is not None}
-        queue += [(b.value, scope) for key in keys for b in scope.binds.get(key, []) if b.value is not None]
+        queue += [(v, scope) for key in keys for b in scope.binds.get(key, []) for v in element_of(b.value, b.path)]
         params = (part for key, part in keys.items() if key in scope.params and part is not node)
         queue += [(part, scope) for part in params if isinstance(part, ast.expr)]
     return False

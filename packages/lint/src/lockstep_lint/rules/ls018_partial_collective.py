@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.engines import asks_for_deepspeed
+from lockstep_lint.analysis.nodes import keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
-from lockstep_lint.events.query import alone, calls_after, many, same, side
+from lockstep_lint.events.query import alone, calls_after, many, same, side, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -26,14 +27,14 @@ def check(view: View) -> Iterator[Found]:
             calls = calls_after(event, block) if block is not None else []
             place = calls[0].site if calls else site
             if block is not None and place.module is view.module:
-                yield at(place, told(view, event, bool(calls)))
+                yield at(place, told(view, run, event, bool(calls)))
 
 
 def waits(view: View, run: Run, event: Event) -> bool:
     """Whether an event ends when all ranks are in it."""
     if event.kind == "wrap":
         return event.detail in ("ddp", "fsdp")
-    return event.kind == "collective" or is_sharded(view, run, event)
+    return event.kind == "collective" or is_sharded(view, run, event) or sends_buffers(view, run, event)
 
 
 def is_sharded(view: View, run: Run, event: Event) -> bool:
@@ -46,6 +47,17 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
         return True
     kinds = [kind for kind, _, _ in view.wrappers.wrapped(model, event.scope)]
     return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(model, event.scope))
+
+
+def sends_buffers(view: View, run: Run, event: Event) -> bool:
+    """Whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all ranks."""
+    model, scope = subject(event)
+    if model is None or not run.of("norm"):
+        return False
+    found = list(view.wrappers.wrapped(model, scope))
+    told = any(keyword(call, "broadcast_buffers") is not None for _, call, _ in found)
+    kinds = {kind for kind, _, _ in found}
+    return kinds == {"ddp"} and not told and len(found) == len(view.origins.of(model, scope))
 
 
 def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
@@ -66,18 +78,22 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
-    """Whether the other ranks come to the same elsewhere in the function of the test."""
-    return -ranks in arrivals(view, run).get((event.kind, event.detail, frame(event, block)), set())
+    """Whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
+    found = arrivals(view, run)
+    arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
+    return len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set())
 
 
 @kept
-def arrivals(view: View, run: Run) -> dict[tuple[str, str, Block | None], set[int]]:
-    """The ranks that come to the events of a kind under tests, by the call that the tests stand in."""
-    found: dict[tuple[str, str, Block | None], set[int]] = {}
+def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
+    """The ranks that come to the events of a kind under tests, by the call that the tests stand in; and the arms."""
+    found: dict[tuple[str, str, object], set[int]] = {}
     for event in run.of("collective", "wrap", "forward"):
         for block in event.path:
             if ranks := side(view, block):
                 found.setdefault((event.kind, event.detail, frame(event, block)), set()).add(ranks)
+            if isinstance(block, ArmBlock):
+                found.setdefault((event.kind, event.detail, block.branch), set()).add(int(block.when))
     return found
 
 
@@ -87,11 +103,13 @@ def frame(event: Event, block: Block) -> Block | None:
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
 
-def told(view: View, event: Event, called: bool) -> str:
+def told(view: View, run: Run, event: Event, called: bool) -> str:
     """What is said of an event."""
     name = event.mark.site.name if event.mark.site is not None else ""
     if event.kind == "forward":
-        return "runs the sharded model on some ranks only, which then wait for the parameters of the others"
+        if is_sharded(view, run, event):
+            return "runs the sharded model on some ranks only, which then wait for the parameters of the others"
+        return "runs the DDP model on some ranks only, though each run sends its buffers to all: run model.module"
     if called:
         where = "" if event.module is view.module else f" of {os.path.basename(event.module.path)}"
         return f"leads to {name}() on line {event.line}{where}, which other ranks never reach: they hang"

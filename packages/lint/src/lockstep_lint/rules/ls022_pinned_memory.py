@@ -92,8 +92,9 @@ def pins(module: Module) -> bool:
         if isinstance(node, ast.Call):
             pairs = [(item.arg, item.value) for item in node.keywords]
             flags = [text for value in node.args if isinstance(text := constant(value), str)]
-            written = node.args[-1:] if last(node) in ("get", "getattr", "setdefault") else [keyword(node, "default")]
-            pairs += [(flag.replace("-", "_"), value) for flag in flags[:1] for value in written]
+            usual = node.args[1:] if last(node) in ("get", "getattr", "setdefault") else []
+            asked = usual[-1] if usual else keyword(node, "default")
+            pairs += [(flags[0].replace("-", "_"), asked)] if flags else []
         elif isinstance(node, ast.Dict):
             pairs = [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
         elif isinstance(node, ast.Assign | ast.AnnAssign):

@@ -1,4 +1,4 @@
-"""LS023: GradScaler with bf16, fp16 without a scaler."""
+"""LS023: GradScaler with bf16, fp16 without a scaler, a scaler that scales nothing."""
 
 import ast
 from collections.abc import Iterator
@@ -26,12 +26,30 @@ def check(view: View) -> Iterator[Found]:
         if site.name != "autocast" and full and bf16 and not fp16 and enabled(site) and not half(view, site):
             message = "bfloat16 has float32's range: drop the GradScaler, or use float16"
             yield at(site, message, severity=Severity.HINT)
+        elif site.name == "GradScaler" and full.startswith("torch.") and enabled(site) and idle(view, site):
+            yield at(site, "nothing is scaled by this GradScaler: float16 gradients underflow, call scaler.scale(loss)")
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
     for site in view.sites("autocast") if not scaled else ():
         if "float16" in kinds(view, site) and not by_device(view, site) and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
+
+
+def idle(view: View, site: Site) -> bool:
+    """Whether a program that trains under autocast never scales by its scaler, nor hands it to code out of sight."""
+    word = view.effects.mentioned
+    used = word(view.module, ".scale(", "bfloat16", "deepspeed", "Fabric", "accelerat", "lightning", "ignite")
+    if used or not word(view.module, "autocast") or not trains(view):
+        return False
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    given = [other for other in site.scope.sites for value in handed(other.call) if dotted(value) in names]
+    return bool(names) and all(view.calls.target(other.call, other.scope) is not None for other in given)
+
+
+def handed(call: ast.Call) -> list[ast.expr]:
+    """What a call is given."""
+    return [*call.args, *(item.value for item in call.keywords)]
 
 
 def half(view: View, site: Site) -> bool:
@@ -104,7 +122,7 @@ def trains_under(view: View, site: Site) -> bool:
 RULE = Rule(
     code="LS023",
     name="mixed precision",
-    what="A GradScaler is used with bfloat16, or float16 is trained without one.",
+    what="A GradScaler is used with bfloat16, or float16 is trained without one, or with one that scales nothing.",
     why=(
         "Float16 gradients below 6e-8 become zero unless the loss is scaled; bfloat16 needs no scaling, and the scaler "
         "only skips steps."

@@ -1,4 +1,4 @@
-"""LS043: data shuffled without a seed on each rank before it is divided among them."""
+"""LS043: data shuffled or split without a seed on each rank before it is divided among them."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.kinds import divides
 from lockstep_lint.analysis.nodes import dotted, mentions
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event
+from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import alone, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -16,43 +16,68 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "each rank shuffles in its own order before the data is divided: samples repeat and are left out; give a seed"
+SPLIT = "each rank draws a split of its own before the data is divided: ranks train on what others test on; give a seed"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for unseeded shuffles of what a statement after them divides among the ranks."""
+    """Looks for unseeded shuffles and splits of what a statement after them divides among the ranks."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
         for event in run.of("shuffle"):
-            everywhere = not sides(view, event) and not alone(view, event)
-            if event.module is view.module and everywhere and unseeded(run, event) and divided(event):
-                yield Found(event.node, MESSAGE)
+            site = event.mark.site
+            if event.module is not view.module or site is None or sides(view, event) or alone(view, event):
+                continue
+            split = event.detail.endswith("split")
+            started = not split or view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
+            if started and unseeded(run, event) and divided(view, event):
+                yield Found(event.node, SPLIT if split else MESSAGE)
 
 
 def unseeded(run: Run, event: Event) -> bool:
     """Whether nothing before makes the random numbers of all ranks alike."""
-    return not any(seed.detail in (event.detail, "all") for seed in run.of("seed") if seed.place < event.place)
+    library = event.detail.split()[0]
+    return not any(seed.detail in (library, "all") for seed in run.of("seed") if seed.place < event.place)
 
 
-def divided(event: Event) -> bool:
-    """Whether the function divides what was shuffled among the ranks: in the same statement, or after it."""
+def divided(view: View, event: Event) -> bool:
+    """Whether what was shuffled is divided among the ranks: in its statement, after it, or where it is returned."""
     stmt, scope = event.mark.stmt, event.scope
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return):
         return False
     if divides(stmt):
         return not divides(event.mark.subject or stmt)
+    prepared = "accelerate" in view.frameworks
     names = {bind.key for bind in scope.bound(stmt)} or {dotted(event.mark.subject) or ""}
-    return any(parts(later, scope, names) for later in sorted(scope.stmts, key=line) if line(later) > line(stmt))
+    for block in (*reversed(event.path), None):
+        later = [each for each in sorted(scope.stmts, key=line) if line(each) > line(stmt)]
+        if any(parts(each, scope, names, prepared) for each in later):
+            return True
+        if not isinstance(block, CallBlock):
+            continue
+        returned = isinstance(stmt, ast.Return) or any(mentions(v, n) for v in scope.returns() for n in names if n)
+        if not returned or block.handed:
+            return False
+        stmt, scope = block.site.stmt, block.site.scope
+        names = {bind.key for bind in scope.bound(stmt)}
+    return False
 
 
-def parts(stmt: ast.stmt, scope: Scope, names: set[str]) -> bool:
-    """Whether a statement divides what one of the names stands for; `names` gets those that it gives that to."""
+def parts(stmt: ast.stmt, scope: Scope, names: set[str], prepared: bool) -> bool:
+    """Whether a statement divides what one of the names stands for; `names` gets those that it gives that to.
+
+    `prepared`: a loader is divided, by Accelerate.
+    """
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return) or stmt.value is None:
         return False
     used = any(mentions(stmt.value, name) for name in names if name)
-    if used and (divides(stmt) or "DistributedSampler(" in ast.unparse(stmt)):
+    text = ast.unparse(stmt)
+    if used and (divides(stmt) or "DistributedSampler(" in text or (prepared and "DataLoader(" in text)):
         return True
-    names |= {bind.key for bind in scope.bound(stmt)} if used else set()
+    if used:
+        targets = stmt.targets if isinstance(stmt, ast.Assign) else []
+        names |= {bind.key for bind in scope.bound(stmt)}
+        names |= {key for each in targets if isinstance(each, ast.Subscript) and (key := dotted(each.value))}
     return False
 
 
@@ -64,10 +89,14 @@ def line(stmt: ast.stmt) -> int:
 RULE = Rule(
     code="LS043",
     name="shuffled apart",
-    what="Each rank shuffles a data set or a list of files without a seed, and then takes its own part of it.",
+    what=(
+        "Each rank shuffles a data set or a list of files without a seed, or splits it at random, and then takes its "
+        "own part of it."
+    ),
     why=(
         "Every process draws its own order, so the parts overlap: some samples are trained on several times an epoch, "
-        "others never. Nothing fails, and the score is a little worse than it should be."
+        "others never. Of a split, one rank trains on what another tests on. Nothing fails, and the score is not what "
+        "it seems."
     ),
     bad="""
 import torch.distributed as dist

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import Words, argument, dotted, last, strings
+from lockstep_lint.analysis.nodes import Words, argument, dotted, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -31,7 +31,10 @@ def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:
     origins = view.origins.of(rank, scope)
     numbers = view.ranks.tests.numbers
     return bool(origins) and all(
-        "LOCAL_RANK" in strings(o.node)
+        (
+            not any(isinstance(part, ast.BinOp) for part in walk(o.node))  # `node * gpus + local_rank`
+            and "LOCAL_RANK" in strings(o.node)
+        )
         or (LOCAL.search(last(o.node)) and not numbers.numbered(dotted(o.node) or "", o.scope))
         for o in origins
     )

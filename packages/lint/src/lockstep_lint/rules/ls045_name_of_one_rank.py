@@ -3,10 +3,11 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import above
+from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.nodes import walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.marks import operands
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
@@ -53,8 +54,13 @@ def reads(view: View, name: str, binds: list[Bind], scope: Scope) -> Iterator[as
 
 
 def tested(view: View, stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether only some ranks come to a statement, or there is but one process there."""
-    return bool(view.ranks.side(stmt, scope)) or view.ranks.single(stmt, scope)
+    """Whether only some ranks come to a statement, or there is but one process there, or a value decides that."""
+    there = any(
+        isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot)
+        for guard in guards(stmt, scope.module)
+        for test in operands(guard.test)
+    )  # `if scores is not None`, which only rank 0 may have got
+    return there or bool(view.ranks.side(stmt, scope)) or view.ranks.single(stmt, scope)
 
 
 def names(view: View, stmt: ast.stmt, name: str, scope: Scope) -> Iterator[ast.Name]:

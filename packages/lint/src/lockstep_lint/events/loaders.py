@@ -1,0 +1,53 @@
+"""Find the loaders that a run trains on."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import inside
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.kinds import EVALUATION
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event, LoopBlock
+from lockstep_lint.events.run import runs
+
+__all__ = ["feeds", "trained_on"]
+
+
+def trained_on(view: View) -> dict[ast.Call, bool]:
+    """Return the loaders that loops run over, and whether any of these loops computes gradients."""
+    found: dict[ast.Call, bool] = {}
+    for run in runs(view):
+        backs = {loop for event in run.of("backward") for loop in event.loops}
+        for loop in {loop for event in run.events for loop in event.loops}:
+            for made in (loader(view, source, loop) for source in sources(loop)):
+                if made is not None:
+                    found[made[0]] = found.get(made[0], False) or loop in backs
+    return found
+
+
+def feeds(view: View, event: Event) -> Iterator[ast.Call]:
+    """The loaders that the innermost loop around a backward runs over, or asks for the next batch."""
+    for loop in event.loops[:-3:-1]:
+        found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
+        yield from () if evaluates(loop.scope.name) else found
+        if found:
+            return  # what an outer loop asks for is not what the model trains on
+
+
+def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
+    """The loader that certainly is behind what a loop runs over."""
+    return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
+
+
+def evaluates(name: str) -> bool:
+    """Whether a function evaluates by its name: it may call the method that trains, and tell it not to."""
+    return EVALUATION.search(name) and "train" not in name.lower()
+
+
+def sources(loop: LoopBlock) -> Iterator[ast.expr]:
+    """What a loop runs over, and what it asks for the next item."""
+    if isinstance(loop.node, ast.For | ast.comprehension):
+        yield loop.node.iter
+    if isinstance(loop.node, ast.stmt):
+        asked = [site for site in loop.scope.named("next") if inside(site.stmt, loop.node, loop.scope.module)]
+        yield from (site.call.args[0] for site in asked if site.call.args)

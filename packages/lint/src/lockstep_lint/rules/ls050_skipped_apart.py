@@ -1,0 +1,178 @@
+"""LS050: a step that a rank skips by what its own batch gave."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.context import Loop
+from lockstep_lint.analysis.index import Scope
+from lockstep_lint.analysis.nodes import Words, dotted, idents, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock
+from lockstep_lint.events.marks import operands
+from lockstep_lint.events.query import alone, sides
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.values import losses, value_at
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+MESSAGE = "a rank that skips this step leaves the others waiting for its gradients: decide by what all ranks agree on"
+# What a test asks of a value that says nothing of its number.
+ABOUT = {"isinstance", "hasattr", "len", "requires_grad", "grad_fn", "shape", "size", "ndim", "dim", "numel"}
+# Calls whose result all ranks share.
+SHARED = Words(r"reduce|gather|broadcast|sync|all_")
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for steps under DDP or FSDP that a test of the rank's own values leaves out."""
+    if not view.distributed and "accelerate" not in view.frameworks:
+        return
+    told: set[ast.expr] = set()
+    for run in runs(view):
+        if not exchanges(view, run):
+            continue
+        for event in run.of("backward"):
+            if event.module is not view.module or not event.loops or sides(view, event) or alone(view, event):
+                continue
+            for test in skips(event, event.loops[-1]):
+                if test.node not in told and of_own(view, event, test) and not shared(test):
+                    told.add(test.node)
+                    yield Found(test.node, MESSAGE)
+
+
+def exchanges(view: View, run: Run) -> bool:
+    """Whether the gradients of a program are exchanged in each backward."""
+    kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
+    return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or "accelerate" in view.frameworks
+
+
+def skips(event: Event, loop: LoopBlock) -> Iterator[ArmBlock]:
+    """The tests in a turn that keep it from the event: around it, or of a `continue` before it."""
+    for test in event.tests:
+        if test.scope is loop.scope and loop in event.path[: event.path.index(test)]:
+            goes_on = not test.leaves or any(continues(stmt.body) for stmt in choices(test))
+            yield from [test] if goes_on else []
+
+
+def choices(test: ArmBlock) -> Iterator[ast.If]:
+    """The `if` statements of a test."""
+    for stmt in test.scope.stmts:
+        if isinstance(stmt, ast.If) and any(part is test.node for part in walk(stmt.test)):
+            yield stmt
+
+
+def continues(body: list[ast.stmt]) -> bool:
+    """Whether a block ends the turn."""
+    for stmt in body:
+        if isinstance(stmt, ast.Continue):
+            return True
+        inner = (
+            [] if isinstance(stmt, Loop | ast.FunctionDef) else [getattr(stmt, "body", []), getattr(stmt, "orelse", [])]
+        )
+        if any(continues(block) for block in inner):
+            return True
+    return False
+
+
+def of_own(view: View, event: Event, test: ArmBlock) -> bool:
+    """Whether a test asks for the value of the loss, or of something on the device, of its own rank."""
+    values = [part for part in operands(test.node) if not is_there(part)]
+    return any(
+        value_at(view, event, part).device or not losses(view, test.scope).isdisjoint(asked(part, test.scope))
+        for part in values
+    )
+
+
+def is_there(part: ast.expr) -> bool:
+    """Whether a part of a test asks if there is a value, of which kind or size, or whether it has a graph."""
+    if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
+        return True
+    return not ABOUT.isdisjoint(idents(part))
+
+
+def asked(node: ast.expr, scope: Scope) -> dict[str, list[ast.expr]]:
+    """Return the names that a test asks, with those that they are made of, and their values before it."""
+    queue, found = [*names(node)], dict[str, list[ast.expr]]()
+    while queue and len(found) < 20:
+        name = queue.pop()
+        if name not in found:
+            binds = [bind for bind in scope.binds.get(name, []) if bind.stmt.lineno < node.lineno]
+            found[name] = [bind.value for bind in binds if bind.value is not None]
+            queue += [n for v in found[name] if not isinstance(v, ast.Call) or len(v.args) < 2 for n in names(v)]
+    return found
+
+
+def shared(test: ArmBlock) -> bool:
+    """Whether a test asks what a collective gave: by its name, or through the names that it is made of."""
+    found = asked(test.node, test.scope)
+    values = [test.node, *(value for each in found.values() for value in each)]
+    before = [site for site in test.scope.sites if site.line < test.node.lineno]
+    return any(SHARED.search(word) for value in values for word in idents(value)) or any(
+        given_to_all(site.name, site.call, name) for site in before for name in found
+    )
+
+
+def given_to_all(called: str, call: ast.Call, name: str) -> bool:
+    """Whether a call exchanges what has the name."""
+    return SHARED.search(called) and any(name in names(value) for value in call.args)
+
+
+def names(node: ast.AST) -> list[str]:
+    """The names in an expression."""
+    return [key for part in walk(node) if isinstance(part, ast.Name | ast.Attribute) and (key := dotted(part))]
+
+
+RULE = Rule(
+    code="LS050",
+    name="step skipped apart",
+    what=(
+        "A loop under DDP, FSDP or Accelerate skips a step, by a test of the loss or of the values in the batch of its "
+        "own rank."
+    ),
+    why=(
+        "The exchange of the gradients ends when all ranks are in it. A rank that goes on to its next batch instead "
+        "answers with that one's gradients, or not at all: the sums are of different steps, and the last step hangs."
+    ),
+    bad="""
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for x, y in loader:
+        loss = criterion(model(x.to(local_rank)), y.to(local_rank))
+        if torch.isnan(loss):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+    good="""
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(model, loader, optimizer, criterion, local_rank):
+    dist.init_process_group("nccl")
+    model = DDP(model.to(local_rank), device_ids=[local_rank])
+    for x, y in loader:
+        loss = criterion(model(x.to(local_rank)), y.to(local_rank))
+        bad = torch.isnan(loss).float()
+        dist.all_reduce(bad)
+        if bad > 0:
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="none",
+    remedy="All-reduce the decision, and skip on all ranks or on none",
+)
