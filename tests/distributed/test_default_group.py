@@ -2,9 +2,11 @@
 
 import importlib
 import sys
+import time
 import warnings
 
 import torch
+import torch.distributed as dist
 from ranks import run
 from small_runs import config
 from toys import Ragged
@@ -33,3 +35,25 @@ def two_runs(world, folder):
 def test_torchs_collectives_with_gradients_use_the_group_of_the_present_run(tmp_path):
     wanted = [[1.0, 1.0], 2.0, 2.0, [2.0, 2.0], 4.0, 2.0]
     assert run(two_runs, 2, tmp_path) == [wanted * 2] * 2
+
+
+def one_leaves(world, folder):
+    sys.modules.pop("torch.distributed.nn.functional", None)
+    importlib.import_module("torch.distributed.nn.functional")
+    noticed = folder / "noticed"
+    if world.rank == 1:
+        world.drop_groups([])
+        until = time.monotonic() + 20
+        while not noticed.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+    else:
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError:
+            noticed.touch()
+            world.drop_groups([])
+    return noticed.exists()
+
+
+def test_a_rank_that_leaves_its_groups_is_noticed_though_torch_refers_to_them(tmp_path):
+    assert run(one_leaves, 2, tmp_path) == [True, True]

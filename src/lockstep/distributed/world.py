@@ -272,6 +272,7 @@ class World:
         if dist.is_initialized():
             groups.append(dist.group.WORLD)
             dist.destroy_process_group()
+        _forget_group()  # else the other ranks wait for this one until the timeout
         while groups:
             box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
