@@ -69,6 +69,9 @@ class Hooks:
     def after_run(self, context: RunContext, done: int) -> None:
         """Called at the end of the run, before its last save is complete."""
 
+    def after_failure(self, error: BaseException) -> None:
+        """Called on a rank whose run ends with an error; not collective, since the others may not be there."""
+
 
 class Clip(NamedTuple):
     """Gradient clipping: `by` their common "norm", or each by its "value"."""

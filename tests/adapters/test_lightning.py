@@ -408,7 +408,7 @@ def test_several_validation_sets_have_their_names_and_index(tmp_path):
         for _ in run:
             pass
     found = run.result.evaluation.metrics
-    assert (found["dataloader_idx_0/place"], found["dataloader_idx_1/place"]) == (0.0, 1.0)
+    assert (found["place/dataloader_idx_0"], found["place/dataloader_idx_1"]) == (0.0, 1.0)
     assert found["dataloader_idx_1/items"] == 12
 
 

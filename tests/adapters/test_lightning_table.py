@@ -147,7 +147,7 @@ def test_a_plugin_is_refused():
     [
         (lambda c: c.EarlyStopping("val_loss", patience=4, min_delta=0.1), ("val_loss:min", 4, 0.1)),
         (lambda c: c.EarlyStopping("accuracy", mode="max"), ("accuracy:max", 3, 0.0)),
-        (lambda c: c.EarlyStopping("accuracy/dataloader_idx_1", mode="max"), ("dataloader_idx_1/accuracy:max", 3, 0.0)),
+        (lambda c: c.EarlyStopping("accuracy/dataloader_idx_1", mode="max"), ("accuracy/dataloader_idx_1:max", 3, 0.0)),
         (lambda c: c.ModelCheckpoint(monitor="val_loss"), ("val_loss:min", 0, 0.0)),
         (lambda c: c.LearningRateMonitor(), ("loss", 0, 0.0)),
         (lambda c: c.DeviceStatsMonitor(), ("loss", 0, 0.0)),
@@ -193,9 +193,7 @@ def test_checkpoints_and_averages_are_the_callbacks(tmp_path):
     [
         (lambda c: c.StochasticWeightAveraging(1e-3), "StochasticWeightAveraging"),
         (lambda c: c.GradientAccumulationScheduler({0: 2}), "accumulate_grad_batches"),
-        (lambda c: c.LambdaCallback(), "LambdaCallback"),
         (lambda c: c.EarlyStopping("val_loss", stopping_threshold=0.1), "stopping_threshold"),
-        (lambda c: type("Mine", (c.Callback,), {})(), "the callback Mine "),
         (lambda c: c.EMAWeightAveraging(update_every_n_steps=4), "update_every_n_steps"),
     ],
 )

@@ -123,7 +123,7 @@ def describe(stand_in: Standing, trainer: Any, devices: int) -> None:
         return
     for name in _PLAIN:
         setattr(stand_in, name, getattr(trainer, name))
-    stand_in.callbacks, stand_in.loggers = list(trainer.callbacks), list(trainer.loggers)
+    stand_in.loggers = list(trainer.loggers)
 
 
 def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:
@@ -156,7 +156,7 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
         fields |= _of_trainer(trainer, devices, evaluates=bool(loaders.validation))
         optim["clip"] = float(trainer.gradient_clip_val or 0.0)
     fields |= {"data": data, "optim": optim}
-    return settings_of(module, trainer, Config(**fields))
+    return settings_of(module.trainer.callbacks, trainer, Config(**fields))
 
 
 def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any]:
