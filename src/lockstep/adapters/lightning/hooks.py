@@ -26,6 +26,7 @@ from lockstep.adapters.lightning.package import calls, own_methods, written
 from lockstep.adapters.lightning.refusals import WAYS
 from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, unpacked
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.turns import turn_ranges
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
@@ -255,7 +256,7 @@ class Life(Hooks):
                 self._begin_epoch(epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
-        begin_range, end_range = _turn_ranges(slot, slots, turns)
+        begin_range, end_range = turn_ranges(slot, slots, turns)
         begins = range(before + begin_range.start, before + begin_range.stop)
         ends = range(before + end_range.start, before + end_range.stop)
         self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
@@ -362,9 +363,10 @@ class Life(Hooks):
         if self.trainer.should_stop:
             context.stop()
 
-    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> None:
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
         self._log_metrics(metrics, done)
         self._watch(context, done, metrics)
+        return False
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
         states: dict[str, Any] = {}
@@ -571,22 +573,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
-    """Return the ranges of turns that begin and that end with a rank's slot.
-
-    Each turn of a step begins and ends once, however many slots there are.
-    """
-    starts = [turn * slots // turns for turn in range(turns)]
-    ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
-    begin_turns = [turn for turn, start in enumerate(starts) if start == slot]
-    end_turns = [turn for turn, end in enumerate(ends) if end == slot]
-    return _as_range(begin_turns), _as_range(end_turns)
-
-
-def _as_range(turns: list[int]) -> range:
-    return range(turns[0], turns[-1] + 1) if turns else range(0)
 
 
 def _detached(output: Any) -> Any:

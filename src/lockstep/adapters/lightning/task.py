@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from lockstep.adapters.lightning.arguments import plan_of
 from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, predicted, tested
 from lockstep.adapters.lightning.hooks import Life, Turn, own_dtype
 from lockstep.adapters.lightning.logging import Logged, LoggedValue, number, together
@@ -35,6 +34,7 @@ from lockstep.adapters.lightning.state import (
     was_updated,
 )
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.turns import plan_of
 from lockstep.config.schema import Config
 from lockstep.counts import samples_in
 from lockstep.data.loader import generators_kept
