@@ -426,6 +426,7 @@ def test_the_table_knows_every_argument_of_this_version():
     names = {spec.name for spec in dataclasses.fields(transformers.TrainingArguments)}
     assert sorted(name for name in names - TABLE.keys() if not name.startswith("trackio")) == []
     assert len([name for name in names & TABLE.keys() if TABLE[name].kind in ("becomes", "task", "idle")]) >= 60
+    assert [name for name, row in TABLE.items() if not row.what] == []
     assert {row.kind for row in TABLE.values()} == {"becomes", "task", "idle", "refused"}
 
 

@@ -87,7 +87,8 @@ class Asking(transformers.TrainerCallback):
         self.seen = []
 
     def on_step_end(self, args, state, control, **more):
-        control.should_log = control.should_evaluate = control.should_save = state.global_step == 2
+        control.should_evaluate = control.should_save = state.global_step == 2
+        control.should_log |= state.global_step == 2
         control.should_training_stop = state.global_step == 3
 
     def on_log(self, args, state, control, logs, **more):
@@ -101,13 +102,14 @@ class Asking(transformers.TrainerCallback):
 
 
 def test_what_control_asks_for_is_done(tmp_path):
-    more = {"max_steps": 8, "logging_steps": 100, "eval_strategy": "steps", "eval_steps": 3}
+    more = {"max_steps": 8, "logging_steps": 100, "logging_first_step": True, "eval_strategy": "steps", "eval_steps": 3}
     theirs, ours = Asking(), Asking()
     causal(tmp_path / "theirs", callbacks=[theirs], **more).train()
     result = trained(causal(tmp_path / "ours", callbacks=[ours], **more))
     assert result.global_step == 3
     assert [each[:2] for each in ours.seen] == [each[:2] for each in theirs.seen]
     assert (2, "save", None) in ours.seen
+    assert ours.seen[0][2] == pytest.approx(theirs.seen[0][2], abs=1e-5)  # of step 1
     assert {each.name for each in (result.folder / "checkpoints").iterdir()} >= {"step-00000002", "step-00000003"}
     lines = (result.folder / "metrics.jsonl").read_text()
     assert lines.count('"evaluation/loss"') == 1  # the one of step 3, which is due, is not asked for

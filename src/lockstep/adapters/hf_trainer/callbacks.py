@@ -138,7 +138,8 @@ class Events(Hooks):
         state, control, args = trainer.state, trainer.control, trainer.args
         state.global_step, state.epoch = done, self._position(done)
         every = {name: value(getattr(args, f"{name}_strategy")) for name in ("logging", "eval", "save")}
-        control.should_log = record is not None and every["logging"] == "steps"
+        is_first = done == 1 and args.logging_first_step
+        control.should_log = is_first or (record is not None and every["logging"] == "steps")
         control.should_evaluate = due.evaluate and every["eval"] == "steps"
         control.should_save = due.save and every["save"] == "steps"
         control.should_training_stop |= done >= state.max_steps

@@ -91,6 +91,7 @@ def describe(stand_in: Standing, trainer: Any, devices: int) -> None:
     for name in _PLAIN:
         setattr(stand_in, name, getattr(trainer, name))
     stand_in.loggers = list(trainer.loggers)
+    stand_in.enable_autolog_hparams = getattr(trainer, "enable_autolog_hparams", True)
 
 
 def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:

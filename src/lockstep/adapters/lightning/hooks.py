@@ -333,7 +333,7 @@ class Life(Hooks):
         self._load(state)
         if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
             self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
-        for logger in self.trainer.loggers:
+        for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
             self._try_saving(context)  # collective

@@ -112,7 +112,7 @@ benchmark | idle | it is torch's own setting, and stays
 inference_mode | idle | evaluations have no gradients
 use_distributed_sampler | idle | samples are shared out by lockstep
 barebones | idle | what is logged costs little here
-enable_autolog_hparams | idle |
+enable_autolog_hparams | task | False: the loggers get no hyperparameters
 min_epochs | refused | nothing ends a run early but EarlyStopping: leave it out
 min_steps | refused | nothing ends a run early but EarlyStopping: leave it out
 max_time | refused | send the run a signal, or let the queue do it: it saves and goes on later

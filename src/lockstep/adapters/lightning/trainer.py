@@ -58,6 +58,7 @@ class Standing:
         self.check_val_every_n_epoch, self.val_check_interval = 1, 1.0
         self.log_every_n_steps = 50
         self.fast_dev_run: bool | int = False
+        self.enable_autolog_hparams = True
         self.barebones = self.should_stop = self.interrupted = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
