@@ -13,6 +13,7 @@ from refusals import refuses
 from torch.utils.data import DataLoader
 
 import lockstep
+from lockstep.adapters.lightning.callbacks import Served
 from lockstep.adapters.lightning.refusals import CALLBACK_HOOKS, LOGGING
 from lockstep.errors import ConfigError
 
@@ -305,3 +306,12 @@ def test_callbacks_are_called_on_each_rank_for_each_batch(tmp_path):
     for rank, (steps, seen) in enumerate(found):
         assert steps == 6
         assert seen == [(step % 4, rank == 0, rank) for step in range(steps)]
+
+
+def test_a_run_that_goes_back_to_its_start_takes_the_states_of_the_start():
+    callback = Counting()
+    served = Served([callback])
+    served.load(None)
+    callback.steps = 5
+    served.load(None)
+    assert callback.steps == 0
