@@ -9,7 +9,7 @@ Prefer a line in the loop of `lockstep.Run`: hooks are for tasks that adapt anot
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Clip", "Hooks", "OwnSteps", "RunContext"]
+__all__ = ["Clip", "Due", "Hooks", "OwnSteps", "RunContext"]
 
 
 class RunContext(Protocol):
@@ -33,11 +33,23 @@ class RunContext(Protocol):
         """Save and end the run after the current step. Every rank must call it."""
 
 
+class Due(NamedTuple):
+    """What follows a step: an evaluation, a save."""
+
+    evaluate: bool
+    save: bool
+
+
 class Hooks:
     """Callbacks of a task's `hooks`, called on every rank; each does nothing by default.
 
     Only `after_update` may change parameters and buffers: it is part of the step.
+
+    Attributes:
+        reads_steps: `before_evaluation` gets the record of its own step; else a device may deliver it with the next.
     """
+
+    reads_steps = False
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
         """Called before the forward of a micro-batch.
@@ -60,14 +72,38 @@ class Hooks:
     def after_step(self, context: RunContext, done: int) -> None:
         """Called after each step, once it is recorded and, if due, evaluated."""
 
-    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> None:
-        """Called after an evaluation, once its metrics are recorded."""
+    def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
+        """Called after each step, before it is evaluated and saved.
+
+        Args:
+            step: the `lockstep.Step`.
+            record: of the steps up to this one, if they are recorded with it and `reads_steps`; else None.
+            due: by the configuration.
+
+        Returns:
+            What to do; the same on every rank. The last step is saved anyway.
+        """
+        return due
+
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
+        """Called after an evaluation, once its metrics are recorded.
+
+        Returns:
+            Whether to save the step, even if no save is due; the same on every rank.
+        """
+        return False
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
         """Called before a checkpoint: put what it must store into `state` (`RunContext.state`)."""
 
+    def after_save(self, done: int) -> None:
+        """Called after a checkpoint is saved, or begun in the background."""
+
     def after_run(self, context: RunContext, done: int) -> None:
         """Called at the end of the run, before its last save is complete."""
+
+    def after_failure(self, error: BaseException) -> None:
+        """Called on a rank whose run ends with an error; not collective, since the others may not be there."""
 
 
 class Clip(NamedTuple):

@@ -97,6 +97,10 @@ class Task(ABC):
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
 
+    def metric_name(self, set_name: str, name: str) -> str:
+        """Return the name of a number of one of several evaluation sets, as in records and `best_metric`."""
+        return f"{set_name}/{name}"
+
     @abstractmethod
     def model(self) -> nn.Module:
         """Return a new model on the default device, drawn from torch's default generators."""

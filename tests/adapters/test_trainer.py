@@ -426,6 +426,7 @@ def test_the_table_knows_every_argument_of_this_version():
     names = {spec.name for spec in dataclasses.fields(transformers.TrainingArguments)}
     assert sorted(name for name in names - TABLE.keys() if not name.startswith("trackio")) == []
     assert len([name for name in names & TABLE.keys() if TABLE[name].kind in ("becomes", "task", "idle")]) >= 60
+    assert [name for name, row in TABLE.items() if not row.what] == []
     assert {row.kind for row in TABLE.values()} == {"becomes", "task", "idle", "refused"}
 
 
@@ -462,7 +463,8 @@ def test_trainers_that_cannot_be_served_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=said):
             lockstep.from_trainer(trainer)
 
-    refused(causal(tmp_path / "a", callbacks=[Noted()]), r"callback Noted .*trainer.remove_callback\(Noted")
+    foreign = type("MLflowCallback", (transformers.TrainerCallback,), {"__module__": "transformers.integrations"})
+    refused(causal(tmp_path / "a", callbacks=[foreign()]), r"callback MLflowCallback .*trainer.remove_callback\(MLf")
     refused(causal(tmp_path / "a", kind=OwnStep), "OwnStep .*`training_step`")
     refused(causal(tmp_path / "a", kind=OwnLoader), "`get_train_dataloader`.*_get_train_sampler")
     refused(causal(tmp_path / "a", kind=OwnEvaluation, eval_strategy="epoch"), "`evaluate`.*eval_strategy='no'")

@@ -78,7 +78,7 @@ def test_a_trainer():
     assert kind == "a Hugging Face Trainer"
     assert has(rows, 8, "refused", "compute_loss")
     assert has(rows, 11, "stays", "eval_strategy='no'")
-    assert has(rows, 14, "refused", "lockstep.Run")
+    assert has(rows, 14, "stays", "its events are called")
     assert has(rows, 19, "stays", "becomes lr")
     assert has(rows, 20, "refused", "add the noise in the model's forward")
     assert has(rows, 21, "stays", "the default")
@@ -86,12 +86,12 @@ def test_a_trainer():
     assert has(rows, 23, "stays", "its optimizer")
     assert has(rows, 24, "refused", "if set: leave it out, and give the config its engine")
     assert has(rows, 25, "refused", "unknown to lockstep")
-    assert has(rows, 26, "stays", "no effect")
+    assert has(rows, 26, "stays", "has its own levels")
     assert has(rows, 27, "stays", "docs/hf-trainer.md")
     assert has(rows, 29, "refused", "without streaming")
     assert has(rows, 30, "stays", "patience and min_delta")
-    assert has(rows, 30, "refused", "remove it from the callbacks")
-    assert has(rows, 31, "refused", "remove it from the callbacks")
+    assert has(rows, 30, "stays", "its events are called")
+    assert has(rows, 31, "stays", "its events are called")
     assert has(
         rows, 32, "becomes", "config, task = lockstep.from_trainer(trainer); result = lockstep.train(config, task)"
     )
@@ -155,7 +155,7 @@ def test_a_lightning_module(package):
     assert has(rows, 19, "stays", "patience, patience_metric and min_delta")
     assert has(rows, 19, "stays", "best_metric, ckpt_freq")
     assert has(rows, 19, "refused", "lockstep.find_micro_batch(config, task) does it")
-    assert has(rows, 19, "refused", "remove it from the callbacks")
+    assert has(rows, 19, "stays", "its hooks are called")
     assert has(rows, 20, "refused", "clipped by their norm")
     assert has(rows, 20, "stays", "the default")
     assert has(rows, 21, "becomes", "from_lightning(Net(), (train, val), trainer=trainer)")
@@ -449,7 +449,7 @@ def test_the_callbacks_that_are_told_are_those_that_the_adapters_know():
         *trainer_callbacks._SINKS,
         trainer_callbacks._EARLY_STOPPING,
     }
-    served = {"EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging"}
+    served = {"EarlyStopping", "ModelCheckpoint", "EMAWeightAveraging", "LambdaCallback"}
     assert refusals.CALLBACKS.keys() == served | {*lightning_callbacks.DONE}
 
 

@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.adapters.lightning.refusals import ARGUMENTS, CALLBACKS, HOOKS, PRECISIONS, WAYS
+from lockstep.adapters.lightning.refusals import ARGUMENTS, CALLBACK_HOOKS, CALLBACKS, HOOKS, PRECISIONS, WAYS
 from lockstep.migrate.parsing import Scope, Site, argument, constant, dotted, keyword
 from lockstep.migrate.plain import BECOMES, REFUSED, STAYS, MigrationRow, ParsedScript, shorten
 
@@ -20,7 +20,8 @@ _TRAINER = re.compile(_PACKAGE + r"(\w+\.)*Trainer$")
 _CLI = re.compile(_PACKAGE + r"(\w+\.)*LightningCLI$")
 _CALLBACK = re.compile(_PACKAGE + r"(\w+\.)*Callback$")
 _FROM_PACKAGE = re.compile(_PACKAGE)
-_IN_THE_LOOP = "do its work in the loop of lockstep.Run"
+_CALLED = "its hooks are called in their order"
+_IN_A_CALLBACK = "do its work in a callback of your own"
 _AFTER_FIT = {
     "test": "task.test()",
     "validate": "result.evaluation",
@@ -41,7 +42,10 @@ def rows(script: ParsedScript) -> Iterator[MigrationRow]:
             owner.node, STAYS, "lockstep uses the dataset, batch size, collate function and workers of its loaders"
         )
     for owner in script.classes(_CALLBACK):
-        yield script.row(owner.node, REFUSED, f"custom callbacks are not called: {_IN_THE_LOOP}")
+        yield script.row(owner.node, STAYS, _CALLED)
+        for name, method in owner.defs.items():
+            if name in CALLBACK_HOOKS:
+                yield script.row(method.node, REFUSED, CALLBACK_HOOKS[name])
     for site in trainers:
         yield from _trainer_rows(script, site)
     yield from _fit_rows(script, trainers)
@@ -111,9 +115,11 @@ def _callback_rows(script: ParsedScript, value: ast.expr) -> Iterator[MigrationR
         name = full.rpartition(".")[2] if _FROM_PACKAGE.search(full) else ""
         if name in CALLBACKS:
             yield script.row(item, STAYS, CALLBACKS[name], shorten(ast.unparse(item)))
-        elif isinstance(value, ast.List | ast.Tuple):
-            advice = WAYS.get(name) or f"remove it from the callbacks, and {_IN_THE_LOOP}"
+        elif name:
+            advice = WAYS.get(name) or f"remove it from the callbacks, and {_IN_A_CALLBACK}"
             yield script.row(item, REFUSED, advice, shorten(ast.unparse(item)))
+        elif isinstance(value, ast.List | ast.Tuple):
+            yield script.row(item, STAYS, _CALLED, shorten(ast.unparse(item)))
         else:
             yield script.row(item, STAYS, "these callbacks are unknown", shorten(ast.unparse(item)))
 

@@ -30,6 +30,7 @@ _OUTPUT = {
     "global_step": "result.global_step",
 }
 _IN_THE_LOOP = "do its work in the loop of lockstep.Run"
+_CALLED = "its events are called, and control.should_* holds; should_epoch_stop is refused"
 
 
 def rows(script: ParsedScript) -> Iterator[MigrationRow]:
@@ -69,7 +70,7 @@ def _class_rows(script: ParsedScript) -> Iterator[MigrationRow]:
                 advice = "not called during training: set eval_strategy='no' and call it afterwards, or it is refused"
                 yield script.row(method.node, STAYS, advice)
     for owner in script.classes(_CALLBACK):
-        yield script.row(owner.node, REFUSED, f"custom callbacks are not called: {_IN_THE_LOOP}")
+        yield script.row(owner.node, STAYS, _CALLED)
 
 
 def _argument_rows(script: ParsedScript) -> Iterator[MigrationRow]:
@@ -142,9 +143,11 @@ def _callback_rows(script: ParsedScript, trainers: list[Site], keys: set[str]) -
         name = full.rpartition(".")[2] if full.startswith(("transformers.", "trl.")) else ""
         if name in CALLBACKS:
             yield script.row(item, STAYS, CALLBACKS[name], shorten(ast.unparse(item)))
-        else:
-            advice = f"remove it from the callbacks, and {_IN_THE_LOOP}"
+        elif name:
+            advice = "remove it from the callbacks, and do its work in a callback of your own"
             yield script.row(item, REFUSED, advice, shorten(ast.unparse(item)))
+        else:
+            yield script.row(item, STAYS, _CALLED, shorten(ast.unparse(item)))
 
 
 def _train_rows(script: ParsedScript, trainers: list[Site], keys: set[str]) -> Iterator[MigrationRow]:

@@ -26,6 +26,7 @@ from lockstep.engines.registry import name_of
 from lockstep.errors import LockstepError, PeerError
 from lockstep.guards.nonfinite import Rollback, floats
 from lockstep.guards.watchdog import Heartbeats, all_do, read_alone, waited_for
+from lockstep.hooks import Due
 from lockstep.logging import Sinks
 from lockstep.loop import StepControl, StepOutOfMemory, seeder
 from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
@@ -170,6 +171,14 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
     config, state, global_step = built.config, built.state, step.global_step
     due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
     saves = ending or components.recorder.save_due(global_step)
+    session.current_step, session.global_step = step, global_step
+    if hooks := built.task.hooks:
+        ends_window = hooks.reads_steps and components.recorder.ends_window(step.record)
+        if ends_window:
+            flush_steps(components)
+        record = components.recorder.window if ends_window else None
+        due, saves = hooks.before_evaluation(HookContext(session, built), step, record, Due(due, saves))
+        saves = saves or ending
     save_later = bool(session.caller_objects or built.task.hooks)  # the body updates their state
     if due and built.evaluation:
         state.evaluation_due = True
@@ -182,20 +191,21 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         state.evaluation_due = False
         with trace_mark("evaluate"):
             step.evaluation = session.evaluation = components.recorder.evaluate(global_step)
-        finish_evaluation(session, built, global_step)
-        saves = saves or components.recorder.is_best
+        wants_save = finish_evaluation(session, built, global_step)
+        saves = saves or components.recorder.is_best or wants_save
         if saves and not save_later:
             save(components, global_step)
         update_best(session)
-    session.current_step, session.global_step = step, global_step
     return saves
 
 
-def finish_evaluation(session: Session, built: RunParts, global_step: int) -> None:
-    """Mark the step as evaluated, and call the task's hooks."""
+def finish_evaluation(session: Session, built: RunParts, global_step: int) -> bool:
+    """Mark the step as evaluated, call the task's hooks, and return whether they want a save."""
     session.evaluated_step = global_step
-    if built.task.hooks and session.evaluation:
-        built.task.hooks.after_evaluation(HookContext(session, built), global_step, all_numbers(session.evaluation))
+    if not built.task.hooks or not session.evaluation:
+        return False
+    numbers = all_numbers(session.evaluation)
+    return built.task.hooks.after_evaluation(HookContext(session, built), global_step, numbers)
 
 
 def save(components: StepComponents, global_step: int) -> None:

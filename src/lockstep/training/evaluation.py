@@ -212,7 +212,7 @@ def evaluate_all(
         progress: called after each micro-batch of this rank with (done, total), over all sets.
 
     Returns:
-        For several sets, the first set's loss and items, and every number as a metric `SET/NAME`.
+        For several sets, the first set's loss and items, and every number as a metric by the task's `metric_name`.
     """
     total, done, records = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
     for name, batches in sets.items():
@@ -222,7 +222,9 @@ def evaluate_all(
     first = next(iter(records.values()))
     if list(records) == [""]:
         return first
-    metrics = {f"{name}/{key}": value for name, each in records.items() for key, value in all_numbers(each).items()}
+    metrics = {
+        task.metric_name(name, key): value for name, each in records.items() for key, value in all_numbers(each).items()
+    }
     return EvaluationRecord(step, first.loss, first.items, metrics)
 
 

@@ -237,6 +237,7 @@ class RunRecorder:
             state.
         saver: writes the checkpoints.
         is_best: the last evaluation is the run's best.
+        window: the numbers of the last record, see `Meter.read`.
     """
 
     def __init__(
@@ -267,25 +268,27 @@ class RunRecorder:
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved_step = built.start
         self.is_best = False
+        self.window: dict[str, Any] = {}
 
-    def _ends_window(self, record: StepRecord) -> bool:
+    def ends_window(self, record: StepRecord) -> bool:
+        """Whether a record is due with this step."""
         return (record.step + 1) % self._built.config.log_freq == 0
 
     def expect(self, record: StepRecord) -> None:
         """Hold back other records until the delayed record of this step is written."""
-        if self._ends_window(record) and self._built.world.is_main:
+        if self.ends_window(record) and self._built.world.is_main:
             self._sinks.expect()
 
     def log(self, record: StepRecord) -> None:
         """Write the window's record if it ends with this step. Collective."""
-        if self._ends_window(record):
+        if self.ends_window(record):
             with trace_mark("record"):
                 self._log(record)
 
     def _log(self, record: StepRecord) -> None:
         built = self._built
         place = built.place(record.step + 1)
-        numbers = self._meter.read(built.config.log_freq)
+        numbers = self.window = self._meter.read(built.config.log_freq)
         repairs = self._repair_counts()
         if built.balancer:
             numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
@@ -370,6 +373,8 @@ class RunRecorder:
         with self._timeline.during(SAVES):
             self._begin_save(done)
         self.saved_step = done
+        if self._built.task.hooks:
+            self._built.task.hooks.after_save(done)
         self._meter.pause(time.perf_counter() - start, "saves")
 
     def _update_state(self, done: int) -> None:

@@ -127,7 +127,7 @@ def _check_metrics(
         return None
     if list(metrics) == [""]:
         return metrics[""]
-    return [f"{name}/{key}" for name, keys in metrics.items() for key in ("loss", "items", *keys)]
+    return [task.metric_name(name, key) for name, keys in metrics.items() for key in ("loss", "items", *keys)]
 
 
 def _check_set(trial: Trial, batches: Batches, samples: "SetSamples") -> list[str]:

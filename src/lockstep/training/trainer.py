@@ -441,6 +441,7 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
         if isinstance(error, Rollback | Rebuild):
             _LOG.warning("%s", error)
         else:
+            _tell_hooks(built, error)
             _write_exit(session, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
             is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
@@ -456,6 +457,16 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
             close_uploads(session, reason)
         close_log()
         built.folder.release()
+
+
+def _tell_hooks(built: RunParts, error: BaseException) -> None:
+    """Tell the task's hooks of the error that ends the run; one of their own is only logged."""
+    if not built.task.hooks or isinstance(error, GeneratorExit):
+        return
+    try:
+        built.task.hooks.after_failure(error)
+    except Exception:
+        _LOG.exception("a hook failed while the run ended with %s", type(error).__name__)
 
 
 def _train_steps(session: Session, built: RunParts) -> Training:

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
 
 from lockstep.adapters.hf_trainer.arguments import check_arguments, config_of, value
+from lockstep.adapters.hf_trainer.callbacks import PACKAGES, Events, callbacks_of
 from lockstep.adapters.hf_trainer.data import (
     Batching,
     EpochShuffled,
@@ -57,7 +58,6 @@ _REPLACED_BY_RUN = (
 )
 _SINKS = {"TensorBoardCallback": "tensorboard", "WandbCallback": "wandb"}
 _EARLY_STOPPING = "EarlyStoppingCallback"
-_PACKAGES = ("transformers.", "trl.")
 
 
 def settings_of(trainer: Any, config: Config) -> Config:
@@ -69,16 +69,17 @@ def settings_of(trainer: Any, config: Config) -> Config:
     changes: dict[str, Any] = {}
     for each in trainer.callback_handler.callbacks:
         name = type(each).__name__
-        builtin = name if type(each).__module__.startswith(_PACKAGES) else ""
-        if builtin in _SINKS:
-            changes[_SINKS[builtin]] = True
-        elif builtin == _EARLY_STOPPING:
+        if not type(each).__module__.startswith(PACKAGES):
+            continue  # it is called
+        if name in _SINKS:
+            changes[_SINKS[name]] = True
+        elif name == _EARLY_STOPPING:
             changes |= {"patience": int(each.early_stopping_patience)}
             changes |= {"min_delta": float(each.early_stopping_threshold or 0.0)}
-        elif builtin not in _REPLACED_BY_RUN:
+        elif name not in _REPLACED_BY_RUN:
             raise ConfigError(
                 f"from_trainer: the callback {name} is not supported: call trainer.remove_callback({name}), and do its "
-                "work in the loop of lockstep.Run"
+                "work in a TrainerCallback of your own"
             )
     if changes.get("patience") and not config.eval_freq:
         raise ConfigError("from_trainer: EarlyStoppingCallback needs evaluations: set eval_strategy='steps' or 'epoch'")
@@ -230,11 +231,14 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     check_optimizer(trainer)
     evaluates = _evaluates(trainer)
     training = samples_of(trainer, trainer.train_dataset, "train_dataset")
+    callbacks = callbacks_of(trainer)
     config = settings_of(trainer, config_of(trainer, devices))
     trainer.args._n_gpu = 1  # or it would divide counts among GPUs that lockstep gives a process each
     batching = Batching(collator_of(trainer), bool(getattr(trainer, "_loss_shifts_labels", False)))
     kind = LabelledTrainerTask if _counts_labels(trainer, batching, training) else TrainerTask
-    return config, kind(trainer, batching, training, evaluates=evaluates)
+    task = kind(trainer, batching, training, evaluates=evaluates)
+    task.hooks = task.events = Events(trainer, callbacks, len(training)) if callbacks else None
+    return config, task
 
 
 class TrainerTask(Task):
@@ -247,6 +251,7 @@ class TrainerTask(Task):
     reduction = "micro-batch"
     item_name = "samples"
     gathers = True  # trl gathers what it logs
+    events: Events | None = None
 
     def __init__(self, trainer: Any, batching: Batching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training
@@ -304,6 +309,8 @@ class TrainerTask(Task):
         loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
         with _single_process(trainer):
             loss, logits, labels = trainer.prediction_step(model, batch, loss_only)
+        if self.events:
+            self.events.after_prediction()
         if loss is None:
             raise ConfigError(
                 "from_trainer: the eval_dataset has no labels, so it has no loss: give it the columns "
@@ -325,6 +332,8 @@ class TrainerTask(Task):
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
         self.trainer.optimizer = optimizer
+        if self.events:
+            self.events.planned(config, optimizer)
         return optimizer
 
     def schedule(self, step: int, steps: int) -> float | None:

@@ -91,21 +91,21 @@ average_tokens_across_devices | idle | a step's loss is over its items on all de
 load_best_model_at_end | idle | lockstep.load(result.folder, task) is the best
 run_name | idle | the run is called as its folder
 project | idle | wandb_project says it
-logging_first_step | idle | records follow log_freq
+logging_first_step | task | callbacks of yours get on_log; records follow log_freq
 logging_nan_inf_filter | idle | guards.nonfinite decides
 logging_dir | idle | records lie in the run's folder
-log_level | idle |
-log_level_replica | idle |
-log_on_each_node | idle |
-disable_tqdm | idle |
+log_level | idle | lockstep's log has its own levels
+log_level_replica | idle | lockstep's log has its own levels
+log_on_each_node | idle | each rank has a log file
+disable_tqdm | idle | the run has its own progress
 eval_accumulation_steps | idle | each micro-batch's predictions go to the host
-eval_use_gather_object | idle |
+eval_use_gather_object | idle | predictions are gathered as they are
 include_num_input_tokens_seen | idle | records count items
 save_only_model | idle | checkpoints resume
 save_on_each_node | idle | one node writes
 save_safetensors | idle | no checkpoint holds a pickle
 ignore_data_skip | idle | a resume stands at its place at once
-restore_callback_states_from_checkpoint | idle |
+restore_callback_states_from_checkpoint | idle | a resume always does
 enable_jit_checkpoint | idle | a signal is waited for, and saved at
 dataloader_pin_memory | idle | batches for a GPU are pinned
 dataloader_persistent_workers | idle | they stay as long as the run
@@ -113,22 +113,22 @@ dataloader_in_order | idle | batches come in their order
 ddp_find_unused_parameters | idle | found out in the first step
 ddp_bucket_cap_mb | idle | engine_options.bucket_mb says it
 ddp_broadcast_buffers | idle | buffers are a part of the step
-ddp_static_graph | idle |
-ddp_backend | idle |
-torch_empty_cache_steps | idle |
-skip_memory_metrics | idle |
+ddp_static_graph | idle | found out in the first step
+ddp_backend | idle | chosen by the device
+torch_empty_cache_steps | idle | the allocator's cache is left alone
+skip_memory_metrics | idle | records have the memory
 use_cache | idle | the Trainer has set it in the model
-do_train | idle |
-do_eval | idle |
-do_predict | idle |
+do_train | idle | read by scripts
+do_eval | idle | read by scripts
+do_predict | idle | read by scripts
 local_rank | idle | the launcher says it
-length_column_name | idle |
-hub_token | idle |
-hub_private_repo | idle |
-hub_always_push | idle |
-hub_strategy | idle |
-hub_model_id | idle |
-hub_revision | idle |
+length_column_name | idle | lengths are those of the samples
+hub_token | idle | nothing is pushed, see push_to_hub
+hub_private_repo | idle | nothing is pushed, see push_to_hub
+hub_always_push | idle | nothing is pushed, see push_to_hub
+hub_strategy | idle | nothing is pushed, see push_to_hub
+hub_model_id | idle | nothing is pushed, see push_to_hub
+hub_revision | idle | nothing is pushed, see push_to_hub
 bf16_full_eval | refused | evaluations have the run's precision: set the precision alone
 fp16_full_eval | refused | evaluations have the run's precision: set the precision alone
 optim_target_modules | refused | such optimizers are not served: leave it out, with optim="adamw_torch"

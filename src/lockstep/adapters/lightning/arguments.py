@@ -2,15 +2,13 @@
 
     check_arguments(trainer)                        # refuses, by name, an argument that is set and not served
     config = config_of(module, loaders, trainer, devices=2)
-    plan = plan_of(config, samples)
 
 The table in `refusals` maps each argument; docs/lightning.md has it for users.
 """
 
-import math
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,7 +17,6 @@ from lockstep.adapters.lightning.hooks import settings_of
 from lockstep.adapters.lightning.refusals import ARGUMENTS
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.fields import in_batches
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
@@ -27,7 +24,6 @@ __all__ = [
     "check_arguments",
     "config_of",
     "describe",
-    "plan_of",
 ]
 
 
@@ -46,35 +42,6 @@ _PLAIN = (
     *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
     *("precision", "min_steps", "max_epochs"),
 )
-
-
-class TrainerLength(NamedTuple):
-    """The length of a run in a Trainer's terms.
-
-    Attributes:
-        samples: of an epoch.
-        in_epoch: steps of an epoch, rounded up.
-        steps: of the whole run.
-        max_epochs, max_steps: -1 for the one that does not end the run.
-    """
-
-    samples: int
-    in_epoch: int
-    steps: int
-    max_epochs: int
-    max_steps: int
-
-
-def plan_of(config: Config, samples: int) -> TrainerLength:
-    """Compute the length of a run with `samples` samples, or groups of them, in an epoch."""
-    size = config.batch_size
-    if config.limit_train_batches:
-        samples = min(samples, in_batches(config.limit_train_batches, samples / size) * size)
-    in_epoch = -(-samples // size)
-    if config.max_steps:
-        epochs = math.ceil(config.max_steps * size / samples)
-        return TrainerLength(samples, in_epoch, config.max_steps, epochs, config.max_steps)
-    return TrainerLength(samples, in_epoch, -(-config.num_epochs * samples // size), config.num_epochs, -1)
 
 
 def check_arguments(trainer: Any) -> None:
@@ -123,7 +90,8 @@ def describe(stand_in: Standing, trainer: Any, devices: int) -> None:
         return
     for name in _PLAIN:
         setattr(stand_in, name, getattr(trainer, name))
-    stand_in.callbacks, stand_in.loggers = list(trainer.callbacks), list(trainer.loggers)
+    stand_in.loggers = list(trainer.loggers)
+    stand_in.enable_autolog_hparams = getattr(trainer, "enable_autolog_hparams", True)
 
 
 def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Config:
@@ -156,7 +124,7 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
         fields |= _of_trainer(trainer, devices, evaluates=bool(loaders.validation))
         optim["clip"] = float(trainer.gradient_clip_val or 0.0)
     fields |= {"data": data, "optim": optim}
-    return settings_of(module, trainer, Config(**fields))
+    return settings_of(module.trainer.callbacks, trainer, Config(**fields))
 
 
 def _of_trainer(trainer: Any, devices: int, *, evaluates: bool) -> dict[str, Any]:

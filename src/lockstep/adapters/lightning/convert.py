@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.adapters.lightning.arguments import check_arguments, config_of, describe
+from lockstep.adapters.lightning.callbacks import callbacks_of
 from lockstep.adapters.lightning.data import LoaderParts, begun
 from lockstep.adapters.lightning.logging import rows_of
 from lockstep.adapters.lightning.manual import ManualSteps
@@ -127,6 +128,7 @@ def from_lightning(
     stand_in = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
     describe(stand_in, trainer, devices)
     module.trainer = stand_in
+    stand_in.callbacks = callbacks_of(module, trainer)
     loaders = begun(module, datamodule, stand_in)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()

@@ -31,6 +31,7 @@ from torch.utils.data import (
 )
 
 from lockstep.adapters.hf_trainer.data import EpochShuffled
+from lockstep.adapters.lightning.callbacks import Served
 from lockstep.adapters.lightning.package import calls, kind_of, written
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.data.device import mover
@@ -364,10 +365,7 @@ def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
     if datamodule is not None:
         datamodule.trainer = trainer
     _prepare(module, datamodule)
-    owners: tuple[Any, ...] = (datamodule, module)
-    for owner in owners:
-        if written(owner, "setup"):
-            owner.setup("fit")
+    _call_setup(module, datamodule, "fit")
     own = _split_loaders(data) if data is not None and datamodule is None else None
     train = own[0] if own else _call_loader("train_dataloader", module, datamodule)
     if train is None:
@@ -394,14 +392,20 @@ def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
 
 def _setup_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
     """Set up for `test_dataloader` or `predict_dataloader`, and return the parts of its loaders."""
-    stage, owners = name.removesuffix("_dataloader"), (datamodule, module)
-    for owner in owners:
-        if written(owner, "setup"):
-            owner.setup(stage)
+    _call_setup(module, datamodule, name.removesuffix("_dataloader"))
     loaders = _call_loader(name, module, datamodule)
     if loaders is None:
         raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
     return {key: taken_apart(each, name).held_out() for key, each in named_loaders(loaders, name).items()}
+
+
+def _call_setup(module: Any, datamodule: Any, stage: str) -> None:
+    """Call `setup` of datamodule, callbacks and module, in Lightning's order."""
+    if written(datamodule, "setup"):
+        datamodule.setup(stage)
+    Served(module.trainer.callbacks).call("setup", module.trainer, module, stage=stage)
+    if written(module, "setup"):
+        module.setup(stage)
 
 
 def _call_loader(name: str, module: Any, datamodule: Any) -> Any:
@@ -465,7 +469,8 @@ def tested(task: Any) -> dict[str, float]:
             for batch in _batches(list(sets.values())[place], place, task.trainer.limit_test_batches):
                 test_task.evaluate(task.module, _to_device(task, batch))
             numbers = epoch.compute()
-            results |= {f"{name}/{key}" if name else key: value for key, value in numbers.items()}
+            results |= {task.metric_name(name, key) if name else key: value for key, value in numbers.items()}
+    task.life.teardown("test")
     return results
 
 
@@ -494,6 +499,7 @@ def predicted(task: Any) -> list[Any]:
                 outputs[-1].append(output)
         for name in ("epoch_end", "end"):
             life.hook(f"on_predict_{name}")
+    life.teardown("predict")
     return outputs[0] if len(outputs) == 1 else outputs
 
 

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from lockstep.adapters.lightning.callbacks import Served, is_served
 from lockstep.adapters.lightning.logging import Logged, Totals, number, together
 from lockstep.adapters.lightning.optimizers import Rates
-from lockstep.adapters.lightning.package import PACKAGES, calls, own_methods, written
+from lockstep.adapters.lightning.package import calls, own_methods, written
 from lockstep.adapters.lightning.refusals import WAYS
 from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, unpacked
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.turns import turn_ranges
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
@@ -46,30 +48,27 @@ DONE = (
 )
 
 
-def settings_of(module: Any, trainer: Any, config: Config) -> Config:
-    """Convert the callbacks to settings, and add them to the config.
+def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
+    """Convert Lightning's own callbacks to settings, and add them to the config.
 
     Raises:
         ConfigError: an unsupported callback (the message names its class), or two that monitor different values.
     """
-    callbacks = list(trainer.callbacks) if trainer is not None else []
-    if written(module, "configure_callbacks"):
-        more = module.configure_callbacks()
-        callbacks += list(more) if isinstance(more, list | tuple) else [more]
     changes: dict[str, Any] = {}
     for each in callbacks:
-        name, is_builtin = type(each).__name__, f"{type(each).__module__}.".startswith(PACKAGES)
-        if is_builtin and name == "EarlyStopping":
+        name = type(each).__name__
+        if is_served(each):
+            continue
+        if name == "EarlyStopping":
             if "patience" in changes:
                 raise ConfigError("from_lightning: two EarlyStopping callbacks, but a run has one: leave one out")
             changes |= _early_stopping(each)
-        elif is_builtin and name == "ModelCheckpoint":
+        elif name == "ModelCheckpoint":
             _merge_checkpoints(changes, _checkpoints(each, config))
-        elif is_builtin and name == "EMAWeightAveraging":
+        elif name == "EMAWeightAveraging":
             changes["optim"] = dataclasses.replace(config.optim, ema=_decay(each))
-        elif not (is_builtin and name in DONE):
-            way = WAYS.get(name, "") if is_builtin else ""
-            way = way or "leave it out, and do its work in the loop of lockstep.Run"
+        elif name not in DONE:
+            way = WAYS.get(name, "leave it out, and do its work in a Callback of your own")
             raise ConfigError(f"from_lightning: the callback {name} is not supported: {way}")
     if trainer is not None and not trainer.checkpoint_callbacks:
         changes["ckpt_freq"] = 0
@@ -93,16 +92,6 @@ def _merge_checkpoints(changes: dict[str, Any], more: dict[str, Any]) -> None:
     changes |= more
 
 
-def _best_metric(monitor: str, mode: str) -> str:
-    """Return the Config's name of the monitored value.
-
-    Lightning appends the loader's index to a name; lockstep prefixes the name of the set.
-    """
-    name, _, place = monitor.partition("/dataloader_idx_")
-    full = f"dataloader_idx_{place}/{name}" if place else name
-    return f"{full}:{mode}"
-
-
 def _early_stopping(each: Any) -> dict[str, Any]:
     for name in ("stopping_threshold", "divergence_threshold"):
         if getattr(each, name) is not None:
@@ -112,7 +101,7 @@ def _early_stopping(each: Any) -> dict[str, Any]:
             )
     return {
         "patience": max(1, int(each.patience)),  # 0 ends at the first evaluation that is no better, as 1 does
-        "patience_metric": _best_metric(each.monitor, each.mode),
+        "patience_metric": f"{each.monitor}:{each.mode}",
         "min_delta": abs(float(each.min_delta)),
     }
 
@@ -133,7 +122,7 @@ def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
     elif each._every_n_epochs and each._every_n_epochs > 1:
         fields["ckpt_freq"] = f"{each._every_n_epochs}epochs"
     if each.monitor is not None and config.eval_freq:
-        fields["best_metric"] = _best_metric(each.monitor, each.mode)
+        fields["best_metric"] = f"{each.monitor}:{each.mode}"
     return fields
 
 
@@ -190,7 +179,8 @@ class Life(Hooks):
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
         self._epoch = -1  # the current one; -1: none
-        self._tries, self._log_freq = False, 1
+        self._tries, self._starts, self._is_started, self._log_freq = False, False, True, 1
+        self.served = Served(trainer.callbacks)
         self._written_hooks = own_methods(module)
         self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
 
@@ -198,7 +188,12 @@ class Life(Hooks):
         """Set the number of samples of an epoch and of a step."""
         self._samples, self._size = samples, size
         self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
+        self._tries, self._is_started = True, False
         self._pending_ends.clear()
+
+    def attach(self) -> None:
+        """Take the module that is trained from now on."""
+        self.served.attach(self.module)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of the module as Lightning does, setting its name for `self.log`."""
@@ -210,7 +205,13 @@ class Life(Hooks):
             module._current_fx_name = before
 
     def hook(self, name: str, *args: Any) -> None:
-        """Call a hook if the user wrote it, without effect on the random state."""
+        """Call a hook of callbacks and module, if the user wrote it, without effect on the random state.
+
+        What is tried before the run is tried without callbacks, whose state could not be put back.
+        """
+        if name in self.served and (self._starts or not self._tries):
+            with generators_kept():
+                self.served.call(name, self.trainer, self.module, *args)
         if name in self._written_hooks:
             with generators_kept():
                 answer = self.call(name, *calls(getattr(self.module, name), *args))
@@ -224,18 +225,28 @@ class Life(Hooks):
         """Whether the current computation is a trial before the run, and not part of it."""
         return self._tries
 
-    def fitted(self) -> None:
-        """Start the training: call `on_fit_start`, `on_train_start` and the first epoch's hook."""
-        self._tries = True
-        self.hook("on_fit_start")
-        self.hook("on_train_start")
-        self._begin_epoch(0)
+    def start(self) -> None:
+        """Start the training, unless it is started: call `on_fit_start` and `on_train_start`.
+
+        It starts with the first step that is tried, in an epoch; else when the checkpoint is loaded.
+        """
+        if self._is_started:
+            return
+        self._is_started = self._starts = True
+        try:
+            self.hook("on_fit_start")
+            self.hook("on_train_start")
+            if self._tries:
+                self._begin_epoch(0)
+        finally:
+            self._starts = False
 
     # Of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
         trainer, self._tries = self.trainer, False
         trainer.global_step = step
+        self.start()
         epoch = step * self._size // self._samples
         if slot == 0:
             if self.rates is not None and self.rates.watched:
@@ -245,7 +256,7 @@ class Life(Hooks):
                 self._begin_epoch(epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
-        begin_range, end_range = _turn_ranges(slot, slots, turns)
+        begin_range, end_range = turn_ranges(slot, slots, turns)
         begins = range(before + begin_range.start, before + begin_range.stop)
         ends = range(before + end_range.start, before + end_range.stop)
         self._turn = Turn(step, index, begins, ends, slot == 0, counts, before + index % turns)
@@ -269,6 +280,7 @@ class Life(Hooks):
                 yield outputs
             self.logged.taken()
             return
+        self.trainer.is_last_batch = turn.batch_idx + 1 >= self.trainer.num_training_batches
         for batch_idx in turn.begins:
             self.hook("on_train_batch_start", batch, batch_idx)
         key = (turn.step, turn.micro)
@@ -280,7 +292,7 @@ class Life(Hooks):
         with around:
             yield outputs
         output = outputs[0] if outputs else None
-        if turn.ends and "on_train_batch_end" in self._written_hooks:
+        if turn.ends and ("on_train_batch_end" in self._written_hooks or "on_train_batch_end" in self.served):
             self._pending_ends.append((_detached(output), batch, turn.ends))
         if not self.module.automatic_optimization:
             self._collect(turn.counts)
@@ -311,21 +323,35 @@ class Life(Hooks):
 
     def before_run(self, context: RunContext, done: int) -> None:
         self.trainer.global_step, self._tries, self._log_freq = done, False, context.log_freq
+        self.trainer.strategy.gather = context.gather
         rates, state = self.rates, context.state
         if rates is not None:
             for at, name, value in state.get("watched", []):
                 rates.watch(int(at), name, float(value))
             if rates.watched:
                 rates.drive_to(done)
-        if "module" in state and written(self.module, "on_load_checkpoint"):
-            own = {key: self.module.get_submodule(name) for key, name in state.get("own_modules", {}).items()}
-            self.hook("on_load_checkpoint", self._checkpoint() | own | unpacked(state["module"]))
+        self._load(state)
         if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
             self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))
-        for logger in self.trainer.loggers:
+        for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(self.module.hparams_initial)
         if not done:
             self._try_saving(context)  # collective
+        self.trainer.callback_metrics.clear()  # of what was tried
+        self.start()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Load what module and callbacks stored in the checkpoint, in Lightning's order."""
+        loads = "on_load_checkpoint" in self.served or written(self.module, "on_load_checkpoint")
+        if "module" in state and loads:
+            own = {key: self.module.get_submodule(name) for key, name in state.get("own_modules", {}).items()}
+            checkpoint = self._checkpoint() | own | unpacked(state["module"])
+            checkpoint["callbacks"] = unpacked(state["callbacks"]) if "callbacks" in state else {}
+            with generators_kept():
+                if written(self.module, "on_load_checkpoint"):
+                    self.call("on_load_checkpoint", checkpoint)
+                self.served.call("on_load_checkpoint", self.trainer, self.module, checkpoint)
+        self.served.load(state.get("callbacks"))
 
     def after_step(self, context: RunContext, done: int) -> None:
         if done % context.log_freq == 0:
@@ -334,14 +360,21 @@ class Life(Hooks):
         self._steps.clear()
         if done * self._size // self._samples > (done - 1) * self._size // self._samples:
             self._record(context, self._end_epoch(context), done)
+        if self.trainer.should_stop:
+            context.stop()
 
-    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> None:
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
         self._log_metrics(metrics, done)
         self._watch(context, done, metrics)
+        return False
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
-        if written(self.module, "on_save_checkpoint"):
-            checkpoint = self._checkpoint()
+        states: dict[str, Any] = {}
+        if "state_dict" in self.served:
+            states = self.served.state()
+            state["callbacks"] = packed(states, "a callback's state_dict")
+        if written(self.module, "on_save_checkpoint") or "on_save_checkpoint" in self.served:
+            checkpoint = self._checkpoint() | {"callbacks": states}
             keys = set(checkpoint)
             self.hook("on_save_checkpoint", checkpoint)
             more = {key: value for key, value in checkpoint.items() if key not in keys}
@@ -364,7 +397,7 @@ class Life(Hooks):
             ConfigError: a value that a checkpoint cannot hold.
         """
         owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
-        if not any(written(owner, name) for owner, name in owners):
+        if not any(written(owner, name) for owner, name in owners) and "state_dict" not in self.served:
             return
         problem, self.trainer.sanity_checking = "", True
         try:
@@ -392,13 +425,25 @@ class Life(Hooks):
         }
 
     def after_run(self, context: RunContext, done: int) -> None:
-        self._end_epoch(None)
+        stops = self.served and any(context.gather(self.trainer.should_stop))  # collective
+        self._record(context, self._end_epoch(context if stops else None), done)
+        self.trainer.current_epoch = done * self._size // self._samples  # epochs that are complete, as in Lightning
         for name in ("on_train_end", "on_fit_end"):
             self.hook(name)
+        self.teardown("fit")
         for logger in self.trainer.loggers:
             logger.finalize("success")
+
+    def after_failure(self, error: BaseException) -> None:
+        self.served.call("on_exception", self.trainer, self.module, error)
+
+    def teardown(self, stage: str) -> None:
+        """Call `teardown` of datamodule, callbacks and module, in Lightning's order."""
+        if written(self.trainer.datamodule, "teardown"):
+            self.trainer.datamodule.teardown(stage)
+        self.served.call("teardown", self.trainer, self.module, stage=stage)
         if written(self.module, "teardown"):
-            self.module.teardown("fit")
+            self.call("teardown", stage)
 
     # Helpers of the hooks above.
 
@@ -408,9 +453,10 @@ class Life(Hooks):
 
     def _log_metrics(self, values: Mapping[str, float], done: int) -> None:
         """Log to the Trainer's own loggers, on rank 0 only."""
-        if values and self.trainer.is_global_zero:
+        shown = {name: value for name, value in values.items() if name not in self.logged.hidden}
+        if shown and self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
-                logger.log_metrics({**values, "epoch": self.trainer.current_epoch}, done)
+                logger.log_metrics({**shown, "epoch": self.trainer.current_epoch}, done)
                 logger.save()
 
     def _optimizer(self) -> Any:
@@ -435,17 +481,26 @@ class Life(Hooks):
             self._epoch = -1
             return {}
         with self._leavings.gathered(self.module, context.gather):  # collective
+            values: dict[str, float] = {}
+            if self.served:  # they may monitor what was logged before the hook
+                values = self._epoch_values(context, values)  # collective
+                self._publish(values, steps=False)
             self.hook("on_train_epoch_end")
             self._collect(True)
-            values = together(context.gather(self._epochs.plain()))  # collective
-            for name, metric in self._metrics.items():
-                values[name] = number(metric.compute())
+            values |= self._epoch_values(context, values)  # collective
+            for metric in self._metrics.values():
                 metric.reset()
         self._metrics.clear()
         self._epoch = -1
         result = self._publish(values, steps=False)
         self._watch(context, self.trainer.global_step, result)
         return result
+
+    def _epoch_values(self, context: RunContext, known: Mapping[str, float]) -> dict[str, float]:
+        """Reduce what was logged over the epoch since the last call; metrics that are not `known`. Collective."""
+        values = together(context.gather(self._epochs.plain()))  # collective
+        self._epochs.clear()
+        return values | {name: number(each.compute()) for name, each in self._metrics.items() if name not in known}
 
     def _collect(self, counts: bool, log_step: bool = True) -> None:
         """Add what was logged since the last call to the totals.
@@ -455,6 +510,9 @@ class Life(Hooks):
         for entry in self.logged.taken():
             if not counts:
                 continue
+            if self.served and entry.on_step:  # of this rank's last micro-batch, as in Lightning
+                value = getattr(entry.value, "_forward_cache", None) if is_metric(entry.value) else entry.value
+                self.trainer.callback_metrics |= dict.fromkeys((entry.step_name, entry.plain_name), value)
             if is_metric(entry.value):
                 if entry.on_epoch:
                     self._metrics[entry.epoch_name] = entry.value
@@ -468,14 +526,19 @@ class Life(Hooks):
 
     def _publish(self, values: dict[str, float], *, steps: bool) -> dict[str, float]:
         """Copy the values to the module's trainer too."""
-        trainer = self.trainer
+        self.publish(values)
+        suffix = "_step" if steps else "_epoch"
+        plain = {name.removesuffix(suffix): value for name, value in values.items() if name.endswith(suffix)}
+        self.trainer.callback_metrics |= {name: torch.tensor(value) for name, value in plain.items()}
+        return values
+
+    def publish(self, values: Mapping[str, float]) -> None:
+        """Copy the values to the module's trainer, to which metrics they were logged for."""
+        trainer, logged = self.trainer, self.logged
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         trainer.callback_metrics |= tensors
-        trainer.logged_metrics |= tensors
-        suffix = "_step" if steps else "_epoch"
-        plain = {name.removesuffix(suffix): value for name, value in tensors.items() if name.endswith(suffix)}
-        trainer.callback_metrics |= plain
-        return values
+        trainer.logged_metrics |= {name: value for name, value in tensors.items() if name not in logged.hidden}
+        trainer.progress_bar_metrics |= {name: value for name, value in tensors.items() if name in logged.shown}
 
     def _watch(self, context: RunContext, done: int, values: Mapping[str, float]) -> None:
         """Step the plateau schedulers due at the end of an epoch, and record their values."""
@@ -510,22 +573,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
-    """Return the ranges of turns that begin and that end with a rank's slot.
-
-    Each turn of a step begins and ends once, however many slots there are.
-    """
-    starts = [turn * slots // turns for turn in range(turns)]
-    ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
-    begin_turns = [turn for turn, start in enumerate(starts) if start == slot]
-    end_turns = [turn for turn, end in enumerate(ends) if end == slot]
-    return _as_range(begin_turns), _as_range(end_turns)
-
-
-def _as_range(turns: list[int]) -> range:
-    return range(turns[0], turns[-1] + 1) if turns else range(0)
 
 
 def _detached(output: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from lockstep.adapters.lightning.refusals import LOGGING
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -37,6 +38,7 @@ class LoggedValue(NamedTuple):
         weight: of the value in a mean: the samples, or the `batch_size` that `self.log` received.
         reduce: "mean", "sum", "min" or "max".
         metric: the name of the module's attribute that is the metric, else "".
+        place: index of the evaluation set that is added to the name; None: none is.
     """
 
     name: str
@@ -45,18 +47,25 @@ class LoggedValue(NamedTuple):
     on_step: bool
     on_epoch: bool
     reduce: str
-    progress: bool
-    logger: bool
     metric: str
+    place: int | None = None
 
     @property
     def epoch_name(self) -> str:
         """The name of the epoch's value, with a suffix if steps are logged too."""
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return self._full(f"{self.name}_epoch" if self.on_step else self.name)
 
     @property
     def step_name(self) -> str:
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return self._full(f"{self.name}_step" if self.on_epoch else self.name)
+
+    @property
+    def plain_name(self) -> str:
+        """The name without a suffix for steps or epochs, which callbacks monitor too."""
+        return self._full(self.name)
+
+    def _full(self, name: str) -> str:
+        return name if self.place is None else f"{name}/dataloader_idx_{self.place}"
 
 
 @final
@@ -65,10 +74,16 @@ class Logged:
 
     Attributes:
         samples: of the current batch.
+        place: index of the current batch's set, if there are several; else None.
+        shown: names that were logged with `prog_bar=True`.
+        hidden: names that were logged with `logger=False`.
     """
 
     def __init__(self) -> None:
         self.samples = 1
+        self.place: int | None = None
+        self.shown: set[str] = set()
+        self.hidden: set[str] = set()
         self._entries: list[LoggedValue] = []
 
     def log(  # noqa: PLR0913
@@ -84,23 +99,35 @@ class Logged:
         prog_bar: bool = False,
         logger: bool = True,
         metric_attribute: str | None = None,
+        add_dataloader_idx: bool = True,
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_fn: Any = None,
+        sync_dist_group: Any = None,
         rank_zero_only: bool = False,
-        **_: Any,  # what says how to exchange it, which is always done
     ) -> None:
-        """Record a value.
+        """Record a value; `refusals.LOGGING` has what becomes of each argument of `self.log`.
 
         Raises:
-            ConfigError: a reduction that cannot be computed from parts.
+            ConfigError: a reduction that cannot be computed from parts, or one over a group of ranks.
         """
-        reduce = _reduction_of(name, reduce_fx)
+        reduce, place = _reduction_of(name, reduce_fx), self.place if add_dataloader_idx else None
+        if sync_dist_group is not None:
+            raise ConfigError(
+                f"from_lightning: self.log('{name}', sync_dist_group=...) is not supported: "
+                f"{LOGGING['sync_dist_group'].what}"
+            )
         values = value if isinstance(value, Mapping) else {"": value}
         for key, each in values.items():
             item = each.detach() if isinstance(each, Tensor) else each
             weight = float(batch_size if batch_size is not None else self.samples)
-            full = f"{name}.{key}" if key else name
-            self._entries.append(
-                LoggedValue(full, item, weight, on_step, on_epoch, reduce, prog_bar, logger, metric_attribute or "")
-            )
+            full, attribute = f"{name}.{key}" if key else name, metric_attribute or ""
+            entry = LoggedValue(full, item, weight, on_step, on_epoch, reduce, attribute, place)
+            self._entries.append(entry)
+            if prog_bar:
+                self.shown |= {entry.epoch_name, entry.step_name, entry.plain_name}
+            if not logger:
+                self.hidden |= {entry.epoch_name, entry.step_name, entry.plain_name}
 
     def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
         """Swap in the entries of another micro-batch, and return the previous ones."""
@@ -113,7 +140,7 @@ class Logged:
     def taken(self) -> list[LoggedValue]:
         """Return and clear the values logged since the last call, the last of each name."""
         entries, self._entries = self._entries, []
-        return list({entry.name: entry for entry in entries}.values()) if len(entries) > 1 else entries
+        return list({entry.plain_name: entry for entry in entries}.values()) if len(entries) > 1 else entries
 
 
 def _reduction_of(name: str, reduce_fx: Any) -> str:

@@ -5,7 +5,9 @@ from lockstep.adapters.rows import rows
 __all__ = [
     "ARGUMENTS",
     "CALLBACKS",
+    "CALLBACK_HOOKS",
     "HOOKS",
+    "LOGGING",
     "PRECISIONS",
     "WAYS",
 ]
@@ -26,12 +28,19 @@ HOOKS = {
     "validation_step_end": "Lightning 2 removed it: do it in validation_step",
 }
 
+# Hooks of a callback that a run would not call, unless num_sanity_val_steps is 0 -> the way out.
+CALLBACK_HOOKS = {
+    "on_sanity_check_start": "steps are tried without callbacks: set num_sanity_val_steps=0, or use on_train_start",
+    "on_sanity_check_end": "steps are tried without callbacks: set num_sanity_val_steps=0, or use on_train_start",
+}
+
 PRECISIONS = ("32-true", "32", "16-mixed", "bf16-mixed", "bf16-true", "64-true", "64")
 
 CALLBACKS = {
     "EarlyStopping": "patience, patience_metric and min_delta of the Config",
     "ModelCheckpoint": "best_metric, ckpt_freq and checkpoint.keep of the Config",
     "EMAWeightAveraging": "optim.ema of the Config",
+    "LambdaCallback": "its functions are called as hooks",
     "ModelSummary": "done by the run",
     "RichModelSummary": "done by the run",
     "ProgressBar": "done by the run",
@@ -52,6 +61,25 @@ WAYS = {
     "SpikeDetection": "the config's guards.spike does it",
     "Timer": "send the run a signal, or let the queue do it: it saves and goes on later",
 }
+
+# Arguments of `self.log` and `self.log_dict`.
+LOGGING = rows("""
+name | task | the name, in the run's records and for monitors
+value | task | what is reduced
+dictionary | task | the names and what is reduced
+prog_bar | task | the value is in trainer.progress_bar_metrics
+logger | task | False: the Trainer's loggers and trainer.logged_metrics lack it
+on_step | task | a record every log_every_n_steps
+on_epoch | task | a record at the end of the epoch
+reduce_fx | task | mean, sum, min or max
+add_dataloader_idx | task | False: the name alone, without the index of the set
+batch_size | task | the weight of the value in a mean
+metric_attribute | task | the metric to compute at the end of the epoch
+enable_graph | idle | values are detached: the loss is what training_step returns
+sync_dist | idle | values are reduced over all ranks
+rank_zero_only | idle | values are reduced over the ranks that log them
+sync_dist_group | refused | values are reduced over all ranks: leave it out
+""")
 
 ARGUMENTS = rows("""
 accelerator | becomes | device
@@ -84,7 +112,7 @@ benchmark | idle | it is torch's own setting, and stays
 inference_mode | idle | evaluations have no gradients
 use_distributed_sampler | idle | samples are shared out by lockstep
 barebones | idle | what is logged costs little here
-enable_autolog_hparams | idle |
+enable_autolog_hparams | task | False: the loggers get no hyperparameters
 min_epochs | refused | nothing ends a run early but EarlyStopping: leave it out
 min_steps | refused | nothing ends a run early but EarlyStopping: leave it out
 max_time | refused | send the run a signal, or let the queue do it: it saves and goes on later

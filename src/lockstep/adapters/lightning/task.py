@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from lockstep.adapters.lightning.arguments import plan_of
 from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, predicted, tested
 from lockstep.adapters.lightning.hooks import Life, Turn, own_dtype
 from lockstep.adapters.lightning.logging import Logged, LoggedValue, number, together
@@ -35,6 +34,7 @@ from lockstep.adapters.lightning.state import (
     was_updated,
 )
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.turns import plan_of
 from lockstep.config.schema import Config
 from lockstep.counts import samples_in
 from lockstep.data.loader import generators_kept
@@ -70,14 +70,21 @@ class Epoch(RowsMetric):
         self.loss: Any = None
 
     @contextlib.contextmanager
-    def batch(self, samples: int) -> Iterator[None]:
-        """Context manager around one micro-batch; stores what it logs and accumulates as a row."""
+    def batch(self, samples: int, place: int | None) -> Iterator[None]:
+        """Context manager around one micro-batch; stores what it logs and accumulates as a row.
+
+        Args:
+            place: index of the set, which the names get; None: there is one set.
+        """
         metrics, lists = metrics_of(self._module), lists_of(self._module)
         lengths = {name: len(items) for name, items in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
-        self._logged.samples = samples
+        self._logged.samples, self._logged.place = samples, place
         self._logged.taken()
-        yield
+        try:
+            yield
+        finally:
+            self._logged.place = None
         entries = self._logged.taken()
         self.loss = _loss_of(entries)
         row: list[Any] = []
@@ -106,11 +113,11 @@ class Epoch(RowsMetric):
         entries = [entry for form, _ in forms for entry in form["logged"]]
         parts = [
             {name: [kind, value * weight if kind == "mean" else value, weight]}
-            for name, kind, value, weight, metric in entries
+            for name, kind, value, weight, metric, _ in entries
             if not metric
         ]
         numbers = together(parts)
-        logged_metrics = {name: metric for name, _, _, _, metric in entries if metric}
+        logged_metrics = {name: metric for name, _, _, _, metric, _ in entries if metric}
         metrics, lists = metrics_of(self._module), lists_of(self._module)
         metric_names = {name for form, _ in forms for name in form["metrics"]}
         aside = {name: set_aside(metrics[name]) for name in metric_names}
@@ -126,6 +133,7 @@ class Epoch(RowsMetric):
                     list_at(self._module, name).extend(put_together(items, row))
             numbers |= {name: number(metrics[attribute].compute()) for name, attribute in logged_metrics.items()}
             numbers = {name: numbers[name] for name in dict.fromkeys([*(entry[0] for entry in entries), *numbers])}
+            numbers |= {plain: numbers[name] for name, *_, plain in entries}
             self._ends(numbers)
         finally:
             for name in metric_names:
@@ -136,10 +144,10 @@ class Epoch(RowsMetric):
 
 
 def _plain_entry(entry: LoggedValue) -> list[Any]:
-    """Return [name, reduction, value, weight, metric attribute] of a value. Waits for the device."""
+    """Return [name, reduction, value, weight, metric attribute, plain name] of a value. Waits for the device."""
     if is_metric(entry.value):
-        return [entry.epoch_name, "metric", 0.0, 0.0, entry.metric]
-    return [entry.epoch_name, entry.reduce, number(entry.value), entry.weight, ""]
+        return [entry.epoch_name, "metric", 0.0, 0.0, entry.metric, entry.plain_name]
+    return [entry.epoch_name, entry.reduce, number(entry.value), entry.weight, "", entry.plain_name]
 
 
 def _loss_of(entries: list[LoggedValue]) -> Any:
@@ -211,6 +219,7 @@ class LightningTask(Task):
         self._first = None
         self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = module
         module.trainer = self.trainer
+        self.life.attach()
         if written(module, "configure_model"):
             self.life.call("configure_model")
         self._enter(module)
@@ -257,7 +266,7 @@ class LightningTask(Task):
         self._begin_evaluation()
         epoch = self._epochs[place]
         data = self.received(batch.data, place)
-        with epoch.batch(batch.samples), own_dtype(self.module):
+        with epoch.batch(batch.samples, place if len(self._sets) > 1 else None), own_dtype(self.module):
             number = self._batches[place]
             self._batches[place] += 1
             args = (data, number, place) if len(self._sets) > 1 else (data, number)
@@ -280,9 +289,7 @@ class LightningTask(Task):
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]
             for group in each.param_groups if config.exact else ():  # the fused kernel rounds by an element's place
                 group["fused"] = False if group.get("fused") else group.get("fused")
-        optimizer = self._build_optimizer(configuration)
-        self.life.fitted()
-        return optimizer
+        return self._build_optimizer(configuration)
 
     def _build_optimizer(self, configuration: Configured) -> Optimizer:
         """Return the optimizer that the engine steps."""
@@ -300,6 +307,10 @@ class LightningTask(Task):
         self._factors, self._step = self.life.rates.factors(step), step
         return self._factors[0]
 
+    def metric_name(self, set_name: str, name: str) -> str:
+        """Return Lightning's name of what was logged; the numbers of a set itself are `SET/loss` and `SET/items`."""
+        return super().metric_name(set_name, name) if name in ("loss", "items") else name
+
     def order(self, samples: int, seed: int) -> Order | None:
         return self.loaders.train.order(seed)
 
@@ -307,6 +318,7 @@ class LightningTask(Task):
 
     def _run_training_step(self, model: nn.Module, batch: Any, turn: Turn | None) -> Any:
         """Run `training_step` on a micro-batch with its hooks, and return its output."""
+        self.life.start()
         self.trainer.stage = "train"
         data = self.received(batch.data, 0)
         with self.life.training_step(data, batch.samples, turn) as outputs:
@@ -383,12 +395,16 @@ class LightningTask(Task):
         return batch
 
     def _begin_evaluation(self) -> None:
+        self.life.start()
         self.trainer.stage = "test" if self._hook == "test" else "validate"
         self.trainer.sanity_checking = self.life.tries()
         if not self._epochs:
             last = len(self._sets) - 1
             self._epochs = [
-                Epoch(self.module, self._logged, self._end_evaluation if place == last else _ignore, self.life.tries)
+                Epoch(
+                    *(self.module, self._logged, self._end_evaluation if place == last else self.life.publish),
+                    self.life.tries,
+                )
                 for place in range(last + 1)
             ]
         if not self._in_evaluation:
@@ -404,7 +420,7 @@ class LightningTask(Task):
         module.eval()
         trainer.stage = "test" if self._hook == "test" else "validate"
         self._logged.taken()
-        trainer.callback_metrics |= {name: torch.tensor(value) for name, value in numbers.items()}
+        self.life.publish(numbers)
         try:
             with torch.no_grad():
                 for name in ("epoch_end", "end", "model_train"):
@@ -412,7 +428,7 @@ class LightningTask(Task):
             for entry in self._logged.taken():
                 value = entry.value.compute() if hasattr(entry.value, "compute") else entry.value
                 numbers[entry.name] = float(value)
-                trainer.callback_metrics[entry.name] = torch.tensor(numbers[entry.name])
+                self.life.publish({entry.name: numbers[entry.name]})
         finally:
             trainer.stage, trainer.sanity_checking = "train", False
             for each, mode in modes:
@@ -490,10 +506,6 @@ class _Set(Sampled):
 
     def __getitem__(self, index: int) -> Any:
         return _EvaluationSample(self.place, self.inner[index])
-
-
-def _ignore(_: dict[str, float]) -> None:
-    """Do nothing at the end of a set that is not the last."""
 
 
 def _collate(place: int, samples: list[Any], collate: Callable[[list[Any]], Any]) -> Placed:

@@ -8,6 +8,7 @@ strategies, loops).
 """
 
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn, final
 
 import torch
@@ -57,6 +58,7 @@ class Standing:
         self.check_val_every_n_epoch, self.val_check_interval = 1, 1.0
         self.log_every_n_steps = 50
         self.fast_dev_run: bool | int = False
+        self.enable_autolog_hparams = True
         self.barebones = self.should_stop = self.interrupted = False
         self.callback_metrics: dict[str, Any] = {}
         self.logged_metrics: dict[str, Any] = {}
@@ -159,7 +161,7 @@ class Standing:
         if name.startswith("__"):  # copy and pickle ask for such
             raise AttributeError(name)
         raise NotServed(
-            f"from_lightning: the module reads self.trainer.{name}, which a run does not have: leave it out, or do it "
+            f"from_lightning: module or callback reads trainer.{name}, which a run lacks: leave it out, or do it "
             "in the loop of lockstep.Run"
         )
 
@@ -188,6 +190,7 @@ class _Strategy:
         self._trainer = trainer
         self._lightning_optimizers: list[Any] = []
         self.manual: Any = None
+        self.gather: Callable[[Any], list[Any]] = lambda value: [value]  # the run's, once it has begun
         self.precision_plugin = self
 
     @property
@@ -225,6 +228,11 @@ class _Strategy:
                 optimizer,
                 Clip(float(clip_val), str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))),
             )
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, decide so. Collective."""
+        decisions = self.gather(bool(decision))  # collective
+        return bool(min(decisions) if all else max(decisions))
 
     def reduce(self, value: Any, *_: Any, **__: Any) -> Any:
         """Return the value unchanged; the run reduces logged values itself."""

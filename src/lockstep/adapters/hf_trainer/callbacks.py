@@ -1,0 +1,332 @@
+"""Call a user's TrainerCallbacks where the Trainer calls them.
+
+    callbacks = callbacks_of(trainer)           # the user's own; refuses, by name, what a run cannot do
+    events = Events(trainer, callbacks, samples)    # a task's `hooks`
+
+`trainer.state` and `trainer.control` are the Trainer's own objects. What a callback asks for with `control.should_*`
+is done after the step.
+"""
+
+import dis
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any, NoReturn, final
+
+from torch.optim import Optimizer
+
+from lockstep.adapters.hf_trainer.arguments import value
+from lockstep.adapters.turns import TrainerLength, plan_of, turn_ranges
+from lockstep.config.schema import Config
+from lockstep.data.loader import generators_kept
+from lockstep.errors import ConfigError
+from lockstep.hooks import Due, Hooks, RunContext
+
+__all__ = [
+    "PACKAGES",
+    "Events",
+    "callbacks_of",
+]
+
+PACKAGES = ("transformers.", "trl.")
+_REQUESTS = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+_EPOCH_STOP = "sets control.should_epoch_stop, which is not supported: set should_training_stop, or max_steps"
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """Return the Trainer's callbacks whose classes the user wrote.
+
+    Raises:
+        ConfigError: one ends epochs early, which no run can do.
+    """
+    own = [each for each in trainer.callback_handler.callbacks if not type(each).__module__.startswith(PACKAGES)]
+    for each in own:
+        if "should_epoch_stop" in _stored(each):
+            raise ConfigError(f"from_trainer: the callback {type(each).__name__} {_EPOCH_STOP}")
+    return own
+
+
+def _stored(callback: Any) -> set[str]:
+    """Return the attributes that a callback's methods assign, of any object."""
+    kinds = [kind for kind in type(callback).__mro__ if kind is not object]
+    codes = [each.__code__ for kind in kinds for each in vars(kind).values() if hasattr(each, "__code__")]
+    return {
+        instruction.argval
+        for code in codes
+        for part in _nested(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.opname == "STORE_ATTR"
+    }
+
+
+def _written(callback: Any) -> set[str]:
+    """Return the names of what classes below TrainerCallback define."""
+    kinds = itertools.takewhile(lambda kind: kind.__name__ != "TrainerCallback", type(callback).__mro__)
+    return {name for kind in kinds for name in vars(kind)} | set(vars(callback))
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _nested(each)
+
+
+@final
+class Events(Hooks):
+    """Caller of the Trainer's events over the life of a run.
+
+    Args:
+        samples: of an epoch.
+    """
+
+    reads_steps = True
+
+    def __init__(self, trainer: Any, callbacks: list[Any], samples: int) -> None:
+        self._trainer, self._callbacks, self._samples = trainer, callbacks, samples
+        self._by_event: dict[str, list[Any]] = {}
+        for each in callbacks:
+            for name in _written(each):
+                self._by_event.setdefault(name, []).append(each)
+        self._requests = any(set(_REQUESTS) & _stored(each) for each in callbacks)
+        self._length: TrainerLength | None = None
+        self._size, self._epoch, self._ends, self._start = 1, -1, range(0), 0.0
+        self._tries, self._begun, self._logged = True, False, 0
+        self._losses: list[float] = []
+
+    def planned(self, config: Config, optimizer: Optimizer) -> None:
+        """Set the length of the run, once its optimizer is made."""
+        trainer, self._size = self._trainer, config.batch_size
+        self._length = plan_of(config, self._samples)
+        self._tries, self._epoch = True, -1
+        state = trainer.state
+        state.max_steps = self._length.steps
+        state.num_train_epochs = math.ceil(self._length.steps * self._size / self._length.samples)
+        state.train_batch_size = trainer.args.train_batch_size
+        state.compute_steps(trainer.args, state.max_steps)
+        optimizer.register_step_pre_hook(lambda *_: self._during_training("on_pre_optimizer_step"))
+        optimizer.register_step_post_hook(lambda *_: self._during_training("on_optimizer_step"))
+
+    def after_prediction(self) -> None:
+        """Call `on_prediction_step` after a micro-batch of an evaluation that is due."""
+        if self._reports_evaluations:
+            self._during_training("on_prediction_step")
+
+    # Of a step.
+
+    def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
+        self._tries, control = False, self._trainer.control
+        if slot == 0:
+            epoch = self._epochs(step)
+            if epoch != self._epoch:
+                self._end_epoch()
+                self._epoch, control.should_epoch_stop = epoch, False
+                self._event("on_epoch_begin")
+            control.should_log = control.should_evaluate = control.should_save = False
+            self._event("on_step_begin")
+        self._ends = turn_ranges(slot, slots, self._trainer.args.gradient_accumulation_steps)[1]
+
+    def after_backward(self) -> None:
+        for turn in self._ends:
+            if turn + 1 < self._trainer.args.gradient_accumulation_steps:
+                self._event("on_substep_end")
+
+    def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
+        trainer, done = self._trainer, step.global_step
+        state, control, args = trainer.state, trainer.control, trainer.args
+        state.global_step, state.epoch = done, self._position(done)
+        every = {name: value(getattr(args, f"{name}_strategy")) for name in ("logging", "eval", "save")}
+        is_first = done == 1 and args.logging_first_step
+        control.should_log = is_first or (record is not None and every["logging"] == "steps")
+        control.should_evaluate = due.evaluate and every["eval"] == "steps"
+        control.should_save = due.save and every["save"] == "steps"
+        control.should_training_stop |= done >= state.max_steps
+        self._event("on_step_end")
+        self._agree(context)  # collective
+        self._log_step(context, step, record)
+        # What a callback asks for at the end of an epoch follows its last step.
+        if (self._requests or "epoch" in every.values()) and self._epochs(done) > self._epoch:
+            control.should_log |= every["logging"] == "epoch"
+            control.should_evaluate |= due.evaluate and every["eval"] == "epoch"
+            control.should_save |= due.save and every["save"] == "epoch"
+            self._end_epoch()
+            self._agree(context)  # collective
+            self._log_step(context, step, record)
+        control = trainer.control
+        return Due(
+            control.should_evaluate or (due.evaluate and every["eval"] == "no"),
+            control.should_save or (due.save and every["save"] in ("no", "best")),
+        )
+
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
+        if not self._reports_evaluations:
+            return False
+        sets = self._trainer.eval_dataset if isinstance(self._trainer.eval_dataset, dict) else {}
+        for name in sets or [""]:
+            prefix = f"{name}/" if name else ""
+            numbers = {key.removeprefix(prefix): each for key, each in metrics.items() if key.startswith(prefix)}
+            before = f"eval_{name}_" if name else "eval_"
+            logs = {f"{before}{key}": each for key, each in numbers.items() if key != "items"}
+            self._log(logs)
+            self._trainer.control.should_evaluate = False
+            self._event("on_evaluate", metrics=logs)
+            self._note_best(logs, done)
+        self._agree(context)  # collective
+        return bool(self._trainer.control.should_save)
+
+    def after_save(self, done: int) -> None:
+        control = self._trainer.control
+        if control.should_save:
+            control.should_save = False
+            self._event("on_save")
+
+    def after_step(self, context: RunContext, done: int) -> None:
+        if self._trainer.control.should_training_stop and done < self._trainer.state.max_steps:
+            context.stop()
+
+    # Of a run.
+
+    def before_run(self, context: RunContext, done: int) -> None:
+        trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
+        stored = context.state.get("trainer", {})
+        trainer.state.log_history = list(stored.get("log_history", []))
+        for name in ("best_metric", "best_global_step"):
+            setattr(trainer.state, name, stored.get(name))
+        for each in self._callbacks:
+            for name, attribute in stored.get("callbacks", {}).get(type(each).__name__, {}).items():
+                setattr(each, name, attribute)
+        trainer.state.global_step, trainer.state.epoch, self._logged = done, self._position(done), done
+        if not self._begun:  # once, also where the run goes back to a checkpoint
+            self._begun, trainer.control.should_training_stop = True, False
+            self._event("on_train_begin")
+
+    def before_save(self, state: dict[str, Any], done: int) -> None:
+        own = self._trainer.state
+        stateful = {type(each).__name__: each.state()["attributes"] for each in self._callbacks if _is_stateful(each)}
+        state["trainer"] = {
+            "log_history": own.log_history,
+            "best_metric": own.best_metric,
+            "best_global_step": own.best_global_step,
+            "callbacks": stateful,
+        }
+
+    def after_run(self, context: RunContext, done: int) -> None:
+        self._end_epoch()
+        loss = math.fsum(self._losses) / len(self._losses) if self._losses else math.nan
+        self._log({"train_runtime": time.perf_counter() - self._start, "train_loss": loss})
+        self._event("on_train_end")
+
+    # Helpers of the hooks above.
+
+    @property
+    def _reports_evaluations(self) -> bool:
+        """Whether the Trainer would make this evaluation too: lockstep makes one at the end anyway."""
+        return bool(self._trainer.control.should_evaluate) or value(self._trainer.args.eval_strategy) != "no"
+
+    def _epochs(self, done: int) -> int:
+        assert self._length is not None, "an optimizer is made before the first step"
+        return done * self._size // self._length.samples
+
+    def _position(self, done: int) -> float:
+        assert self._length is not None, "an optimizer is made before the first step"
+        return done * self._size / self._length.samples
+
+    def _end_epoch(self) -> None:
+        if self._epoch >= 0:
+            self._epoch = -1
+            self._event("on_epoch_end")
+
+    def _during_training(self, event: str) -> None:
+        if not self._tries:
+            self._event(event)
+
+    def _event(self, name: str, **more: Any) -> None:
+        """Call an event of the callbacks that have it, without effect on the random state."""
+        trainer, callbacks = self._trainer, self._by_event.get(name)
+        if not callbacks:
+            return
+        more |= {"processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
+        more |= {each: _Absent(each) for each in ("lr_scheduler", "train_dataloader", "eval_dataloader")}
+        with generators_kept():
+            for each in callbacks:
+                own = getattr(each, name)(trainer.args, trainer.state, trainer.control, model=trainer.model, **more)
+                trainer.control = own or trainer.control
+                if trainer.control.should_epoch_stop:
+                    raise ConfigError(f"from_trainer: the callback {type(each).__name__} {_EPOCH_STOP}")
+
+    def _agree(self, context: RunContext) -> None:
+        """Do on every rank what a callback asks for on one. Collective if a callback asks for anything."""
+        if not self._requests:
+            return
+        control = self._trainer.control
+        rows = context.gather([bool(getattr(control, name)) for name in _REQUESTS])  # collective
+        for name, asked in zip(_REQUESTS, map(any, zip(*rows, strict=True)), strict=True):
+            setattr(control, name, asked)
+
+    def _log_step(self, context: RunContext, step: Any, record: Mapping[str, float] | None) -> None:
+        """Log the step's numbers if that is asked for; outside the schedule the loss is the step's own."""
+        control, done = self._trainer.control, step.global_step
+        if not control.should_log or done <= self._logged:
+            return
+        self._logged = done
+        if record is None:
+            logs = {"loss": step.loss, "grad_norm": step.norm}  # collective
+            context.log({"loss": logs["loss"]})
+        else:
+            logs = {"loss": record["running_loss"], "grad_norm": record["grad_norm"]}
+        self._losses.append(logs["loss"])
+        self._log({**logs, "learning_rate": step.lr})
+
+    def _log(self, logs: dict[str, float]) -> None:
+        """Add to the history what is logged, and call `on_log`."""
+        state = self._trainer.state
+        logs["epoch"] = state.epoch
+        state.log_history.append({**logs, "step": state.global_step})
+        self._trainer.control.should_log = False
+        self._event("on_log", logs=logs)
+
+    def _note_best(self, metrics: Mapping[str, float], done: int) -> None:
+        """Note the best metric in the Trainer's state, as the Trainer does after an evaluation."""
+        args, state = self._trainer.args, self._trainer.state
+        name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if name not in metrics:
+            return
+        best, now = state.best_metric, metrics[name]
+        if best is None or (now > best if args.greater_is_better else now < best):
+            state.best_metric, state.best_global_step = now, done
+            if value(args.save_strategy) == "best":
+                self._trainer.control.should_save = True
+
+
+def _is_stateful(callback: Any) -> bool:
+    return any(kind.__name__ == "ExportableState" for kind in type(callback).__mro__)
+
+
+@final
+class _Absent:
+    """An argument of an event that a run does not have."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"from_trainer: a callback uses {self._name}{what}, which a run does not have: leave it out; the rate is "
+            "state.log_history[-1]['learning_rate']"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __len__(self) -> int:
+        self._refuse(".__len__")
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse(".__iter__")
+
+    def __bool__(self) -> bool:
+        return True

@@ -1,0 +1,126 @@
+"""Serve a user's Lightning callbacks: which are called, in what order, with which state.
+
+    callbacks = callbacks_of(module, trainer)       # Lightning's own and the user's, in Lightning's order
+    served = Served(callbacks)                      # of those the user's, which hooks call
+    served.call("on_train_start", trainer, module)
+
+Lightning's own callbacks become settings (`hooks.settings_of`), but for `LambdaCallback`.
+"""
+
+import contextlib
+import copy
+from typing import Any, final
+
+from lockstep.adapters.lightning.package import PACKAGES, kind_of, own_methods, written
+from lockstep.adapters.lightning.refusals import CALLBACK_HOOKS
+from lockstep.adapters.lightning.state import packed, unpacked
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Served",
+    "callbacks_of",
+    "is_builtin",
+    "is_served",
+]
+
+
+def is_builtin(callback: Any) -> bool:
+    """Whether the package wrote the callback's class."""
+    return f"{type(callback).__module__}.".startswith(PACKAGES)
+
+
+def is_served(callback: Any) -> bool:
+    """Whether the callback's hooks are called."""
+    return not is_builtin(callback) or type(callback).__name__ == "LambdaCallback"
+
+
+def callbacks_of(module: Any, trainer: Any) -> list[Any]:
+    """Return the callbacks of the Trainer and of `configure_callbacks`, as Lightning merges them.
+
+    Raises:
+        ConfigError: one of the user's overrides a hook that is not served, or derives from one of Lightning's.
+    """
+    callbacks = list(trainer.callbacks) if trainer is not None else []
+    if written(module, "configure_callbacks"):
+        more = module.configure_callbacks() or []
+        more = list(more) if isinstance(more, list | tuple) else [more]
+        replaced = tuple({type(each) for each in callbacks if type(each).__name__ != "Callback"})
+        replaced = tuple(kind for kind in replaced if any(issubclass(type(each), kind) for each in more))
+        callbacks = [each for each in callbacks if type(each) not in replaced] + more
+    checks = trainer is None or bool(trainer.num_sanity_val_steps)
+    for each in filter(is_served, callbacks):
+        _check(each, sanity_checks=checks)
+    return callbacks
+
+
+def _check(callback: Any, *, sanity_checks: bool) -> None:
+    name = type(callback).__name__
+    if kind_of(callback, "Callback") is None:
+        raise ConfigError(f"from_lightning: the callback {name} is no lightning Callback: derive it from Callback")
+    base = next(kind for kind in type(callback).__mro__ if f"{kind.__module__}.".startswith(PACKAGES))
+    if base.__name__ not in ("Callback", "LambdaCallback"):
+        raise ConfigError(
+            f"from_lightning: the callback {name} derives from {base.__name__}, whose work the run does itself: derive "
+            "it from Callback, or give the Trainer Lightning's own"
+        )
+    for hook, out in CALLBACK_HOOKS.items() if sanity_checks else ():
+        if written(callback, hook):
+            raise ConfigError(f"from_lightning: the callback {name} overrides `{hook}`, which is not supported: {out}")
+
+
+@final
+class Served:
+    """The user's callbacks, in order.
+
+    Args:
+        callbacks: of the Trainer; those that become settings are left out.
+    """
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._callbacks = [each for each in callbacks if is_served(each)]
+        self._by_hook: dict[str, list[Any]] = {}
+        for each in self._callbacks:
+            for name in own_methods(each):
+                self._by_hook.setdefault(name, []).append(each)
+        self._first: list[Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def __contains__(self, hook: object) -> bool:
+        return hook in self._by_hook
+
+    def attach(self, module: Any) -> None:
+        """Give the callbacks `log` and `log_dict` of the module, as Lightning does."""
+        for each in self._callbacks:
+            each.log, each.log_dict = module.log, module.log_dict
+
+    def call(self, hook: str, trainer: Any, module: Any, *args: Any, **named: Any) -> None:
+        """Call a hook of those that have it, as Lightning does: the module's name for `log` is the hook's."""
+        callbacks = self._by_hook.get(hook)
+        if not callbacks:
+            return
+        before, module._current_fx_name = module._current_fx_name, hook
+        try:
+            for each in callbacks:
+                getattr(each, hook)(trainer, module, *args, **named)
+        finally:
+            module._current_fx_name = before
+
+    def state(self) -> dict[str, Any]:
+        """Return the `state_dict` of each that has one, by its `state_key`."""
+        states = {each.state_key: each.state_dict() for each in self._by_hook.get("state_dict", ())}
+        return {key: state for key, state in states.items() if state}
+
+    def load(self, content: list[Any] | None) -> None:
+        """Load the states of a checkpoint; None: those at the start, for a run that was rolled back to it."""
+        if content is None:
+            if self._first is None:
+                with contextlib.suppress(ConfigError):  # refused by the trial of a save
+                    self._first = packed(self.state(), "a callback's state_dict")
+                return
+            content = self._first
+        states = unpacked(content)
+        for each in self._by_hook.get("load_state_dict", ()):
+            if each.state_key in states:
+                each.load_state_dict(copy.deepcopy(states[each.state_key]))
