@@ -2,11 +2,12 @@
 
 The MLP of bench/loop.py, by turns in the same processes. Each loop's step is cut at the same places; what a part takes
 is the median over the rounds of its mean on rank 0, in microseconds. "rest" is what is left of the whole: in lockstep
-what follows a step (the record, the guards, the body), in the bare loop nothing but the loop itself.
+what follows a step (the record, the guards, the body), in the bare loop the log and the loop itself.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -15,11 +16,10 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from contest import machine, start
-from loop import TASKS, lockstep_stepper, rate
+from loop import LOG_FREQ, TASKS, lockstep_stepper, rate, shuffle
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.clock import HostClock
-from lockstep.data.sampler import Shuffled
 from lockstep.distributed.exchange import StepExchange
 from lockstep.optim.groups import groups
 
@@ -50,30 +50,39 @@ def bare(task, size, micro, rank, world, laps):
     model = task.model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
     optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    order, table, items = Shuffled(len(task.table), 0), task.table, size * task.items_per_sample
-    state = {"step": 0}
+    parameters = list(model.parameters())
+    table, items = task.table, size * task.items_per_sample
+    state = {"step": 0, "logged": None}
+
+    def batches():
+        draw = shuffle(len(table))
+        for epoch in itertools.count():
+            order = draw(epoch)
+            for first in range(rank * micro, len(order), size):
+                mine = order[first : first + micro]
+                yield table.x[mine], table.y[mine]
+
+    stream = batches()
 
     def step(count):
         for _ in range(count):
             laps.last = time.perf_counter()
             k = state["step"]
-            first = k * size + rank * micro
-            mine = torch.from_numpy(order.at(first, first + micro)[1])
-            batch = (table.x[mine], table.y[mine])
+            batch = next(stream)
             laps.lap("data")
-            loss = task.loss(wrapped, batch)
+            loss = task.loss(wrapped, batch) * (world / items)
             laps.lap("forward")
-            (loss * (world / items)).backward()
+            loss.backward()
             laps.lap("backward")
-            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, task.clip)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * rate(k)
             optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            optimizer.zero_grad()
             state["step"] = k + 1
             laps.lap("update")
+            if (k + 1) % LOG_FREQ == 0:
+                state["logged"] = k + 1, loss.item(), norm.item()
 
     return step
 
