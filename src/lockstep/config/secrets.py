@@ -61,7 +61,7 @@ _PATTERNS = tuple(
             r"(?P<secret>[0-9a-f]{20,})",
         ),
         (
-            "hf_ gh glpat- sk- npm_ pypi- akia asia xox aiza eyj",
+            "hf_ gh github_pat_ glpat- sk- npm_ pypi- akia asia xox aiza eyj",
             r"(?<![a-z0-9])(?P<secret>hf_[a-z0-9]{16,}|gh[a-z]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[\w-]{16,}"
             r"|npm_\w{30,}|pypi-[\w-]{30,}|A[KS]IA[0-9A-Z]{12,}|xox[a-z]-[\w-]{8,}|AIza[\w-]{30,}"
             r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)",

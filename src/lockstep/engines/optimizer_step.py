@@ -443,7 +443,9 @@ class OptimizerStep:
         """Divide by the loss scale and clip, in one multiplication."""
         if not gradients or not (self._clip or self._scaler):
             return
-        # Always multiplied: checking whether the norm is too large would wait for the device.
+        if not self._scaler and norm.device.type == "cpu" and float(norm) + 1e-6 < 0.99 * self._clip:
+            return  # the factor is 1, even rounded
+        # Always multiplied on a device: checking whether the norm is too large would wait for it.
         factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
             factor = factor / _cast_like(self._scaler.scale, factor)
