@@ -25,14 +25,14 @@ def fused_step(optimizer: Any) -> bool:
     """Take the step of a fused Adam or AdamW; return False, having changed nothing, if torch must take it.
 
     It must in a first step, which makes the states; if anything wants to know of the step (a hook, a scheduler, a
-    profiler); and for whatever is not one dense gradient per parameter, on one device and of one dtype a group.
+    profiler); and for whatever is not one dense gradient per parameter, all on one device and of one dtype a group.
     """
     if type(optimizer) not in _KINDS or _is_observed(optimizer):
         return False
     state, parts, steps = optimizer.state, list[tuple[dict[str, Any], _Lists]](), list[Tensor]()
     for group in optimizer.param_groups:
         lists = _lists_of(group, state)
-        if lists is None:
+        if lists is None or (steps and lists[4] and lists[4][0].device != steps[0].device):
             return False
         if lists[0]:
             parts.append((group, lists))
