@@ -119,7 +119,12 @@ class Micro(torch.utils.data.Sampler):
 def bare(setting, turns):
     s = setting
     wrapped = DistributedDataParallel(s.model, gradient_as_bucket_view=True) if s.world > 1 else s.model
-    step = hand_written(s.task, wrapped, s.optimizer(), s.size, s.micro, s.accumulation, s.rank, s.world)
+    order, samples = Shuffled(len(s.task.table), 0), len(s.task.table)
+
+    def draw(epoch):
+        return torch.from_numpy(order.at(epoch * samples, (epoch + 1) * samples)[1])  # as the others, see `Micro`
+
+    step = hand_written(s.task, wrapped, s.optimizer(), s.size, s.micro, s.accumulation, s.rank, s.world, draw)
     turns.ready(s.model)
     while True:
         step(1)

@@ -1,12 +1,13 @@
 """Where a step goes, in lockstep and in a bare loop: python bench/step.py [--rounds 20] [--processes 2]
 
 The MLP of bench/loop.py, by turns in the same processes. Each loop's step is cut at the same places; what a part takes
-is the median over the rounds of its mean on rank 0, in microseconds. "rest" is what is left of the whole: in lockstep
-what follows a step (the record, the guards, the body), in the bare loop nothing but the loop itself.
+is its median over the steps on rank 0, in microseconds. "rest" is what follows a step without a record (guards, the
+body; in the bare loop the loop itself), "record" how much longer that takes in a step with one, every tenth.
 """
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -15,33 +16,45 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from contest import machine, start
-from loop import TASKS, lockstep_stepper, rate
+from loop import LOG_FREQ, TASKS, lockstep_stepper, rate, shuffle
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.clock import HostClock
-from lockstep.data.sampler import Shuffled
 from lockstep.distributed.exchange import StepExchange
 from lockstep.optim.groups import groups
 
-PARTS = ("data", "exchange", "forward", "backward", "update", "rest")
+PARTS = ("data", "exchange", "forward", "backward", "update", "rest", "record")
 
 
 class Laps:
-    """Seconds by part since the last reading."""
+    """Seconds by part of each step."""
 
     def __init__(self):
-        self.sums, self.last = defaultdict(float), 0.0
+        self.steps, self.present, self.last, self.begun = defaultdict(list), defaultdict(float), 0.0, 0
+
+    def begin(self):
+        """Begins a step, which ends the one before."""
+        now = time.perf_counter()
+        if self.last:
+            self.present["record" if self.begun % LOG_FREQ == 0 else "rest"] += now - self.last
+            for part, seconds in self.present.items():
+                self.steps[part].append(seconds)
+        self.begun += 1
+        self.present, self.last = defaultdict(float), time.perf_counter()
 
     def lap(self, part):
         now = time.perf_counter()
-        self.sums[part] += now - self.last
+        self.present[part] += now - self.last
         self.last = now
 
-    def read(self, whole, steps):
-        """{part: microseconds a step}, of steps that took `whole` seconds."""
-        found, self.sums = dict(self.sums), defaultdict(float)
-        found["rest"] = whole - sum(found.values())
-        return {part: found.get(part, 0.0) / steps * 1e6 for part in PARTS}
+    def pause(self):
+        """Forgets the last step: what follows is not its own."""
+        self.present, self.last = defaultdict(float), 0.0
+
+    def medians(self):
+        """{part: microseconds}."""
+        found = {part: statistics.median(self.steps.get(part) or [0.0]) * 1e6 for part in PARTS}
+        return found | {"record": found["record"] - found["rest"]}
 
 
 def bare(task, size, micro, rank, world, laps):
@@ -50,30 +63,39 @@ def bare(task, size, micro, rank, world, laps):
     model = task.model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 else model
     optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-3, betas=(0.9, 0.95), fused=True)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    order, table, items = Shuffled(len(task.table), 0), task.table, size * task.items_per_sample
-    state = {"step": 0}
+    parameters = list(model.parameters())
+    table, items = task.table, size * task.items_per_sample
+    state = {"step": 0, "logged": None}
+
+    def batches():
+        draw = shuffle(len(table))
+        for epoch in itertools.count():
+            order = draw(epoch)
+            for first in range(rank * micro, len(order), size):
+                mine = order[first : first + micro]
+                yield table.x[mine], table.y[mine]
+
+    stream = batches()
 
     def step(count):
         for _ in range(count):
-            laps.last = time.perf_counter()
+            laps.begin()
             k = state["step"]
-            first = k * size + rank * micro
-            mine = torch.from_numpy(order.at(first, first + micro)[1])
-            batch = (table.x[mine], table.y[mine])
+            batch = next(stream)
             laps.lap("data")
-            loss = task.loss(wrapped, batch)
+            loss = task.loss(wrapped, batch) * (world / items)
             laps.lap("forward")
-            (loss * (world / items)).backward()
+            loss.backward()
             laps.lap("backward")
-            torch.nn.utils.clip_grad_norm_(parameters, task.clip)
+            norm = torch.nn.utils.clip_grad_norm_(parameters, task.clip)
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * rate(k)
             optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
+            optimizer.zero_grad()
             state["step"] = k + 1
             laps.lap("update")
+            if (k + 1) % LOG_FREQ == 0:
+                state["logged"] = k + 1, loss.item(), norm.item()
 
     return step
 
@@ -82,7 +104,8 @@ def watched(laps):
     """Has lockstep's own clock tell `laps`, and the step exchange's calls counted apart from the data's."""
 
     def start(self):
-        laps.last = time.perf_counter()
+        self.steps += 1
+        laps.begin()
 
     HostClock.start = start
     HostClock.lap = lambda self, name: laps.lap(name.partition("/")[0])
@@ -111,21 +134,22 @@ def compete(rank, world, port, folder, rounds):
         ours = lockstep_stepper(task, size, micro, folder)
         ours(1)
         steppers = {"bare fused": bare(task, size, micro, rank, world, laps["bare fused"]), "lockstep": ours}
-        wait, found = dist.barrier if world > 1 else (lambda: None), {name: [] for name in steppers}
+        wait = dist.barrier if world > 1 else (lambda: None)
         for turn in range(rounds + 1):
             for name in list(steppers)[:: 1 if turn % 2 else -1]:
                 wait()
-                laps[name].sums.clear()
-                began = time.perf_counter()
+                laps[name].pause()
                 steppers[name](steps)
-                found[name].append(laps[name].read(time.perf_counter() - began, steps))
+                laps[name].pause()
+            if not turn:
+                for each in laps.values():
+                    each.steps.clear()
     if rank == 0:
-        print(f"{'part':>10}" + "".join(f"{name:>12}" for name in found) + f"{'difference':>12}")
-        medians = {name: {p: statistics.median(r[p] for r in rows[1:]) for p in PARTS} for name, rows in found.items()}
+        print(f"{'part':>10}" + "".join(f"{name:>12}" for name in laps) + f"{'difference':>12}")
+        one, other = (each.medians() for each in laps.values())
         for part in PARTS:
-            one, other = (medians[name][part] for name in found)
-            print(f"{part:>10}{one:12.0f}{other:12.0f}{other - one:12.0f}")
-        one, other = (statistics.median(sum(row.values()) for row in rows[1:]) for rows in found.values())
+            print(f"{part:>10}{one[part]:12.0f}{other[part]:12.0f}{other[part] - one[part]:12.0f}")
+        one, other = (sum(each.values()) - (1 - 1 / LOG_FREQ) * each["record"] for each in (one, other))
         print(f"{'step':>10}{one:12.0f}{other:12.0f}{other - one:12.0f}", flush=True)
     os._exit(0)  # without a teardown that a benchmark need not wait for
 

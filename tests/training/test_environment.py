@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.config import secrets
 from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
 from lockstep.training import run_dir
 
@@ -98,6 +99,80 @@ def test_a_value_that_is_named_a_secret_never_leaks(around, secret):
 @settings(max_examples=30, deadline=None)
 def test_a_secret_in_a_url_never_leaks(around, secret):
     assert secret not in mask(around.format(secret), {})
+
+
+PIECES = (
+    *(
+        "key",
+        "Api_Key",
+        "to\u212aen",
+        "token",
+        "SECRET",
+        "\u017fecret",
+        "passwd",
+        "Password",
+        "pass",
+        "passphrase",
+        "_pwd",
+        "pwd",
+    ),
+    *(
+        "credential",
+        "credent\u0131als",
+        "authorization",
+        "auth",
+        "signature",
+        "s\u0131g",
+        "sig",
+        "cookie",
+        "code",
+        "login",
+    ),
+    *(
+        "Bearer",
+        "://",
+        "u:p@h",
+        "?",
+        "&",
+        ";",
+        "=",
+        ":",
+        " ",
+        "-",
+        "--",
+        "_",
+        ".",
+        '"',
+        "is",
+        HEX,
+        "abc",
+        "1",
+        "x" * 30,
+    ),
+    *(
+        "hf_",
+        "ghp_",
+        "github_pat_",
+        "glpat-",
+        "sk-",
+        "npm_",
+        "pypi-",
+        "AKIA",
+        "ASIA",
+        "A\u212aIA",
+        "xoxb-",
+        "AIza",
+        "eyJ",
+    ),
+    *("-----BEGIN PRIVATE KEY-----", "-----end PRIVATE \u212aEY-----", "\n"),
+)
+
+
+@given(text=st.lists(st.sampled_from(PIECES), max_size=9).map("".join))
+@settings(max_examples=600, deadline=None)
+def test_the_words_before_a_pattern_hide_none_of_its_matches(text):
+    every = [match.span("secret") for _, pattern in secrets._PATTERNS for match in pattern.finditer(text)]
+    assert list(secrets._pattern_matches(text)) == every
 
 
 @given(secret=ANYTHING, before=st.text(max_size=20), after=st.text(max_size=20))

@@ -201,6 +201,7 @@ class Batches:
         sharing: ShareSchedule | None = None,
     ) -> None:
         self._order, self.size = order, len(dataset)
+        self._mixture = order if isinstance(order, Sharing) else None  # asked once: it is slow
         fetch = Fetch(dataset, task, seed, world.rank)
         self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
 
@@ -225,7 +226,7 @@ class Batches:
     def shares(self, first: int, last: int) -> dict[str, float]:
         """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
         start = self.step_plan.start(max(first, self.step_plan.origin.step))
-        return self._order.shares(start, self.step_plan.start(last)) if isinstance(self._order, Sharing) else {}
+        return self._mixture.shares(start, self.step_plan.start(last)) if self._mixture else {}
 
     @property
     def slots(self) -> int:
@@ -383,7 +384,7 @@ class Batches:
 
         Looks up the samples of many steps at once, since a single look-up is slow.
         """
-        step_plan = self.step_plan
+        step_plan, size = self.step_plan, self.step_plan.micro_size
         block = max(1, 4096 // step_plan.size)
         shares, full = None, list[Slot]()
         for first in range(start, step_plan.steps, block):
@@ -391,15 +392,18 @@ class Batches:
             origin = step_plan.start(first)
             epochs, samples = self._order.at(origin, step_plan.start(last))
             for step in range(first, last):
-                present = step_plan.present(step)
+                begin = step_plan.start(step)
                 if (now := self.sharing.at(step)) is not shares:
                     shares, full = now, slots(now, self.rank, step_plan.micro_batches)
-                short = present < step_plan.micro_batches
-                own = slots(now, self.rank, present) if short else full
+                short = step_plan.start(step + 1) - begin < step_plan.size
+                own = slots(now, self.rank, step_plan.present(step)) if short else full
+                if not own:
+                    continue
+                run = slice(begin - origin + own[0].micro * size, begin - origin + (own[-1].micro + 1) * size)
+                own_epochs, own_samples = epochs[run].tolist(), samples[run].tolist()
                 for micro, weight in own:
-                    a, b = step_plan.positions(step, micro)
-                    span = slice(a - origin, b - origin)
-                    yield Key(step, micro, weight, epochs[span].tolist(), samples[span].tolist())
+                    a = (micro - own[0].micro) * size
+                    yield Key(step, micro, weight, own_epochs[a : a + size], own_samples[a : a + size])
 
 
 class StepLoader:

@@ -199,8 +199,10 @@ def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
 
     None restores the value from before the first override, so a step's momentum depends on that step alone.
     """
+    if momentum is None and _OWN_MOMENTUM not in group:
+        return
     name = next((name for name in ("betas", "momentum") if name in group), None)
-    if name is None or (momentum is None and _OWN_MOMENTUM not in group):
+    if name is None:
         return
     own = group.setdefault(_OWN_MOMENTUM, group[name])
     if momentum is None:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 from lockstep.config.sections import Fp16
 from lockstep.engines.base import Evaluate, Penalty, Settings, StepResult, set_momentum
 from lockstep.engines.closure import Alone, Closure, blame_optimizer, check_dense, step_of, takes_closure
+from lockstep.engines.fused_step import fused_step
 from lockstep.engines.state_dict import Snapshot, drop_states, materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
 
@@ -345,7 +346,8 @@ class OptimizerStep:
     def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
         """Take the optimizer's step, with a closure if it may call one."""
         if not self._evaluates or evaluate is None:
-            self.optimizer.step()
+            if not fused_step(self.optimizer):
+                self.optimizer.step()
             return
 
         def first() -> Tensor:
@@ -441,8 +443,10 @@ class OptimizerStep:
         """Divide by the loss scale and clip, in one multiplication."""
         if not gradients or not (self._clip or self._scaler):
             return
-        # Always multiplied: checking whether the norm is too large would wait for the device.
-        factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0) if self._clip else torch.ones_like(norm)
+        if not self._scaler and norm.device.type == "cpu" and float(norm) + 1e-6 < 0.99 * self._clip:
+            return  # the factor is 1, even rounded
+        # Always multiplied on a device: checking whether the norm is too large would wait for it.
+        factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0) if self._clip else torch.ones_like(norm)
         if self._scaler:
             factor = factor / _cast_like(self._scaler.scale, factor)
         if self._local:

@@ -112,7 +112,7 @@ def loading_failures(loading: Sequence[Counting | Loader]) -> list[float]:
     counts = [0.0, 0.0, 0.0]
     for each in loading:
         if hasattr(each, "counts"):
-            counts[0], counts[1] = (float(count) for count in each.counts)
+            counts[0], counts[1] = map(float, each.counts.tolist())
         else:
             counts[2] = float(each.restarts)
     return counts

@@ -32,6 +32,7 @@ class Spike:
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._latest: deque[float] = deque(maxlen=_LATELY)  # the last of them
         self._count = 0
         self._usual = math.inf  # limit by the last 128 norms, as last estimated
         self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the current and the next
@@ -39,7 +40,10 @@ class Spike:
 
     def limit(self, step: int) -> float:
         """Return the norm above which `step` is a spike."""
-        return next((limit for first, limit in reversed(self._limits) if step >= first), math.inf)
+        for first, limit in reversed(self._limits):
+            if step >= first:
+                return limit
+        return math.inf
 
     def sees(self, step: int, norm: float) -> bool:
         """Return whether the norm of `step` is a spike, and learn from it if not.
@@ -50,6 +54,7 @@ class Spike:
             return True
         if norm > 0 and step >= self._first:
             self._norms.append(norm)
+            self._latest.append(norm)
             self._count += 1
             if self._count >= _LEAST:
                 if self._count % _EVERY == 0:
@@ -66,6 +71,7 @@ class Spike:
         self._limits.clear()
         self._limits.extend([*earlier[-1:], (step, math.inf)])
         self._norms.clear()
+        self._latest.clear()
         self._count, self._usual, self._first = 0, math.inf, step
 
     def state(self, trained: int) -> SpikeState:
@@ -87,6 +93,8 @@ class Spike:
         """Restore what `state` returned."""
         self._norms.clear()
         self._norms.extend(state.norms)
+        self._latest.clear()
+        self._latest.extend(self._norms)
         self._count = state.count
         self._limits.clear()
         self._limits.extend(state.limits)
@@ -95,7 +103,7 @@ class Spike:
 
     def _lately(self) -> float:
         """Return the median of the last 8 norms."""
-        lately = sorted(list(self._norms)[-_LATELY:])
+        lately = sorted(self._latest)
         return lately[len(lately) // 2]
 
     def _estimate(self) -> float:

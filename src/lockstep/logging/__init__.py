@@ -78,7 +78,10 @@ class Sinks:
             evaluated: (done, total) micro-batches of this rank in a running evaluation.
         """
         for sink in self._displays:
-            self._call_sink(sink, partial(sink.progress, step, evaluated))
+            try:
+                sink.progress(step, evaluated)
+            except Exception as error:  # as in `_call_sink`, without its cost in every step
+                self._report(sink, error)
 
     def best(self, text: str) -> None:
         """Show the best evaluation so far, in a few words; "" for none."""
@@ -133,13 +136,16 @@ class Sinks:
         try:
             call()
         except Exception as error:  # any error of a third party's service; Ctrl-C passes
-            if id(sink) not in self._reported:
-                self._reported.add(id(sink))
-                logging.getLogger("lockstep").warning(
-                    "%s failed, its records may be incomplete: %s: %s; training continues",
-                    type(sink).__name__,
-                    type(error).__name__,
-                    error,
-                )
+            self._report(sink, error)
             return False
         return True
+
+    def _report(self, sink: Sink, error: Exception) -> None:
+        if id(sink) not in self._reported:
+            self._reported.add(id(sink))
+            logging.getLogger("lockstep").warning(
+                "%s failed, its records may be incomplete: %s: %s; training continues",
+                type(sink).__name__,
+                type(error).__name__,
+                error,
+            )

@@ -415,7 +415,21 @@ class _Page:
 
     def line(self, line: str, style: str = "") -> None:
         """Write a line of external text: masked and printable."""
-        self.show(Text(printable(mask(line)), style))
+        text = printable(mask(line))
+        if self.terminal.is_terminal:
+            self.show(Text(text, style))
+        elif not self.terminal.quiet:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        """Write a line into a file or a pipe, where rich would add nothing to it and takes ten times as long."""
+        file, encoding = self.terminal.file, self.terminal.encoding
+        text = text if self.unicode else text.encode(encoding, "backslashreplace").decode(encoding)
+        try:
+            file.write(f"{text}\n")
+            file.flush()
+        except BrokenPipeError:
+            self.terminal.on_broken_pipe()
 
     def show(self, line: Text) -> None:
         """Write a line that only the terminal wraps, so that a path can be copied."""

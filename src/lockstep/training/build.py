@@ -306,12 +306,16 @@ class RunParts:
         """Return the run's position after `done` steps."""
         return self.batches.place(self.run_plan.place(done))
 
-    def epochs(self, done: int) -> float:
-        """Return the passes over the training data after `done` steps, with the part of the current one if known."""
-        if self.run_plan.samples:
-            return self.run_plan.step_plan.start(done) / self.run_plan.samples
-        place = self.place(done)
-        return (place.epoch or 0) + (place.epoch_progress or 0.0)
+    @property
+    def epochs(self) -> Callable[[int], float]:
+        """Number of steps -> passes over the training data, with the part of the current one if known."""
+        step_plan, samples = self.run_plan.step_plan, self.run_plan.samples
+
+        def of_stream(done: int) -> float:
+            place = self.place(done)
+            return (place.epoch or 0) + (place.epoch_progress or 0.0)
+
+        return (lambda done: step_plan.start(done) / samples) if samples else of_stream
 
     @property
     def last_step(self) -> int:

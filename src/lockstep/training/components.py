@@ -11,7 +11,7 @@ from a caller's loop and the end of a run.
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class StepComponents(NamedTuple):
     Attributes:
         plan_steps: length of the plan.
         last_step: number of steps after which this start ends.
+        epochs: number of steps -> passes over the training data.
     """
 
     step_loader: StepLoader
@@ -84,6 +85,7 @@ class StepComponents(NamedTuple):
     step_plan: StepPlan
     plan_steps: int
     last_step: int
+    epochs: Callable[[int], float]
 
 
 def build_components(session: Session, built: RunParts) -> StepComponents:
@@ -136,7 +138,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         gradients=built.groups.gradients,
     )
     parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
-    return StepComponents(*parts, step_plan.steps, built.last_step)
+    return StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)
 
 
 def record_step(session: Session, built: RunParts, components: StepComponents, record: StepRecord) -> Step:
@@ -155,7 +157,7 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
         components.recorder.log(record)
     return Step(
         record,
-        built.epochs(global_step),
+        components.epochs(global_step),
         built.lr * record.factor,
         session.read_numbers,
     )

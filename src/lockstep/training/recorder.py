@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -204,13 +203,16 @@ class Meter:
             self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
 
+_STATUS = "/proc/self/status"  # of Linux
+
+
 def peak_memory(device: torch.device) -> int:
     """Return the peak in bytes: allocated on a CUDA device, else resident in this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+        with open(_STATUS, "rb", buffering=0) as file:
+            return int(file.read(1 << 14).partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
@@ -256,7 +258,7 @@ class RunRecorder:
         self._survives_loss = survives_loss
         self.lost_ranks = lost_ranks
         options = built.config.checkpoint
-        self._saves = options.mode != "none"
+        self._saves, self._every = options.mode != "none", built.config.log_freq
         self.saver = checkpoint.Saver(
             built.world,
             background=options.mode == "async",
@@ -272,7 +274,7 @@ class RunRecorder:
 
     def ends_window(self, record: StepRecord) -> bool:
         """Whether a record is due with this step."""
-        return (record.step + 1) % self._built.config.log_freq == 0
+        return (record.step + 1) % self._every == 0
 
     def expect(self, record: StepRecord) -> None:
         """Hold back other records until the delayed record of this step is written."""

@@ -1,0 +1,103 @@
+"""Step torch's fused Adam and AdamW with little besides their kernel.
+
+if not fused_step(optimizer): optimizer.step()
+
+Around the kernel torch enters a profiler's record, chains hooks, sorts tensors by device, and checks its arguments, for
+each group: more than the update of a small model takes. The kernel gets the same tensors and numbers here, so the bits
+are the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+__all__ = ["fused_step"]
+
+_KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW)
+_UNUSUAL = ("amsgrad", "capturable", "differentiable")
+_Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
+
+def fused_step(optimizer: Any) -> bool:
+    """Take the step of a fused Adam or AdamW; return False, having changed nothing, if torch must take it.
+
+    It must in a first step, which makes the states; if anything wants to know of the step (a hook, a scheduler, a
+    profiler); and for whatever is not one dense gradient per parameter, all on one device and of one dtype a group.
+    """
+    if type(optimizer) not in _KINDS or _is_observed(optimizer):
+        return False
+    state, parts, steps = optimizer.state, list[tuple[dict[str, Any], _Lists]](), list[Tensor]()
+    for group in optimizer.param_groups:
+        lists = _lists_of(group, state)
+        if lists is None or (steps and lists[4] and lists[4][0].device != steps[0].device):
+            return False
+        if lists[0]:
+            parts.append((group, lists))
+            steps += lists[4]
+    if not steps:
+        return True
+    scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    with torch.no_grad():
+        torch._foreach_add_(steps, 1)
+        for group, (parameters, gradients, means, squares, counts) in parts:
+            beta1, beta2 = group["betas"]
+            kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            kernel(
+                parameters,
+                gradients,
+                means,
+                squares,
+                [],
+                counts,
+                amsgrad=False,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                grad_scale=scale,
+                found_inf=skip,
+            )
+        if skip is not None:
+            torch._foreach_sub_(steps, [skip] * len(steps))
+    return True
+
+
+def _is_observed(optimizer: Any) -> bool:
+    return bool(
+        "step" in vars(optimizer)  # replaced, as by a scheduler of torch
+        or not getattr(type(optimizer).step, "hooked", False)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _lists_of(group: dict[str, Any], state: Any) -> _Lists | None:
+    """Return parameters, gradients, means, mean squares and step counts of a group; None: it is an unusual one."""
+    if not group["fused"] or any(map(group.get, _UNUSUAL)) or Tensor in map(type, (group["lr"], *group["betas"])):
+        return None
+    lists: _Lists = ([], [], [], [], [])
+    parameters, gradients, means, squares, counts = lists
+    device, dtype = None, None
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if device is None:
+            device, dtype = parameter.device, parameter.dtype
+        own = state.get(parameter)
+        if not own or gradient.is_sparse or parameter.dtype is not dtype or parameter.device != device:
+            return None
+        parameters.append(parameter)
+        gradients.append(gradient)
+        means.append(own["exp_avg"])
+        squares.append(own["exp_avg_sq"])
+        counts.append(own["step"])
+    return lists
