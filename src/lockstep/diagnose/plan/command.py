@@ -52,6 +52,12 @@ def described(answer: PlanResult) -> str:
         f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
         f"update, {_seconds(times.exposed)} exposed exchange (an estimate, not a measurement)",
     ]
+    if times.launch_bound:
+        calls = estimate.work["compute"].calls
+        lines.append(
+            f"launches bound it: the host takes {_seconds(times.launching)} to launch its {calls:,.0f} operations a "
+            f"micro-batch, which run in {_seconds(times.computing)}; a larger --micro-batch-size has the same number"
+        )
     lines += _largest(answer)
     if answer.rows:
         lines += ["", "configurations that fit, the fastest first:"]
@@ -115,6 +121,8 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
         "flops": estimate.work["compute"].flops,
         "step_seconds": times.step,
         "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
+        "launching_seconds": times.launching,
+        "launches_bound": times.launch_bound,
         "largest": {"micro_batch_size": answer.micro_batch, "seq_len": answer.seq_len, "layers": answer.layers},
         "ways": [
             {
