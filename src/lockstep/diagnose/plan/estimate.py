@@ -163,7 +163,7 @@ class Planner:
         engine = name_of(config.engine, world)
         check_planned(engine, config.engine_options)
         if ENGINES[engine].one_process and self.size > 1:
-            raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-size 1")
+            raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-sizes 1")
         precision = config.precision
         if precision == "auto":
             precision = "bf16" if self.device.bf16 else "float32"
@@ -323,7 +323,7 @@ def check_size(size: int) -> None:
         ConfigError: it is out of range.
     """
     if not 1 <= size <= _LARGEST:
-        raise ConfigError(f"--world-size {size}: give the number of devices, from 1 to {_LARGEST}")
+        raise ConfigError(f"--world-sizes {size}: give the number of devices, from 1 to {_LARGEST}")
 
 
 _PRODUCTS = 0.55  # share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311)
