@@ -1,13 +1,15 @@
-"""CSV, TensorBoard, Weights & Biases, MLflow: what was written is read back; nothing secret is in it; no failure stops a run."""
+"""Sinks beside metrics.jsonl: what was written is read back; nothing secret is in it; no failure stops a run."""
 
 import csv
 import json
 import os
 import re
+import sqlite3
 import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from toys import Ragged
@@ -76,7 +78,9 @@ def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
     first = TensorBoard(tmp_path)
     first.start({"experiment": "E"})
     for step in (1, 2, 3):
-        first.log({"global_step": step, "running_loss": 1.0 / step, "time/data": 2.0, "note": "text", "evaluation/loss": None})
+        first.log(
+            {"global_step": step, "running_loss": 1.0 / step, "time/data": 2.0, "note": "text", "evaluation/loss": None}
+        )
     first.close(None)
     again = TensorBoard(tmp_path, resume_step=back)
     again.start({"experiment": "E"})
@@ -252,3 +256,16 @@ def test_a_server_of_mlflow_that_fails_is_reported_once(tmp_path, monkeypatch, c
         sinks.log({"global_step": step, "running_loss": 1.0})
     sinks.close({})
     assert len(re.findall(r"MLflow failed\b", caplog.text)) == 1
+
+
+def test_the_sink_of_the_documents_writes_evaluations(tmp_path):
+    names = {}
+    page = (Path(__file__).parents[2] / "docs/sinks.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    task = Ragged()
+    task.hooks = names["ToDatabase"](tmp_path / "numbers.db")
+    list(lockstep.Run(settings(tmp_path, csv=True, eval_freq=2), task))
+    with sqlite3.connect(tmp_path / "numbers.db") as base:
+        found = base.execute("select step from numbers where name like '%loss%' order by step").fetchall()
+    assert found == [(2,), (4,)]
+    assert [row["samples_seen"] for row in rows(tmp_path / "r") if row["samples_seen"]] == ["16.0", "32.0"]

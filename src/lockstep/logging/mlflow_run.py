@@ -32,7 +32,7 @@ _MOST_PARAMS, _MOST_CHARACTERS = 100, 500  # of a batch, and of a value; what ev
 class MLflow:
     """Sink for a run of MLflow that a resume continues.
 
-    A thread talks to the server, so that a slow one delays nothing. Its errors come from a later `log`, or from `close`.
+    A thread talks to the server, so that a slow one delays nothing. A later `log`, or `close`, raises its errors.
     Records of steps that run again after a resume are logged again, with the same numbers.
 
     Args:

@@ -251,7 +251,12 @@ def _lines(results: list[dict[str, Any] | None], place: CheckContext, alone: boo
         prefix = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {', '.join(hosts)}"
         if place.lost and level not in (OK, SKIP):
             prefix = f"process {os.getpid()} on {place.host}"
-        elif place.size == 1 or level in (OK, SKIP) or text.startswith(f"rank {ranks[0]}") or "rank " in text.partition(":")[0]:
+        elif (
+            place.size == 1
+            or level in (OK, SKIP)
+            or text.startswith(f"rank {ranks[0]}")
+            or "rank " in text.partition(":")[0]
+        ):
             prefix = ""
         elif everywhere:
             prefix = "all ranks"

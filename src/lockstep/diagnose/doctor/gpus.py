@@ -209,9 +209,7 @@ def gpus(place: CheckContext) -> CheckResult:
     try:
         devices = read_gpus()
     except NoDriver as error:
-        return CheckResult(
-            [skip("GPUs", f"{error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []}
-        )
+        return CheckResult([skip("GPUs", f"{error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []})
     findings = [finding for gpu in devices for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
     usage = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in devices]

@@ -270,7 +270,7 @@ _STEAL_COLUMN = 7  # of its first line
 
 
 def cores(place: CheckContext) -> CheckResult:
-    """Compare the threads and loader processes of this node's ranks with the container's cores, and see who else computes."""
+    """Compare the ranks' threads and loader processes with the container's cores, and measure what else runs."""
     usable, threads = node_cores(place.environ), torch.get_num_threads()
     found = judge_cores(usable, cpu_quota(place.root), threads, place)
     load, stolen = _load(place)
