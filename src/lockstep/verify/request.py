@@ -197,9 +197,10 @@ class VerifyRequest:
         precision = requested or (
             "float64" if wide else own or "float32"
         )  # not the device's default: name what to prove
+        off: dict[str, Any] = dict.fromkeys(SINK_FLAGS, False)
         plain = dataclasses.replace(
             self.config,
-            **dict.fromkeys(SINK_FLAGS, False),
+            **off,
             stop_at=0,
             resume_anyway=False,
             on_oom="stop",
