@@ -269,7 +269,7 @@ def large():
         (Path(folder) / "config.json").write_text(json.dumps(LARGE))
         for more in (["--fast"], []):
             command = [sys.executable, "-m", "lockstep", "plan", "--model-name", folder, "--seq-len", "4096"]
-            command += ["--world-size", "512", "--device", "h100-80", "--engine", "fsdp", "--precision", "bf16-true"]
+            command += ["--world-sizes", "512", "--device", "h100-80", "--engine", "fsdp", "--precision", "bf16-true"]
             began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
             seconds = time.perf_counter() - began

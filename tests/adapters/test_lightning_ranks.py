@@ -238,7 +238,7 @@ def test_the_command_takes_a_file(tmp_path, monkeypatch, capsys):
     tried.task(here)
     assert seen == [4]
     with pytest.raises(SystemExit) as ended:
-        cli.main(["plan", *flags[:4], "--world-size", "2", "--device", "h100-80", "--fast", "--json"])
+        cli.main(["plan", *flags[:4], "--world-sizes", "2", "--device", "h100-80", "--fast", "--json"])
     assert ended.value.code == 0
     planned = json.loads(capsys.readouterr().out)["config"]
     assert (planned["micro_batch_size"], planned["batch_size"]) == (4, 8)  # a micro-batch of the loader's a device

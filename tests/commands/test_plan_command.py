@@ -63,9 +63,19 @@ def test_one_json_object(capsys):
     assert found["config"]["precision"] == "float32"  # this device multiplies no bf16
 
 
+def test_each_of_several_sizes_and_whether_launches_bound_it(capsys):
+    sizes = ("--json", "--fast", "--device", "h100-80", "--world-sizes", "1,2", "--seq-len", "8")
+    code, text = said(capsys, *sizes, "--batch-size", "2", "--micro-batch-size", "1")
+    one, two = json.loads(text)
+    assert code == 0
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["launches_bound"]
+    assert one["step_parts"]["compute"] == one["launching_seconds"] > two["launching_seconds"]
+
+
 def test_flags_of_the_table_are_those_of_train(capsys):
     code, text = said(
-        capsys, "--json", "--world-size", "2", "--device", "l4-24", "--batch-size", "8", "--seq-len", "32"
+        capsys, "--json", "--world-sizes", "2", "--device", "l4-24", "--batch-size", "8", "--seq-len", "32"
     )
     found = json.loads(text)
     assert code == 0
@@ -92,7 +102,7 @@ def test_what_does_not_fit_says_what_to_change(capsys, tmp_path):
 def test_a_model_of_a_file_alone(capsys, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
-    flags = ("--world-size", "16", "--engine", "fsdp", "--precision", "bf16-true", "--seq-len", "2048")
+    flags = ("--world-sizes", "16", "--engine", "fsdp", "--precision", "bf16-true", "--seq-len", "2048")
     code, text = said(capsys, "--model-name", str(tmp_path), "--device", "h100-80", "--json", "--fast", *flags)
     found = json.loads(text)
     assert code == 0
@@ -106,19 +116,20 @@ def test_a_model_of_a_file_alone(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--world-size", "0"], "--world-size 0"),
-        (["--world-size", "1000000000"], "from 1 to 131072"),
+        (["--world-sizes", "0"], "--world-sizes is '0'"),
+        (["--world-size", "2"], "unknown flag --world-size: did you mean --world-sizes"),
+        (["--world-sizes", "1000000000"], "from 1 to 131072"),
         (["--device", ""], "--device '' is unknown: choose from cpu"),
         (["--device", "h100-80", "--memory", "1GB"], "take 1 GiB of it"),
         (["--device", "h1000"], "--device 'h1000' is unknown: did you mean h100-80"),
         (["--memory", "lots"], "--memory 'lots'"),
-        (["--engine", "single", "--world-size", "2"], "--engine single with 2"),
-        (["--engine", "deepspeed", "--world-size", "2", "--engine.zero-stage", "3"], "cannot be planned in stage 3"),
-        (["--engine", "deepspeed", "--world-size", "2", "--engine.cpu-offload"], "states in host memory"),
+        (["--engine", "single", "--world-sizes", "2"], "--engine single with 2"),
+        (["--engine", "deepspeed", "--world-sizes", "2", "--engine.zero-stage", "3"], "cannot be planned in stage 3"),
+        (["--engine", "deepspeed", "--world-sizes", "2", "--engine.cpu-offload"], "states in host memory"),
         (["--engine", "data-parallel"], "--engine data-parallel cannot be planned"),
         (["--model-name", "builtin:gtp2"], "did you mean"),
         (["--seq-len", "1e6"], "--seq-len"),
-        (["--exact", "--world-size", "4", "--batch-size", "2"], "--exact needs a micro-batch for each of 4 processes"),
+        (["--exact", "--world-sizes", "4", "--batch-size", "2"], "--exact needs a micro-batch for each of 4 processes"),
         (["--no-such-flag"], "unknown flag"),
     ],
 )
@@ -241,7 +252,7 @@ def test_a_task_that_fails_is_one_line(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for size in ("1", "2"):
         with pytest.raises(UsageError) as error:
-            cli.dispatch(["plan", "--fast", "--task", f"wrong.py:{name}", "--device", "cpu", "--world-size", size])
+            cli.dispatch(["plan", "--fast", "--task", f"wrong.py:{name}", "--device", "cpu", "--world-sizes", size])
         assert text in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -282,7 +293,7 @@ def test_a_model_that_asks_for_numbers_is_measured(capsys, tmp_path, monkeypatch
 
 def test_nothing_stays_behind(capsys):
     before = torch.nn.Module._apply, torch.UntypedStorage.resize_, torch.nn.functional.scaled_dot_product_attention
-    said(capsys, "--fast", "--world-size", "2", "--device", "cpu")
+    said(capsys, "--fast", "--world-sizes", "2", "--device", "cpu")
     after = torch.nn.Module._apply, torch.UntypedStorage.resize_, torch.nn.functional.scaled_dot_product_attention
     assert before == after
     assert not torch.distributed.is_initialized()

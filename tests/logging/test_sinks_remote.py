@@ -1,12 +1,15 @@
-"""TensorBoard and Weights & Biases: what was written is read back; nothing secret is in it; no failure stops a run."""
+"""Sinks beside metrics.jsonl: what was written is read back; nothing secret is in it; no failure stops a run."""
 
+import csv
 import json
 import os
 import re
+import sqlite3
 import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from toys import Ragged
@@ -15,6 +18,8 @@ import lockstep
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 from lockstep.logging import Sinks
+from lockstep.logging.csv_file import CsvFile
+from lockstep.logging.mlflow_run import MLflow
 from lockstep.logging.trackers import TensorBoard, WandB, check, masked, remote_sinks
 
 PLANTED = "planted-s3cret-value"
@@ -22,7 +27,7 @@ PLANTED = "planted-s3cret-value"
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    for name in ("WANDB_PROJECT", "WANDB_API_KEY", "WANDB_DIR"):
+    for name in ("WANDB_PROJECT", "WANDB_API_KEY", "WANDB_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -73,7 +78,9 @@ def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
     first = TensorBoard(tmp_path)
     first.start({"experiment": "E"})
     for step in (1, 2, 3):
-        first.log({"global_step": step, "running_loss": 1.0 / step, "note": "text", "evaluation/loss": None})
+        first.log(
+            {"global_step": step, "running_loss": 1.0 / step, "time/data": 2.0, "note": "text", "evaluation/loss": None}
+        )
     first.close(None)
     again = TensorBoard(tmp_path, resume_step=back)
     again.start({"experiment": "E"})
@@ -81,6 +88,7 @@ def test_tensorboard_events_are_read_back_also_after_a_resume(tmp_path, back):
         again.log({"global_step": step, "running_loss": 9.0})
     again.close({})
     found = scalars(tmp_path)
+    assert [value for _, value in found.pop("lockstep/time/data")] == [2.0] * back
     assert found == {"running_loss": [(1, 1.0), (2, 0.5), (3, 9.0)] if back else [(1, 9.0), (2, 9.0), (3, 9.0)]}
 
 
@@ -173,7 +181,7 @@ def test_a_sink_that_fails_is_reported_once_and_the_run_goes_on(tmp_path, monkey
 
 def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.logging.trackers.find_spec", lambda name: None)
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "mlflow"):
         config = settings(tmp_path, **{name: True})
         with pytest.raises(ConfigError, match=rf"--{name} needs .*pip install 'torch-lockstep\[{name}\]'"):
             check(config)
@@ -181,3 +189,83 @@ def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, 
             list(lockstep.Run(config, Ragged()))
     assert not list(tmp_path.glob("r"))
     assert remote_sinks(settings(tmp_path), tmp_path, 0) == []
+
+
+def rows(folder):
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_rows_gain_columns_and_a_resume_cuts_them(tmp_path):
+    path = tmp_path / "metrics.csv"
+    sink = CsvFile(path)
+    sink.start({})
+    sink.log({"global_step": 2, "running_loss": 0.1 + 0.2})
+    sink.log({"global_step": 2, "evaluation/loss": float("nan"), "note": 'a "b",\nc'})
+    sink.log({"global_step": 4, "running_loss": 0.5})
+    sink.close(None)
+    found = rows(tmp_path)
+    assert [float(row["running_loss"] or -1) for row in found] == [0.1 + 0.2, -1, 0.5]
+    assert (found[1]["evaluation/loss"], found[1]["note"]) == ("nan", 'a "b",\nc')
+    path.write_bytes(path.read_bytes() + b"6,0.2")  # a kill in the middle of a row
+    for evaluated, kept in ((True, ["2", "2"]), (False, ["2"])):
+        again = CsvFile(path, resume_step=2, evaluated=evaluated)
+        again.start({})
+        assert [row["global_step"] for row in rows(tmp_path)] == kept
+        again.log({"global_step": 4, "running_loss": 0.25, "late": 1})
+        again.close({})
+        assert (rows(tmp_path)[-1]["running_loss"], rows(tmp_path)[-1]["late"]) == ("0.25", "1")
+
+
+def test_a_run_writes_csv_and_resumes_it(tmp_path):
+    for stop, kept in ((2, ["2"]), (4, ["2", "4"])):
+        list(lockstep.Run(settings(tmp_path, csv=True, stop_at=stop % 4), Ragged()))
+        trained = [row["global_step"] for row in rows(tmp_path / "r") if row["running_loss"]]
+        assert trained == kept
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow, about SQLAlchemy
+def test_mlflow_goes_on_in_the_same_run_without_secrets(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PLANTED)
+    monkeypatch.setattr(sys, "argv", ["lockstep", "train", "--hub-token", PLANTED])
+    info = masked({"experiment": "E", "args": {"lr": 0.5, "hub_token": PLANTED}, "note": f"https://me:{PLANTED}@host"})
+    for step in (0, 3):
+        sink = MLflow(tmp_path, "E", where="/runs/E", resume_step=step)
+        sink.start(info)
+        sink.log({"global_step": step + 1, "running_loss": 0.25, "a(b)": 1, "note": "text", "evaluation/loss": None})
+        sink.close({} if step else None)
+    client = __import__("mlflow").MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("lockstep").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.params["lr"]) == ("E", "FINISHED", "0.5")
+    curve = client.get_metric_history(run.info.run_id, "running_loss")
+    assert sorted((point.step, point.value) for point in curve) == [(1, 0.25), (4, 0.25)]
+    assert run.data.metrics.keys() == {"running_loss", "a_b_"}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and PLANTED.encode() in path.read_bytes()]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_server_of_mlflow_that_fails_is_reported_once(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/missing/folder/mlflow.db?me={PLANTED}")
+    monkeypatch.setenv("SOME_PASSWORD", PLANTED)
+    sinks = Sinks([MLflow(tmp_path, "E", where="/runs/E")])
+    sinks.start({})
+    for step in (1, 2):
+        sinks.log({"global_step": step, "running_loss": 1.0})
+    sinks.close({})
+    assert len(re.findall(r"MLflow failed\b", caplog.text)) == 1
+
+
+def test_the_sink_of_the_documents_writes_evaluations(tmp_path):
+    names = {}
+    page = (Path(__file__).parents[2] / "docs/sinks.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    task = Ragged()
+    task.hooks = names["ToDatabase"](tmp_path / "numbers.db")
+    list(lockstep.Run(settings(tmp_path, csv=True, eval_freq=2), task))
+    with sqlite3.connect(tmp_path / "numbers.db") as base:
+        found = base.execute("select step from numbers where name like '%loss%' order by step").fetchall()
+    assert found == [(2,), (4,)]
+    assert [row["samples_seen"] for row in rows(tmp_path / "r") if row["samples_seen"]] == ["16.0", "32.0"]

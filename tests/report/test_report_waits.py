@@ -14,14 +14,23 @@ def line(workers=0, ranks=1, **seconds):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        ({"data": 40.0}, "34% of the time was spent waiting for samples: set --data.workers to 1 or more"),
+        (
+            {"data": 40.0},
+            "34.2% of the time in steps, saves and evaluations was spent waiting for samples: set --data.workers to 1",
+        ),
         (
             {"data": 40.0, "workers": 2, "ranks": 2},
             "waiting for samples or for another rank: set --data.workers to 3",
         ),
         ({"exchange": 60.0}, "exchanging gradients: raise --batch-size"),
-        ({"saves": 50.0}, "30% of the time was spent waiting for checkpoints: raise --ckpt-freq"),
-        ({"evaluation": 100.0}, "50% of the time was spent evaluating: raise --eval-freq"),
+        (
+            {"saves": 50.0},
+            "30.3% of the time in steps, saves and evaluations was spent waiting for checkpoints: raise --ckpt-freq",
+        ),
+        (
+            {"evaluation": 100.0},
+            "49.5% of the time in steps, saves and evaluations was spent evaluating: raise --eval-freq",
+        ),
         ({"data": 20.0, "evaluation": 200.0}, "evaluating"),  # what stands out most
     ],
 )
@@ -29,6 +38,11 @@ def test_what_stands_out_is_said(seconds, words):
     found = line(**seconds)
     assert words in found
     assert "\n" not in found
+
+
+def test_the_share_is_of_the_wall_time_where_that_is_known():
+    found = waits({**HEALTHY, "data": 40.0}, workers=0, ranks=1, wall=400.0)
+    assert found.startswith("10.0% of the wall time was spent waiting for samples")
 
 
 def test_a_healthy_run_is_silent():

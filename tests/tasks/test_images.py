@@ -404,3 +404,68 @@ def test_a_run_of_images_is_written_and_read_back(tmp_path):
     kept = cli.read_toml(result.folder / "config.toml")
     assert kept["images.padding"] == -1
     assert "seq_len" not in kept
+
+
+class FakeMix:
+    """What the task asks of torchvision's MixUp and CutMix: here shares are drawn by torch, with no other image."""
+
+    def __init__(self, alpha, num_classes):
+        self.alpha, self.classes = alpha, num_classes
+
+    def __call__(self, images, labels):
+        assert labels.dtype is torch.int64
+        share = torch.distributions.Beta(self.alpha, self.alpha).sample()
+        shares = F.one_hot(labels, self.classes).float()
+        return share * images + (1 - share) * images.roll(1, 0), share * shares + (1 - share) * shares.roll(1, 0)
+
+
+def with_torchvision(patch):
+    v2 = types.ModuleType("torchvision.transforms.v2")
+    v2.RandAugment = lambda magnitude: lambda image: (image + torch.randint(magnitude, ())).to(image.dtype)
+    v2.MixUp = v2.CutMix = FakeMix
+    v2.RandomChoice = lambda chosen: lambda *batch: chosen[int(torch.randint(len(chosen), ()))](*batch)
+    transforms = types.ModuleType("torchvision.transforms")
+    transforms.v2 = v2
+    for name, module in {"torchvision": types.ModuleType("torchvision"), transforms.__name__: transforms}.items():
+        patch.setitem(sys.modules, name, module)
+
+
+MIXED = {"randaugment": 9, "mixup": 0.2, "cutmix": 1.0}
+
+
+def mixed_run(world, folder, name):
+    with pytest.MonkeyPatch.context() as patch:
+        with_torchvision(patch)
+        return trained(world, folder, [(name, {"images": MIXED, "max_steps": 2})])[0]
+
+
+def test_mixed_images_are_the_same_on_one_rank_and_two(tmp_path):
+    [one] = run(mixed_run, 1, tmp_path, "one", timeout=250.0)
+    assert run(mixed_run, 2, tmp_path, "two", timeout=250.0) == [one] * 2
+
+
+def test_mixed_labels_give_the_loss_of_both_classes_and_evaluations_stay_plain(monkeypatch):
+    with_torchvision(monkeypatch)
+    task = make(Config(task="images", precision="float64", images={"mixup": 0.3}), print)
+    training, evaluation = task.dataset("train"), task.dataset("evaluation")
+    assert (training.draws_random, evaluation.draws_random) == (True, False)
+    torch.manual_seed(0)
+    model = task.model().double().eval()
+    _, plain = task.collate([evaluation[index] for index in range(4)])
+    assert plain.dtype is torch.int64
+    images, labels = task.collate([training[index] for index in range(4)])
+    assert torch.allclose(labels.sum(1), torch.ones(4, dtype=torch.float64))
+    assert (labels.count_nonzero(1) > 1).any()
+    expected = -(labels * model(images).log_softmax(1)).sum()
+    parts = [task.loss(model, (images[at : at + 2], labels[at : at + 2])) for at in (0, 2)]
+    assert float(sum(parts).detach()) == pytest.approx(float(expected.detach()), rel=1e-12)  # it adds up
+
+
+def test_without_torchvision_it_is_one_line(tmp_path, monkeypatch):
+    for module in ("torchvision", "torchvision.transforms"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name, value in MIXED.items():
+        with pytest.raises(ConfigError, match=rf"--images\.{name} needs .*pip install torchvision"):
+            make(config(tmp_path, images={name: value}), print)
+    with refuses(ConfigError, "images.randaugment", 31):
+        config(tmp_path, images={"randaugment": 31})

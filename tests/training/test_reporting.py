@@ -68,9 +68,9 @@ def test_where_time_was_lost_is_said_at_the_end_and_in_the_page(tmp_path, monkey
     monkeypatch.setattr("lockstep.report.goodput._MIN_SECONDS", 0.0)
     lockstep.train(config(tmp_path, max_steps=6, ckpt_freq=0), Slow())
     *_, line, last = filter(None, capsys.readouterr().out.splitlines())
-    assert re.search("of the time was spent waiting for samples: set (--)?data.workers to 1", line)
+    assert re.search("was spent waiting for samples: set (--)?data.workers to 1", line)
     assert last.startswith("finished")
-    assert "of the time was spent waiting for samples" in (tmp_path / "r" / "report.html").read_text()
+    assert "of the wall time was spent waiting for samples" in (tmp_path / "r" / "report.html").read_text()
 
 
 def two(world, settings):

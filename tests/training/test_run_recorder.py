@@ -376,7 +376,9 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
     RunRecorder.close(recorder, code)
     assert wrote == ([] if not is_main or not saved else ["state, and old checkpoints"] if is_best else ["state"])
     assert order == [("settled", True), *([] if code else ["sample"]), "at rest"]
-    assert summary["waits"].startswith("40% of the time was spent waiting for samples or for another rank")
+    assert summary["waits"].startswith(
+        "40.0% of the time in steps, saves and evaluations was spent waiting for samples or for another rank"
+    )
     assert (summary["sample"], summary["next"], summary["best"]) == ("" if code else "text", str(code), None)
 
 

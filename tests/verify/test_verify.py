@@ -22,7 +22,7 @@ from toys import Ragged
 import lockstep
 from lockstep import cli
 from lockstep.config import cli as options
-from lockstep.config.schema import Config
+from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
 from lockstep.verify import certificate
@@ -358,7 +358,7 @@ def test_a_plan_that_is_too_short_is_refused():
 
 
 def test_a_proof_leaves_the_sinks_and_an_end_in_between_alone():
-    asked = Config(wandb=True, tensorboard=True, stop_at=3, resume_anyway=True, batch_size=4)
+    asked = Config(**dict.fromkeys(SINK_FLAGS, True), stop_at=3, resume_anyway=True, batch_size=4)
     plain = VerifyRequest(asked).resolved().config
-    assert (plain.wandb, plain.tensorboard, plain.stop_at, plain.resume_anyway) == (False, False, 0, False)
+    assert not any(getattr(plain, name) for name in (*SINK_FLAGS, "stop_at", "resume_anyway"))
     assert (plain.batch_size, plain.precision) == (4, "float64")

@@ -448,9 +448,11 @@ _GROUPS = {
         "ckpt_freq",
         "report",
         "profile",
+        "csv",
         "tensorboard",
         "wandb",
         "wandb_project",
+        "mlflow",
     ),
 }
 

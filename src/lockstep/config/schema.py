@@ -53,6 +53,7 @@ from lockstep.errors import SETTINGS, ConfigError
 
 __all__ = [
     "BOUNDS",
+    "SINK_FLAGS",
     "SPANS",
     "Config",
     "default_micro_batch_size",
@@ -132,6 +133,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},
 }
 
+SINK_FLAGS = ("csv", "tensorboard", "wandb", "mlflow")  # what other commands than train switch off
 _TASK_NAMES = ", ".join(TASKS)
 
 
@@ -307,9 +309,11 @@ class Config:
     )
     profile: str = option("", "steps to profile, FIRST:LAST, such as 100:110; see docs/profile.md")
     report: bool = option(True, "write report.html, a page about the run, at its end")
+    csv: bool = option(False, "also write metrics.csv to the run's folder")
     tensorboard: bool = option(False, "also write TensorBoard events to the run's folder")
     wandb: bool = option(False, "also log to Weights & Biases, under the experiment's name")
     wandb_project: str = option("", "project of --wandb (default: $WANDB_PROJECT, else lockstep)")
+    mlflow: bool = option(False, "also log to MLflow: $MLFLOW_TRACKING_URI, else mlflow.db in the run's folder")
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)

@@ -115,6 +115,15 @@ class Images:
         "auto", "mirror half of the images; auto: except the digits", "auto", "true", "false", tasks="images"
     )
     label_smoothing: float = option(0.0, "share of a label that is spread over all classes", tasks="images")
+    randaugment: int = option(
+        0, "magnitude of RandAugment, 1 to 30, commonly 9; needs torchvision; 0: off", tasks="images"
+    )
+    mixup: float = option(
+        0.0, "alpha of mixup in each micro-batch, commonly 0.2; needs torchvision; 0: off", tasks="images"
+    )
+    cutmix: float = option(
+        0.0, "alpha of cutmix, commonly 1; with --images.mixup one of both at random; 0: off", tasks="images"
+    )
 
 
 # option -> (least, most, what it must be)
@@ -122,6 +131,9 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "images.size": (0, 4096, "a number of pixels, or 0"),
     "images.padding": (-1, 1024, "a number of pixels, or -1"),
     "images.label_smoothing": (0, 0.9, "a share from 0 to 0.9"),
+    "images.randaugment": (0, 30, "a magnitude from 1 to 30, or 0"),
+    "images.mixup": (0, 100, "a number from 0 to 100"),
+    "images.cutmix": (0, 100, "a number from 0 to 100"),
 }
 
 IMAGE_OPTIONS = tuple(f"images.{spec.name}" for spec in dataclasses.fields(Images))

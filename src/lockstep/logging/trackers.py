@@ -1,4 +1,4 @@
-"""Sinks of optional packages: `--tensorboard`, `--wandb`, or both.
+"""Sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
 
 check(config)                                       # before anything is written
 sinks = remote_sinks(config, folder, start=500)
@@ -11,10 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
+from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import is_secret_name, mask
 from lockstep.errors import ConfigError
 from lockstep.logging import Sink
+from lockstep.logging.csv_file import CsvFile
+from lockstep.logging.mlflow_run import MLflow
 
 __all__ = [
     "check",
@@ -26,6 +29,8 @@ __all__ = [
 @final
 class TensorBoard:
     """Sink that writes each number of a record as a scalar at its global_step.
+
+    The times of a step are under lockstep/, so that a user's own names come first.
 
     Args:
         folder: of the event files; created by `start`.
@@ -57,7 +62,7 @@ class TensorBoard:
         step = int(record["global_step"])
         for name, value in record.items():
             if name != "global_step" and not isinstance(value, str | None):
-                self._writer.add_scalar(name, value, step)
+                self._writer.add_scalar(f"lockstep/{name}" if name.startswith("time/") else name, value, step)
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Flush and close the file."""
@@ -125,23 +130,30 @@ class WandB:
 
 def check(config: Config) -> None:
     """Raise ConfigError, with the pip line, if a package that a flag needs is missing."""
-    for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+    for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb), ("mlflow", config.mlflow)):
         if enabled and find_spec(name) is None:
             raise ConfigError(f"--{name} needs {name}: pip install 'torch-lockstep[{name}]'")
 
 
-def remote_sinks(config: Config, folder: Path, start: int) -> list[Sink]:
+def remote_sinks(config: Config, folder: Path, start: int, *, evaluated: bool = True) -> list[Sink]:
     """Build the sinks that `config` selects, not started yet.
 
     Args:
         folder: the run's.
         start: steps trained before.
+        evaluated: False if the evaluation of step `start` will run again.
     """
     chosen: list[Sink] = []
+    if config.csv:
+        chosen.append(CsvFile(folder / "metrics.csv", start, evaluated))
     if config.tensorboard:
         chosen.append(TensorBoard(folder / "tensorboard", start))
     if config.wandb:
         chosen.append(WandB(folder, config.experiment_name, config.wandb_project, start))
+    if config.mlflow:
+        name, base = config.experiment_name, config.save_dir
+        base = base if is_url(base) else str(Path(base).expanduser().resolve())
+        chosen.append(MLflow(folder, name, where=f"{base.rstrip('/')}/{name}", resume_step=start))
     return chosen
 
 

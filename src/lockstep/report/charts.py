@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from lockstep.files import bytes_text
 from lockstep.report.curves import Curve, CurveSpan
 from lockstep.report.facts import RunFacts, number, shown
 
@@ -59,19 +60,20 @@ class Chart:
     log: bool
 
 
-def plot(series: Sequence[Series], title: str, text: str = "") -> Chart | None:
+def plot(series: Sequence[Series], title: str, text: str = "", *, sizes: bool = False) -> Chart | None:
     """Draw the series in one chart; None if none of them has a value.
 
     Args:
         text: the description for screen readers.
+        sizes: the values are bytes: the axis begins at 0 and has binary units.
     """
     spans = [span for each in series for span in each.spans]
     if not spans:
         return None
     low, high = min(span.low for span in spans), max(span.high for span in spans)
     first_step, last_step = min(span.first for span in spans), max(span.last for span in spans)
-    log = low > 0 and math.log10(high / low) > _DECADES
-    marks = _decade_marks(low, high) if log else _round_marks(low, high)
+    log = not sizes and low > 0 and math.log10(high / low) > _DECADES
+    marks = _byte_marks(high) if sizes else _decade_marks(low, high) if log else _round_marks(low, high)
     scale = _Scale(
         first_step, last_step, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log
     )
@@ -81,7 +83,8 @@ def plot(series: Sequence[Series], title: str, text: str = "") -> Chart | None:
         f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title><desc>{escape(text)}</desc>{lines}{paths}</svg>"
     )
-    ticks = [(_label(mark), 100 * scale.y(mark) / _SIDE) for mark in marks]
+    label = bytes_text if sizes else _label
+    ticks = [(label(mark), 100 * scale.y(mark) / _SIDE) for mark in marks]
     return Chart(svg, ticks, (f"{first_step:,}", f"{last_step:,}"), log)
 
 
@@ -159,6 +162,12 @@ def _round_marks(low: float, high: float) -> list[float]:
     return marks if all(map(math.isfinite, marks)) else [low, high]
 
 
+def _byte_marks(high: float) -> list[float]:
+    """Return the marks from 0 up to `high` bytes: 1, 2 or 5 times a power of ten of a binary unit."""
+    unit = 1024.0 ** min(max(0, math.floor(math.log(high, 1000))) if high >= 1 else 0, 5)
+    return [unit * mark for mark in _round_marks(0.0, high / unit)]
+
+
 def _decade_marks(low: float, high: float) -> list[float]:
     """Return at most six powers of ten around the range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -174,13 +183,14 @@ def _label(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
+_BYTES = "peak"  # the unit of a chart of bytes
 # (title, unit, curves drawn together: name -> label in the legend)
 _STANDARD_CHARTS = (
     ("Loss", "", {"running_loss": "training", "evaluation/loss": "evaluation"}),
     ("Learning rate", "", {"lr": "rate"}),
     ("Gradient norm", "before clipping", {"grad_norm": "norm"}),
     ("Throughput", "items a second", {"items_per_second": "items/s"}),
-    ("Memory", "peak bytes", {"memory": "memory"}),
+    ("Memory", _BYTES, {"memory": "memory"}),
     ("Padding", "share of the items", {"padding": "padding"}),
 )
 _POSITION_NAMES = ("epoch", "epoch_progress", "num_batches_remaining", "evaluation/items", "time/total")
@@ -266,22 +276,22 @@ def _figure(
             caption = label if len(runs) == 1 else f"{facts.name} · {label}" if len(names) > 1 else facts.name
             entry = f"{facts.name} · {label}, dashed" if dashed else caption
             legend.append((entry, colour % COLOURS))
-            rows += [(caption, *row) for row in _table_rows(curve, samples)]
+            rows += [(caption, *row) for row in _table_rows(curve, samples, bytes_text if unit == _BYTES else number)]
     text = "; ".join(f"{caption}: {kind} {value} at step {step}" for caption, kind, step, value in rows if kind != "")
-    chart = plot(series, title, text[:600])
+    chart = plot(series, title, text[:600], sizes=unit == _BYTES)
     if chart is None:
         return None
     note = f"{bad:,} non-finite values are not drawn" if bad else ""
     return Figure(title, unit, chart, legend if len(legend) > 1 else [], rows, note)
 
 
-def _table_rows(curve: Curve, samples: int) -> list[tuple[str, str, str]]:
+def _table_rows(curve: Curve, samples: int, write: Callable[[float], str]) -> list[tuple[str, str, str]]:
     """Return the rows (kind, step, value) of a table: first, last, lowest, highest, and samples in between."""
-    show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", number(at[1]))  # noqa: E731
+    show: Callable[[tuple[int, float]], tuple[str, str]] = lambda at: (f"{at[0]:,}", write(at[1]))  # noqa: E731
     rows = [("first", *show(curve.first))]
     spans = curve.spans()
     if samples and len(spans) > 2:
         chosen = sorted({round(each * (len(spans) - 1) / (samples + 1)) for each in range(1, samples + 1)})
-        rows += [("", f"{spans[at].last:,}", number(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
+        rows += [("", f"{spans[at].last:,}", write(spans[at].mean)) for at in chosen if 0 < at < len(spans) - 1]
     rows += [("last", *show(curve.newest)), ("lowest", *show(curve.lowest)), ("highest", *show(curve.highest))]
     return rows

@@ -328,7 +328,7 @@ class RunFacts:
             text += f"; best evaluation {metric} {number(value)} after step {step:,}"
         text += "."
         if self.account:
-            text += f" {self.account.share:.0%} of the time was spent on training steps that were kept."
+            text += f" {self.account.share:.1%} of the wall time was spent on training steps that were kept."
         if sentence := self.waits():
             text += f" {sentence}."
         if self.profiles:
@@ -337,7 +337,10 @@ class RunFacts:
         return f"{text} Problems: {'; '.join(problems)}." if problems else text
 
     def waits(self) -> str:
-        """Describe the part that most exceeds its normal time; "" if none does."""
+        """Describe the part that most exceeds its normal time; "" if none does.
+
+        Its share is of the wall time, as in the page's table.
+        """
         if not self.account:
             return ""
         parts: dict[str, float] = {}
@@ -349,10 +352,10 @@ class RunFacts:
                 parts[name.removeprefix("time/")] = max(0.0, total)
         seconds = self.account.seconds
         steps, step_total = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
-        by_part = {"steps": steps, "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
-        by_part |= {name: steps * parts.get(name, 0.0) / step_total for name in ("data", "exchange") if step_total}
+        by_part = {"steps": steps, "data": seconds[LOADING], "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
+        by_part["exchange"] = steps * parts.get("exchange", 0.0) / (step_total or 1.0)  # only the records have it
         workers = _number_of(self.config.get("data.workers")) or 0
-        return waits(by_part, workers=workers, ranks=self.account.starts[-1].world)
+        return waits(by_part, workers=workers, ranks=self.account.starts[-1].world, wall=self.account.wall)
 
 
 def gather(folder: Path, *, digits: bool = False) -> RunFacts:

@@ -216,7 +216,7 @@ _MIN_SECONDS = 10.0  # seconds of steps, saves and evaluations; in a shorter run
 _NORMAL_SHARES = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}
 
 
-def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
+def waits(seconds: Mapping[str, float], *, workers: int, ranks: int, wall: float = 0.0) -> str:
     """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
@@ -224,6 +224,7 @@ def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
             `saves` and `evaluation`. Unknown parts are omitted.
         workers: loader processes per rank.
         ranks: number of ranks.
+        wall: seconds that the printed share is of; 0: of `steps`, `saves` and `evaluation`, as the normal shares are.
     """
     total = sum(seconds.get(name, 0.0) for name in ("steps", "saves", "evaluation"))
     if total < _MIN_SECONDS:
@@ -239,7 +240,10 @@ def waits(seconds: Mapping[str, float], *, workers: int, ranks: int) -> str:
         "saves": ("waiting for checkpoints", "raise --ckpt-freq, or set --checkpoint.mode async"),
         "evaluation": ("evaluating", "raise --eval-freq to evaluate less often"),
     }[most]
-    return f"{shares[most]:.0%} of the time was spent {activity}: {advice}; `lockstep profile` predicts the gain"
+    share, whole = (
+        (seconds[most] / wall, "wall time") if wall else (shares[most], "time in steps, saves and evaluations")
+    )
+    return f"{share:.1%} of the {whole} was spent {activity}: {advice}; `lockstep profile` predicts the gain"
 
 
 LABELS = {

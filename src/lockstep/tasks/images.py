@@ -3,7 +3,8 @@
     task = make(Config(task="images"), say=print)       # scikit-learn's digits, a small ResNet
 
 An item is an image. The random choices for an image (crop, mirroring) depend only on (seed, epoch, sample): whoever
-loads a sample seeds torch's default generator accordingly (see `data/loader.py`).
+loads a sample seeds torch's default generator accordingly (see `data/loader.py`). Mixup and cutmix draw for a
+micro-batch, by (seed, step, micro-batch).
 """
 
 import difflib
@@ -27,6 +28,7 @@ from lockstep.models.vision import ResNet, ViT, patch_for
 from lockstep.task import Task
 from lockstep.tasks.columns import fingerprint_of, names_of
 from lockstep.tasks.image_data import DIGITS, ImageData, Raw, open_images
+from lockstep.tasks.image_mixing import mixing, rand_augment
 from lockstep.tasks.language_model import cache_of
 
 __all__ = [
@@ -40,6 +42,7 @@ DTYPES = {"bf16-true": torch.bfloat16, "float64": torch.float64}  # of inputs, b
 _SIZE = 64  # default image size
 
 Say = Callable[[str], None]
+Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ class Preparing:
         padding: pixels around an image before the random crop of training.
         flip: mirror half of the images of training.
         dtype: of the result.
+        change: changes an image of training at random, uint8 [channels, size, size]; None: does not.
     """
 
     size: int
@@ -176,6 +180,7 @@ class Preparing:
     padding: int
     flip: bool
     dtype: torch.dtype
+    change: Callable[[Tensor], Tensor] | None = None
 
 
 @final
@@ -183,13 +188,14 @@ class Prepared:
     """The samples of a split: (image [channels, size, size], its class).
 
     Args:
-        augmented: crop and mirror at random; else crop the centre.
+        augmented: crop, mirror and change at random; else crop the centre.
+        classes: above 0 a label is float [classes] with a 1 at the class, which the collation mixes.
     """
 
-    def __init__(self, source: Raw, how: Preparing, *, augmented: bool) -> None:
+    def __init__(self, source: Raw, how: Preparing, *, augmented: bool, classes: int = 0) -> None:
         self.source, self.how = source, how
-        self.augmented = augmented and bool(how.padding or how.flip)
-        self.draws_random = self.augmented
+        self.augmented, self._classes = augmented and bool(how.padding or how.flip or how.change), classes
+        self.draws_random = self.augmented or classes > 0
         self._mean = torch.tensor(how.mean, dtype=how.dtype).reshape(-1, 1, 1)
         self._std = torch.tensor(how.std, dtype=how.dtype).reshape(-1, 1, 1)
 
@@ -209,7 +215,10 @@ class Prepared:
         else:
             top, left = ((length - how.size) // 2 for length in image.shape[1:])
             image = image[:, top : top + how.size, left : left + how.size]
-        return (image.to(how.dtype) / 255 - self._mean) / self._std, self.source.labels[index]
+        label = self.source.labels[index]
+        if self._classes:
+            label = F.one_hot(label, self._classes).to(how.dtype)
+        return (image.to(how.dtype) / 255 - self._mean) / self._std, label
 
     def _augment(self, image: Tensor) -> Tensor:
         """Crop the padded image at random, and maybe mirror it.
@@ -222,7 +231,7 @@ class Prepared:
         image = image[:, top : top + size, left : left + size]
         if self.how.flip and bool(torch.rand(()) < 0.5):
             image = image.flip(-1)
-        return image
+        return self.how.change(image) if self.how.change else image
 
 
 @final
@@ -234,6 +243,7 @@ class ImageClassification(Task):
         source: the model.
         how: see `Preparing`.
         label_smoothing: share of a label that goes to all classes alike, in training only.
+        mix: mixes the images and labels of a micro-batch of training; None: does not.
         pretrained: the model's weights are pretrained.
         sources: name -> revision of everything from a hub.
 
@@ -253,10 +263,12 @@ class ImageClassification(Task):
         how: Preparing,
         *,
         label_smoothing: float = 0.0,
+        mix: Mix | None = None,
         pretrained: bool = False,
         sources: Mapping[str, str] | None = None,
     ) -> None:
         self.data, self.source, self.how, self._smoothing = data, source, how, label_smoothing
+        self._mix = mix
         self.classes = data.classes
         self.defaults = "fine-tuning" if pretrained else "images"
         self.fingerprint = fingerprint_of(data.classes, data.digest)
@@ -279,7 +291,18 @@ class ImageClassification(Task):
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
         training = split == "train"
-        return Prepared(self.data.train if training else self.data.evaluation, self.how, augmented=training)
+        classes = len(self.classes) if training and self._mix else 0
+        return Prepared(
+            self.data.train if training else self.data.evaluation, self.how, augmented=training, classes=classes
+        )
+
+    def collate(self, samples: list[Any]) -> Sequence[Tensor]:
+        """Combine samples into (images, labels), and mix those of training."""
+        images, labels = super().collate(samples)
+        if self._mix and labels.dim() == 2:  # of training: see `Prepared`
+            images, mixed = self._mix(images, labels.argmax(1))
+            labels = mixed.to(labels.dtype)
+        return images, labels
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return the cross entropy in nats, summed over the images.
@@ -288,6 +311,8 @@ class ImageClassification(Task):
         """
         images, labels = batch
         logits = _wide(self.source.logits(model, images))
+        if labels.dim() == 2:  # shares of the classes
+            labels = labels.to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self._smoothing)
 
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
@@ -328,13 +353,16 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
         padding,
         image_config.flip == "true" or (image_config.flip == "auto" and not digits),
         DTYPES.get(config.precision, torch.float32),
+        rand_augment(image_config.randaugment) if image_config.randaugment else None,
     )
+    mixup, cutmix = image_config.mixup, image_config.cutmix
     revisions = {config.model_name: source.revision, config.dataset_name: data.revision}
     return ImageClassification(
         data,
         source,
         how,
         label_smoothing=image_config.label_smoothing,
+        mix=mixing(mixup, cutmix, classes=len(data.classes)) if mixup or cutmix else None,
         pretrained=config.model.pretrained,
         sources={name: revision for name, revision in revisions.items() if revision},
     )

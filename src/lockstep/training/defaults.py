@@ -297,7 +297,7 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
         file = Path(folder) / "config.toml"
         file.write_text(cli.to_toml(dataclasses.replace(config, compile=False)), encoding="utf-8")
         command = [sys.executable, "-m", "lockstep", "plan", "--config", str(file), "--fast", "--json"]
-        command += ["--world-size", str(ranks), "--device", _PROFILE, "--memory", f"{memory / 2**30:.4f}GiB"]
+        command += ["--world-sizes", str(ranks), "--device", _PROFILE, "--memory", f"{memory / 2**30:.4f}GiB"]
         try:
             process = subprocess.run(
                 command,

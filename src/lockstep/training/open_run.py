@@ -236,7 +236,7 @@ def _make_sinks(built: RunParts) -> Sinks:
     evaluated = not built.state.evaluation_due
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
-    remote = remote_sinks(config, folder.path, built.start)
+    remote = remote_sinks(config, folder.path, built.start, evaluated=evaluated)
     sinks = Sinks([metrics, Console(built.last_step, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_run_metadata(built))
     sinks.best(abbreviate_best(built.state.selection.best))

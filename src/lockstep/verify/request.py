@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.engine_options import ENGINES, PLAIN
-from lockstep.config.schema import Config
+from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.data.batches import Batches, StepLoader
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -197,8 +197,13 @@ class VerifyRequest:
         precision = requested or (
             "float64" if wide else own or "float32"
         )  # not the device's default: name what to prove
+        off: dict[str, Any] = dict.fromkeys(SINK_FLAGS, False)
         plain = dataclasses.replace(
-            self.config, wandb=False, tensorboard=False, stop_at=0, resume_anyway=False, on_oom="stop"
+            self.config,
+            **off,
+            stop_at=0,
+            resume_anyway=False,
+            on_oom="stop",
         )
         config = dataclasses.replace(plain, precision=precision)
         return dataclasses.replace(self, config=config, engines=engines, precision=precision)

@@ -25,17 +25,30 @@ def test_every_process_taking_every_core():
     silent([machine.judge_cores(2, 0, 1, place(LAUNCHED))])
 
 
+def test_a_load_and_stolen_time_that_would_disturb_a_measurement(tmp_path):
+    wrong([machine.judge_load(1.2, 0.0, 2, 2, place())], "cores", "load 1.2 on 2 cores", "end them")
+    wrong([machine.judge_load(0.1, 0.2, 2, 2, place())], "cores", "takes 20% of the cores' time", "interleaved")
+    assert machine.judge_load(0.4, 0.01, 2, 2, place()) is None
+    assert machine.judge_load(20.0, 0.0, 64, 2, place()) is None  # there is room
+    here = place(root=tmp_path)
+    assert machine.cores(here).findings[0].text.endswith("loader processes")  # nothing is known
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/loadavg").write_text("99.00 0.1 0.2 1/2 3")
+    (tmp_path / "proc/stat").write_text("cpu  1 2 3 4 5 6 7 8 0 0\ncpu0 1 2 3 4 5 6 7 8 0 0\n")
+    wrong(machine.cores(here).findings[-1:], "cores", "load 99.0")
+
+
 def test_a_container_that_may_take_less_than_it_sees():
     found = machine.judge_cores(64, 2.0, 64, place())
     wrong([found], "cores", "1 x 64 threads on the container's quota of 2 cores", "OMP_NUM_THREADS=2")
 
 
-def test_ranks_that_are_each_bound_to_their_own_cores(monkeypatch):
+def test_ranks_that_are_each_bound_to_their_own_cores(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(machine, "cpu_quota", lambda root: 0.0)
     monkeypatch.setattr(machine.torch, "get_num_threads", lambda: 2)
-    wrong(machine.cores(place(LAUNCHED)).findings, "cores", "2 x 2 threads on 2 cores")
-    silent(machine.cores(place(LAUNCHED | {"LOCKSTEP_CORES": "4"})).findings)
+    wrong(machine.cores(place(LAUNCHED, root=tmp_path)).findings, "cores", "2 x 2 threads on 2 cores")
+    silent(machine.cores(place(LAUNCHED | {"LOCKSTEP_CORES": "4"}, root=tmp_path)).findings)
 
 
 def test_more_loader_processes_than_cores():

@@ -219,7 +219,7 @@ def test_a_check_that_hangs_on_one_rank_is_that_checks_line_and_the_rest_goes_on
     told, _ = lines_of(stuck)
     assert "FAIL  sum             rank 1 on node-1: timed out after 1 s" in told
     assert "look at the network" in told
-    assert "ok    bandwidth       skipped: see above" in told
+    assert "skip  bandwidth       a check above failed" in told
 
 
 def silent_one(world):
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_come():
     told, failed = lines_of(silent_one)
     assert failed == ["meeting"]
     assert "FAIL  meeting         rank 1 of 2 did not connect within 1 s; connected hosts: node-0; " in told
-    assert "ok    sum             skipped: not all ranks are connected" in told
+    assert "skip  sum             not all ranks are connected" in told
 
 
 def test_who_is_slower():

@@ -19,7 +19,7 @@ from lockstep.config.schema import Config
 from lockstep.config.secrets import mask, printable
 from lockstep.diagnose.doctor.differences import numbers
 from lockstep.diagnose.doctor.examine import DoctorReport, Line, examine
-from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, CheckContext
+from lockstep.diagnose.doctor.finding import FAIL, OK, SKIP, WARN, CheckContext
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import bytes_text
@@ -32,7 +32,7 @@ __all__ = [
 
 
 _WIDE = 100  # columns at least
-_COLORS = {OK: "green", WARN: "yellow", FAIL: "bold red"}
+_COLORS = {OK: "green", SKIP: "dim", WARN: "yellow", FAIL: "bold red"}
 
 
 def _print_line(line: Line, console: Console) -> None:
@@ -63,8 +63,8 @@ def _show_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 def _summary(report: DoctorReport) -> str:
     """The last line of the report."""
-    counts = {level: sum(line.level == level for line in report.lines) for level in (OK, WARN, FAIL)}
-    return f"{counts[OK]} ok, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
+    counts = {level: sum(line.level == level for line in report.lines) for level in (OK, SKIP, WARN, FAIL)}
+    return f"{counts[OK]} ok, {counts[SKIP]} skip, {counts[WARN]} warn, {counts[FAIL]} FAIL, in {report.seconds:.1f} s"
 
 
 def as_json(report: DoctorReport) -> str:

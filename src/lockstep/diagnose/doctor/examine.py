@@ -18,7 +18,7 @@ from lockstep.diagnose.doctor import differences as variables
 from lockstep.diagnose.doctor import machine as disk
 from lockstep.diagnose.doctor import network as speed
 from lockstep.diagnose.doctor.board import Board
-from lockstep.diagnose.doctor.finding import FAIL, OK, WARN, Check, CheckContext, CheckResult, Finding, ok, warn
+from lockstep.diagnose.doctor.finding import FAIL, OK, SKIP, WARN, Check, CheckContext, CheckResult, Finding, skip
 from lockstep.diagnose.doctor.group import Met, meet, surplus
 from lockstep.diagnose.doctor.machine import within
 from lockstep.errors import LockstepError
@@ -159,12 +159,12 @@ def _examine(  # noqa: C901
     for check in checks:
         remaining = deadline - time.monotonic()
         if remaining < 1.0:
-            emit([_line(warn(check.name, "skipped: out of time", "see above which check took so long"))])
+            emit([_line(skip(check.name, "out of time: see above which check took so long"))])
             continue
         if check.together and (report.alone or not _all_here(check, place)):
             if place.rank == 0:
-                why = "not all ranks are connected" if place.board.missing or report.alone else "see above"
-                emit([_line(ok(check.name, f"skipped: {why}"))])
+                why = "not all ranks are connected" if place.board.missing or report.alone else "a check above failed"
+                emit([_line(skip(check.name, why))])
             continue
         result, hung = within(check, place, min(check.seconds, remaining))
         report.hung |= hung
@@ -246,12 +246,17 @@ def _lines(results: list[dict[str, Any] | None], place: CheckContext, alone: boo
             ranks_by_finding.setdefault(tuple(finding), []).append(place.rank if alone else rank)
     lines = []
     for (check, level, text, mend), ranks in ranks_by_finding.items():
-        everywhere = len(ranks) == place.size or (level == OK and ranks[0] == 0)
+        everywhere = len(ranks) == place.size or (level in (OK, SKIP) and ranks[0] == 0)
         hosts = sorted({place.hosts[rank] for rank in ranks if rank < len(place.hosts)} or {place.host})
         prefix = f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} on {', '.join(hosts)}"
-        if place.lost and level != OK:
+        if place.lost and level not in (OK, SKIP):
             prefix = f"process {os.getpid()} on {place.host}"
-        elif place.size == 1 or level == OK or text.startswith(f"rank {ranks[0]}") or "rank " in text.partition(":")[0]:
+        elif (
+            place.size == 1
+            or level in (OK, SKIP)
+            or text.startswith(f"rank {ranks[0]}")
+            or "rank " in text.partition(":")[0]
+        ):
             prefix = ""
         elif everywhere:
             prefix = "all ranks"
@@ -264,12 +269,12 @@ def _line(finding: Finding) -> Line:
 
 
 def _drop_ok_lines(lines: list[Line]) -> list[Line]:
-    """Drop OK lines of a check with problems, and keep one OK line otherwise."""
+    """Drop OK and SKIP lines of a check with problems, and keep one otherwise."""
     problems = {line.check for line in lines if line.level in (WARN, FAIL)}
     checks: set[str] = set()
     remaining = []
     for line in lines:
-        if line.level == OK:
+        if line.level in (OK, SKIP):
             if line.check in problems or line.check in checks:
                 continue
             checks.add(line.check)

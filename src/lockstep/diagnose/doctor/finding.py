@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FAIL",
     "OK",
+    "SKIP",
     "WARN",
     "Check",
     "CheckContext",
@@ -28,11 +29,12 @@ __all__ = [
     "chosen",
     "fail",
     "ok",
+    "skip",
     "warn",
 ]
 
 
-OK, WARN, FAIL = "ok", "warn", "FAIL"
+OK, SKIP, WARN, FAIL = "ok", "skip", "warn", "FAIL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,10 @@ class Finding:
 
     Attributes:
         check: the name in front of it.
-        level: OK; WARN: it may hurt, or cost time; FAIL: training will fail, hang or be wrong.
+        level: OK; SKIP: it was not run, and the text says why; WARN: it may hurt, or cost time; FAIL: training will
+            fail, hang or be wrong.
         text: the fact, with its place if that is not the reporting rank.
-        mend: the remedy; "" for OK.
+        mend: the remedy; "" for OK and SKIP.
     """
 
     check: str
@@ -55,6 +58,11 @@ class Finding:
 def ok(check: str, text: str) -> Finding:
     """Make a finding of level OK."""
     return Finding(check, OK, text)
+
+
+def skip(check: str, why: str) -> Finding:
+    """Make a finding of level SKIP: the check was not run."""
+    return Finding(check, SKIP, why)
 
 
 def warn(check: str, text: str, mend: str) -> Finding:

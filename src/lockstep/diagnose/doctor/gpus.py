@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.files import bytes_text
 
 __all__ = [
@@ -209,9 +209,7 @@ def gpus(place: CheckContext) -> CheckResult:
     try:
         devices = read_gpus()
     except NoDriver as error:
-        return CheckResult(
-            [ok("GPUs", f"not checked: {error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []}
-        )
+        return CheckResult([skip("GPUs", f"{error}; with a GPU: {_CHECKS}")], {"pid": os.getpid(), "gpus": []})
     findings = [finding for gpu in devices for finding in judge_gpu(gpu)]
     findings += judge_faults(kernel_faults(kernel_log()))
     usage = [[gpu.index, gpu.name, gpu.used, gpu.processes, gpu.uuid] for gpu in devices]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.diagnose.doctor.board import Board, gloo_address, infiniband, interfaces, link_speed
-from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.diagnose.doctor.network import NcclChoice, read_log, to_master
 from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.world import World, meeting_point, meeting_store
@@ -180,7 +180,7 @@ _SHARE = {"gloo": 0.15, "nccl": 0.4}  # share of the link's rate to expect; gloo
 def group(place: CheckContext) -> CheckResult:
     """Form the groups that training would form: gloo and, on CUDA devices, NCCL."""
     if place.size == 1:
-        return CheckResult([ok("group", "one process: nothing to exchange")])
+        return CheckResult([skip("group", "one process: nothing to exchange")])
     if place.world is None:
         place.world = World.join(place.config.device, _FORM_LIMIT)
     backend = "gloo and NCCL" if place.world.device.type == "cuda" else "gloo"
@@ -327,7 +327,7 @@ def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
     by_rank = {rank: each for rank, each in enumerate(facts) if each}
     if not by_rank:
-        return [ok("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]
+        return [skip("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]
     findings = []
     chosen = {rank: NcclChoice(**each["chosen"]) for rank, each in by_rank.items()}
     for rank, choice in chosen.items():

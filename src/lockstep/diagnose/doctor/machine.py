@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lockstep.config.fields import is_url
-from lockstep.diagnose.doctor.finding import Check, CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.finding import OK, Check, CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.distributed.cpus import cgroup_folders, cpu_quota, node_cores
 from lockstep.errors import LockstepError
 from lockstep.files import bytes_text
@@ -152,7 +152,7 @@ def clock(place: CheckContext) -> CheckResult:
             os.fsync(file)
             return CheckResult([judge_clock(os.fstat(file).st_mtime, before, time.time())])
     except OSError as error:
-        return CheckResult([ok("folder's clock", f"not checked: {error.strerror or error}")])
+        return CheckResult([skip("folder's clock", f"{error.strerror or error}")])
 
 
 def judge_clock(mtime: float, before: float, after: float) -> Finding:
@@ -263,12 +263,59 @@ _LEAST_MEMORY = _GIB // 2  # bytes a rank: torch, a group and a small model
 _FILES = 128  # Python, torch, the run's own
 _PER_PEER = 8  # sockets of a rank to each other one, over all groups
 _PER_WORKER = 32
+_IDLE_LOAD = 0.5  # load of a quiet machine
+_STOLEN = 0.05  # share of the time
+_STEAL_SECONDS = 0.5  # between two readings of /proc/stat
+_STEAL_COLUMN = 7  # of its first line
 
 
 def cores(place: CheckContext) -> CheckResult:
-    """Compare the threads and loader processes of this node's ranks with the container's cores."""
-    usable = node_cores(place.environ)
-    return CheckResult([judge_cores(usable, cpu_quota(place.root), torch.get_num_threads(), place)])
+    """Compare the ranks' threads and loader processes with the container's cores, and measure what else runs."""
+    usable, threads = node_cores(place.environ), torch.get_num_threads()
+    found = judge_cores(usable, cpu_quota(place.root), threads, place)
+    load, stolen = _load(place)
+    if place.local_rank or load is None:
+        return CheckResult([found])
+    if busy := judge_load(load, stolen, usable, threads, place):
+        return CheckResult([found, busy])
+    if found.level == OK:
+        found = ok("cores", f"{found.text}; load {load:.1f}, {stolen:.0%} of the time stolen")
+    return CheckResult([found])
+
+
+def judge_load(load: float, stolen: float, usable: int, threads: int, place: CheckContext) -> Finding | None:
+    """Judge what else runs on the cores; None if it would not disturb a measurement of time.
+
+    Args:
+        load: processes that ran or waited for the disk, an average of the last minute.
+        stolen: share of the cores' time that the hypervisor gave to other machines.
+        usable: cores that the ranks of this node may run on.
+        threads: of a rank.
+    """
+    if load > _IDLE_LOAD and load + threads * place.local_size > usable + _IDLE_LOAD:
+        text = f"load {load:.1f} on {usable} cores: other processes compute too, and times will be too long"
+        return warn("cores", text, "end them before you measure; the load is an average of the last minute")
+    if stolen > _STOLEN:
+        text = f"the hypervisor takes {stolen:.0%} of the cores' time: times will vary"
+        return warn("cores", text, "compare interleaved runs only, or use a machine with cores of its own")
+    return None
+
+
+def _load(place: CheckContext) -> tuple[float | None, float]:
+    """Read the load average, None if unknown, and measure the share of time that the hypervisor takes."""
+    words = place.text("proc/loadavg").split()
+    before = _cpu_times(place)
+    if not words or not before:
+        return None, 0.0
+    time.sleep(_STEAL_SECONDS)
+    spent = [now - then for now, then in zip(_cpu_times(place), before, strict=False)]
+    return float(words[0]), spent[_STEAL_COLUMN] / sum(spent) if sum(spent) > 0 else 0.0
+
+
+def _cpu_times(place: CheckContext) -> list[int]:
+    """Read user, nice, system, idle, iowait, irq, softirq and steal of all cores, in ticks; [] if unknown."""
+    words = place.text("proc/stat").partition("\n")[0].split()[1 : _STEAL_COLUMN + 2]
+    return [int(word) for word in words] if len(words) > _STEAL_COLUMN else []
 
 
 def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) -> Finding:
@@ -307,7 +354,7 @@ def memory(place: CheckContext) -> CheckResult:
     """Compare the node's free memory, by machine and container limit, with its ranks' minimum."""
     free, total, by = _free(place)
     if not total:
-        return CheckResult([ok("memory", "the system does not report it")])
+        return CheckResult([skip("memory", "the system does not report it")])
     least = _LEAST_MEMORY * place.local_size
     text = f"{bytes_text(free)} of {bytes_text(total)} free ({by})"
     if free < least:
@@ -347,7 +394,7 @@ def shared_memory(place: CheckContext) -> CheckResult:
     try:
         total, _, free = shutil.disk_usage(folder)
     except OSError:
-        return CheckResult([ok("shared memory", "there is no /dev/shm here")])
+        return CheckResult([skip("shared memory", "there is no /dev/shm here")])
     return CheckResult([judge_shared(total, free, place)])
 
 

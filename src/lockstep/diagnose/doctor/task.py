@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.adapters.lightning.convert import configured
 from lockstep.config.task_options import LIGHTNING
-from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, warn
+from lockstep.diagnose.doctor.finding import CheckContext, CheckResult, Finding, fail, ok, skip, warn
 from lockstep.diagnose.doctor.workers import memory_growth
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World, on_all_ranks
@@ -56,7 +56,7 @@ def loaders(place: CheckContext) -> CheckResult:
 def task(place: CheckContext) -> CheckResult:
     """Build the run, and take its first steps from new weights; nothing is written."""
     if not place.with_task:
-        return CheckResult([ok("task", "not checked: give --task FILE.py:CLASS, or the flags of the run")])
+        return CheckResult([skip("task", "give --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
     config, module = place.config, place.module

@@ -17,6 +17,7 @@ from lockstep.diagnose.plan.devices import DEVICES, DeviceSpec, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
 from lockstep.diagnose.plan.search import PlanResult, PlanRow, searched
 from lockstep.diagnose.plan.subject import subject_of
+from lockstep.diagnose.scale.runs import ascending
 from lockstep.errors import ConfigError, name_settings
 from lockstep.files import bytes_text
 
@@ -52,6 +53,12 @@ def described(answer: PlanResult) -> str:
         f"a step takes about {_seconds(times.step)}: {_seconds(times.compute)} compute, {_seconds(times.update)} "
         f"update, {_seconds(times.exposed)} exposed exchange (an estimate, not a measurement)",
     ]
+    if times.launch_bound:
+        calls = estimate.work["compute"].calls
+        lines.append(
+            f"launches bound it: the host takes {_seconds(times.launching)} to launch its {calls:,.0f} operations a "
+            f"micro-batch, which run in {_seconds(times.computing)}; a larger --micro-batch-size has the same number"
+        )
     lines += _largest(answer)
     if answer.rows:
         lines += ["", "configurations that fit, the fastest first:"]
@@ -115,6 +122,8 @@ def as_json(answer: PlanResult) -> dict[str, Any]:
         "flops": estimate.work["compute"].flops,
         "step_seconds": times.step,
         "step_parts": {"compute": times.compute, "update": times.update, "exchange": times.exposed},
+        "launching_seconds": times.launching,
+        "launches_bound": times.launch_bound,
         "largest": {"micro_batch_size": answer.micro_batch, "seq_len": answer.seq_len, "layers": answer.layers},
         "ways": [
             {
@@ -135,24 +144,31 @@ _NOTHING_FITS = 3
 
 
 def run(own: argparse.Namespace) -> int:
-    """Print the estimate; return 0, or 3 if it does not fit.
+    """Print the estimate of each size; return 0, or 3 if one does not fit.
 
     Raises:
         UsageError: it cannot be planned.
     """
     values = cli.collect_options(vars(own))
-    check_size(own.world_size)
+    sizes = ascending("--world-sizes", own.world_sizes)
+    for size in sizes:
+        check_size(size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
     config, task = cli.build(cli.apply_preset(values)), None
     if config.task.startswith(LIGHTNING):  # its loaders give values that the flags do not
         with contextlib.redirect_stdout(sys.stderr):  # the module's own output
             config, task = configured(dict(values))
-    if "batch_size" not in options:  # a step has at least one micro-batch for each device
-        config = _widen(config, own.world_size)
-    answer = _plan(config, task, own.world_size, device, fast=own.fast, open_batch="batch_size" not in options)
-    print(json.dumps(as_json(answer)) if own.json else described(answer), flush=True)
-    return 0 if answer.fits else _NOTHING_FITS
+    answers = []
+    for size in sizes:
+        is_open = "batch_size" not in options  # a step has at least one micro-batch for each device
+        sized = _widen(config, size) if is_open else config
+        answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
+        if not own.json:
+            print(("\n" if len(answers) > 1 else "") + described(answers[-1]), flush=True)
+    if own.json:
+        print(json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(each) for each in answers]), flush=True)
+    return 0 if all(each.fits for each in answers) else _NOTHING_FITS
 
 
 def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:

@@ -163,7 +163,7 @@ class Planner:
         engine = name_of(config.engine, world)
         check_planned(engine, config.engine_options)
         if ENGINES[engine].one_process and self.size > 1:
-            raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-size 1")
+            raise ConfigError(f"--engine {engine} with {self.size} processes: use --engine auto, or --world-sizes 1")
         precision = config.precision
         if precision == "auto":
             precision = "bf16" if self.device.bf16 else "float32"
@@ -323,7 +323,7 @@ def check_size(size: int) -> None:
         ConfigError: it is out of range.
     """
     if not 1 <= size <= _LARGEST:
-        raise ConfigError(f"--world-size {size}: give the number of devices, from 1 to {_LARGEST}")
+        raise ConfigError(f"--world-sizes {size}: give the number of devices, from 1 to {_LARGEST}")
 
 
 _PRODUCTS = 0.55  # share of the peak in a training's large products; PaLM's overall MFU is 0.46 (arXiv 2204.02311)
@@ -332,7 +332,8 @@ _FUSED = 0.5  # bytes moved by compiled kernels, relative to eager ones
 _LINK = 0.7
 _NODE = 8  # devices
 _LATENCY = 20e-6  # seconds a collective and doubling of the ranks
-_CALL = 5e-6  # seconds to launch a kernel from eager code
+_CALL = 5e-6  # seconds to launch a kernel from eager code; an estimate
+_HOST_CALL = 12e-6  # seconds of Python, autograd and dispatch around an operation on a CPU; measured in docs/plan.md
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,15 +344,24 @@ class Times:
         compute: forwards and backwards.
         update: of the optimizer.
         exposed: exchanges that are not hidden behind computation.
+        launching: what the host takes to launch the operations of `compute`, part of it.
+        computing: what the device takes to run them.
     """
 
     compute: float
     update: float
     exposed: float
+    launching: float = 0.0
+    computing: float = 0.0
 
     @property
     def step(self) -> float:
         return self.compute + self.update + self.exposed
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether launching the operations takes longer than running them."""
+        return self.launching > self.computing
 
 
 def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tuple[float, float]) -> Times:
@@ -366,9 +376,12 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     compute = estimate.work["compute"]
     products = compute.flops / (peak * _PRODUCTS)
     moving = compute.moved * (1.0 if device.host else _FUSED) / (device.bandwidth * _MEMORY)
-    launching = 0.0 if device.host else compute.calls * _CALL * _FUSED
-    micro = max(products + 0.3 * moving, moving, launching)
-    update = estimate.work["update"].moved / (device.bandwidth * _MEMORY)
+    call = _HOST_CALL if device.host else _CALL * _FUSED
+    launching, computing = compute.calls * call, max(products + 0.3 * moving, moving)
+    micro = launching + computing if device.host else max(launching, computing)  # a device runs beside the host
+    update_work = estimate.work["update"]
+    update, ordering = update_work.moved / (device.bandwidth * _MEMORY), update_work.calls * call
+    update = update + ordering if device.host else max(update, ordering)
     gather_bytes, sum_bytes = split
     exposed = 0.0
     if size > 1:
@@ -378,4 +391,5 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
         per_micro = max(0.0, gather_bytes * ring / rate - 0.8 * micro) + (wait if gather_bytes else 0.0)
         last = 2 * sum_bytes * ring / rate
         exposed = estimate.slots * per_micro + max(0.05 * last, last - 0.6 * micro) + wait
-    return Times(estimate.slots * micro, update, exposed)
+    slots = estimate.slots
+    return Times(slots * micro, update, exposed, slots * launching, slots * computing)

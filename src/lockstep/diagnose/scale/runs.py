@@ -28,7 +28,7 @@ from lockstep.config import cli
 from lockstep.config.cli import option_list
 from lockstep.config.engine_options import ENGINES, PLAIN
 from lockstep.config.fields import parse_shares
-from lockstep.config.schema import Config
+from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.config.secrets import printable
 from lockstep.distributed.cpus import cpu_quota
 from lockstep.errors import ConfigError, LockstepError
@@ -244,7 +244,7 @@ class ScaleRequest:
         if micro_batch_size:
             own["micro-batch-size"] = micro_batch_size
         overrides = [word for name, value in own.items() for word in (f"--{name}", str(value))]
-        return [*self.flags, *overrides, "--no-wandb", "--no-tensorboard", "--on-oom", "stop"]
+        return [*self.flags, *overrides, *(f"--no-{name}" for name in SINK_FLAGS), "--on-oom", "stop"]
 
 
 def ascending(flag: str, text: str) -> tuple[int, ...]:
