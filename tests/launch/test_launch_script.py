@@ -30,6 +30,8 @@ for step in run:
             raise RuntimeError("the sky fell")
         if os.environ.get("SIGNAL") == os.environ["RANK"]:
             os.kill(os.getpid(), signal.SIGTERM)
+        if os.environ.get("CTRL_C") == os.environ["RANK"]:
+            os.kill(os.getppid(), signal.SIGINT)
 if run.is_main:
     print("ended:", run.status, run.result.exit_code, flush=True)
 """
@@ -56,6 +58,22 @@ def test_a_script_on_two_ranks_hears_of_a_signal(script):
     step = checkpoint.list_steps(script.parent / "b")[-1]
     assert step >= 3
     assert checkpoint.read_state(checkpoint.path_of(script.parent / "b", step))["world_size"] == 2
+
+
+def test_ctrl_c_ends_a_script_on_two_ranks_with_one_line_that_tells_what_was_saved(script):
+    done = launched(script, "--experiment-name", "c", CTRL_C="0")
+    saved = checkpoint.list_steps(script.parent / "c")[-1]
+    assert done.returncode == 130
+    assert f"interrupted: saved after step {saved} of 30;" in done.stdout.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert "lockstep:" not in done.stderr
+
+
+def test_a_refusal_of_a_script_is_one_line_and_its_own_exit_code(script):
+    done = launched(script, "--engine", "single")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("lockstep: error: before step 0: engine single with 2 proc")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_scripts_error_is_told_with_its_rank(script):

@@ -157,7 +157,13 @@ Say = Callable[[str], None]
 
 
 def build_model(
-    config: Config, task: Task, world: World, state: RunState, say: Say, sizes_only: bool = False
+    config: Config,
+    task: Task,
+    world: World,
+    state: RunState,
+    say: Say,
+    sizes_only: bool = False,
+    note: Say | None = None,
 ) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
@@ -168,6 +174,7 @@ def build_model(
         state: of the checkpoint to load, which names the adapters' base. What checkpoints record of a model is added.
         say: called with a line for the user.
         sizes_only: do not read weights, as in `lockstep plan`.
+        note: called with a line for the log alone; None: `say`.
 
     Raises:
         ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
@@ -220,6 +227,7 @@ def build_model(
         from_task=task_blocks is not None,
         keep_dtype=base,
         say=say,
+        note=note,
     )
 
 
