@@ -38,7 +38,6 @@ from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
-from lockstep.seeds import derive
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.loss_check import preserve_state
@@ -167,7 +166,7 @@ def build_model(
 ) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
-    Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
+    Its weights are drawn under `torch.manual_seed(config.seed)`, the same on every rank of any world. If the task made
     the model before the run, every rank gets rank 0's weights.
 
     Args:
@@ -181,7 +180,7 @@ def build_model(
     """
     if config.weight_copies == "step":
         _check_weight_copies(config, task, world)
-    torch.manual_seed(derive(config.seed, "model"))
+    torch.manual_seed(config.seed)  # as in a script, so that the first loss is the same
     init_context, move = model_init(config.engine, world, config.engine_options)
 
     def make() -> nn.Module:
