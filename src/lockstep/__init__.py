@@ -7,6 +7,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+from lockstep.distributed.failures import print_uncaught
 from lockstep.verify import verify  # here, so that the name is the function and not the package, which loads no torch
 
 if TYPE_CHECKING:  # for type checkers; at run time `__getattr__` below imports the same
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 # ATen reads it once, at the first cuBLAS call of a process, even if that call need not be deterministic: set later, an
 # exact run after a plain one would be refused.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+print_uncaught()  # here, because a script's Config may be invalid before any run starts
 
 # The modules of the public names.
 _MODULES = {

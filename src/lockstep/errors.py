@@ -40,6 +40,8 @@ __all__ = [
     "error_line",
     "error_origin",
     "name_settings",
+    "passed_here",
+    "user_location",
     "user_traceback",
 ]
 
@@ -92,9 +94,7 @@ def error_line(error: BaseException) -> str:
     The line of code is the user's, if there is one.
     """
     error = _own(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if not _is_library(frame.filename)] or frames)[-1:]
-    location = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    location = user_location(error)
     try:
         text = (str(error).strip().splitlines() or [""])[0]
     except Exception as failed:  # the user's own __str__
@@ -102,6 +102,20 @@ def error_line(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         text += ": " + "; ".join(error_line(each) for each in error.exceptions)
     return f"{type(error).__name__}{': ' if text else ''}{text}{location}"
+
+
+def user_location(error: BaseException) -> str:
+    """Return the user's last line of code in the traceback: " (cnn.py:20)"; without one, the last line of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    generated = ("<string>", "__init__")  # of a dataclass
+    own = [each for each in frames if not _is_library(each.filename) and (each.filename, each.name) != generated]
+    last = (own or frames)[-1:]
+    return f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+
+
+def passed_here(error: BaseException) -> bool:
+    """Whether the error passed through lockstep's code."""
+    return any(frame.f_code.co_filename.startswith(_PACKAGE) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def user_traceback(error: BaseException) -> str:

@@ -1,12 +1,15 @@
 """How a failure is told at a run's end: lost ranks, the user's line of code, the user's part of a traceback."""
 
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import warm
 from shell import environment
 
 from lockstep.distributed import failures, progress
@@ -150,3 +153,38 @@ def test_a_second_ctrl_c_stays_a_keyboard_interrupt() -> None:
 
     with pytest.raises(KeyboardInterrupt), Preemption(PendingStop()), Preemption(PendingStop()):
         interrupt_twice()
+
+
+_UNCAUGHT = {
+    "config": "lockstep.Config(batch_size=0)",
+    "second": """
+class Mine(lockstep.Task):
+    def model(self): return torch.nn.Linear(4, 1)
+    def dataset(self, split): return torch.utils.data.TensorDataset(torch.ones(64, 4)) if split == "train" else None
+    def loss(self, model, batch): return model(batch[0]).square().mean()
+
+for step in lockstep.Run(lockstep.Config(batch_size=8, max_steps=9, ckpt_freq=2, device="cpu", log_freq=1), Mine()):
+    if step.global_step == WHEN:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "when", "last"),
+    [
+        ("config", 0, r"lockstep: error: batch_size is 0: it must be at least 1 \(mine.py:4\)"),
+        ("second", 1, r"lockstep: interrupted before anything was saved; .*"),
+        ("second", 5, r"lockstep: interrupted: the newest checkpoint is of step 4; .*"),
+    ],
+)
+def test_what_a_script_does_not_catch_is_one_line(tmp_path: Path, code: str, when: int, last: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"import signal\nimport torch\nimport lockstep\n{_UNCAUGHT[code]}".replace("WHEN", str(when)))
+    run = partial(subprocess.run, [warm.python(), path], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    said = run(env=environment(), check=False).stderr
+    assert re.fullmatch(last, said.strip().splitlines()[-1])
+    assert "Traceback" not in said
+    if code == "config":
+        assert "Traceback" in run(env=environment(LOCKSTEP_DEBUG="1"), check=False).stderr

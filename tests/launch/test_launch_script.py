@@ -1,8 +1,10 @@
 """A script of one's own under `lockstep launch`, as under torchrun: with restarts, names and codes."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import warm
@@ -13,7 +15,7 @@ from lockstep import checkpoint, cli
 from lockstep.errors import ConfigError
 
 SCRIPT = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 import lockstep
 
@@ -30,6 +32,9 @@ for step in run:
             raise RuntimeError("the sky fell")
         if os.environ.get("SIGNAL") == os.environ["RANK"]:
             os.kill(os.getpid(), signal.SIGTERM)
+    if os.environ.get("SLOW"):
+        open(os.environ["SLOW"], "w").close()
+        time.sleep(0.5)
 if run.is_main:
     print("ended:", run.status, run.result.exit_code, flush=True)
 """
@@ -56,6 +61,32 @@ def test_a_script_on_two_ranks_hears_of_a_signal(script):
     step = checkpoint.list_steps(script.parent / "b")[-1]
     assert step >= 3
     assert checkpoint.read_state(checkpoint.path_of(script.parent / "b", step))["world_size"] == 2
+
+
+def test_ctrl_c_ends_a_script_on_two_ranks_with_one_line_that_tells_what_was_saved(script):
+    mark, flags = script.parent / "mark", ["--save-dir", str(script.parent), "--experiment-name", "c"]
+    command = [warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", str(script), *flags]
+    process = subprocess.Popen(command, env=environment(SLOW=str(mark)), stdout=-1, stderr=-1, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not mark.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    saved = checkpoint.list_steps(script.parent / "c")[-1]
+    assert process.returncode == 130, out + err
+    assert f"interrupted: saved after step {saved} of 30;" in out.strip().splitlines()[-1]
+    assert "Traceback" not in err
+    assert "lockstep:" not in err
+
+
+def test_a_refusal_of_a_script_is_one_line_and_its_own_exit_code(script):
+    done = launched(script, "--engine", "single")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("lockstep: error: before step 0: --engine single with 2")
+    assert "Traceback" not in done.stderr
 
 
 def test_a_scripts_error_is_told_with_its_rank(script):

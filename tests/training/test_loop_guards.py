@@ -21,7 +21,6 @@ from lockstep.guards.nonfinite import DeferredReader
 from lockstep.logging.jsonl import read
 from lockstep.optim.optimizers import adamw
 from lockstep.optim.schedule import factor
-from lockstep.seeds import derive
 
 BATCH, MICRO = 4, 2
 
@@ -99,7 +98,7 @@ def settings(folder, steps, **changes):
 
 def by_hand(task, config, left_out=()):
     """(the model, the norms) of a loop in plain PyTorch that neither computes nor counts the steps left out."""
-    torch.manual_seed(derive(config.seed, "model"))
+    torch.manual_seed(config.seed)
     model, optim = task.model().double(), config.optim
     data, steps = task.dataset("train"), config.max_steps
     optimizer = adamw(

@@ -176,7 +176,9 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     go(None, config(tmp_path))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*")}
     assert go(None, config(tmp_path)) == ([], 0)
-    assert names(capsys.readouterr().err, "finished", "12 steps", "--extend-to")
+    said = capsys.readouterr().err
+    assert names(said, "finished", "12 steps", "--extend-to")
+    assert said.count(str(tmp_path)) == 1
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "r").rglob("*")} == before
 
 

@@ -2,6 +2,7 @@
 
     note(error)                             # in the failing process, for its launcher
     report(error)                           # the same, and print it, once on this node
+    print_uncaught()                        # the same for what a script does not catch, in place of a traceback
     ProcessFailure.read(rank, code, path, place, end_time)  # in the launcher, after the process has ended
     first_failure([...])                    # the failure that caused the others
 
@@ -27,7 +28,15 @@ from typing import Any
 
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress, RankProgress, own_label, rank_label
-from lockstep.errors import LockstepError, PeerError, StorageError, error_line, user_traceback
+from lockstep.errors import (
+    LockstepError,
+    PeerError,
+    StorageError,
+    error_line,
+    passed_here,
+    user_location,
+    user_traceback,
+)
 
 __all__ = [
     "ProcessFailure",
@@ -35,8 +44,9 @@ __all__ = [
     "describe_error",
     "first_failure",
     "note",
+    "note_interrupt",
     "note_log",
-    "note_uncaught",
+    "print_uncaught",
     "report",
     "report_interrupt",
 ]
@@ -44,7 +54,9 @@ __all__ = [
 
 _LIMIT = 1 << 20  # largest number of bytes read from a note
 _CAUSE, _LOST = "lockstep-cause", "lockstep-lost"  # files of errors that a rank of this node has printed
+_DEBUG_VARIABLE = "LOCKSTEP_DEBUG"  # set: lockstep's errors are printed with their tracebacks
 _OLD_HOOK: list[Any] = []  # the former excepthook
+_INTERRUPT: list[str] = []  # the line for an interrupted run; "": it has been printed
 _LAST_ERROR: list[BaseException] = []  # the error of this process that has a note
 _LOGS: list[Path] = []  # the file with the full traceback
 
@@ -87,7 +99,7 @@ class ProcessFailure:
         follows = bool(note.get("follows"))
         if code == 128 + signal.SIGINT and not note:  # a KeyboardInterrupt before the steps
             code = -signal.SIGINT
-        if code < 0 and isinstance(note.get("code"), int):  # it wrote a note, then crashed or was killed on its way out
+        if code <= 1 and isinstance(note.get("code"), int):  # it crashed on its way out, or Python ended it with 1
             code = note["code"]
         return cls(
             rank,
@@ -193,8 +205,7 @@ def report(error: BaseException) -> None:
     """
     launcher_prints = note(error)
     if isinstance(error, LockstepError):
-        if not (launcher_prints or error.relayed or _is_printed(error)):
-            print(f"lockstep: error: {error}", file=sys.stderr)
+        _print_line(error, launcher_prints, "")
         return
     if _is_printed(error):
         return
@@ -205,10 +216,31 @@ def report(error: BaseException) -> None:
         print(f"lockstep: error: {_place()}: {mask(error_line(error))}", file=sys.stderr)
 
 
+def _print_line(error: LockstepError, launcher_prints: bool, location: str) -> None:
+    """Print an error's line, unless it is printed elsewhere; with LOCKSTEP_DEBUG its traceback first."""
+    debug = bool(os.environ.get(_DEBUG_VARIABLE))
+    if error.relayed or (launcher_prints and not debug) or _is_printed(error):
+        return
+    if debug:
+        print(mask("".join(traceback.format_exception(error))), file=sys.stderr, end="")
+    if not launcher_prints:
+        print(f"lockstep: error: {error}{location}", file=sys.stderr)
+
+
+def note_interrupt(line: str | None) -> None:
+    """Register what to print if Ctrl-C ends this process.
+
+    Args:
+        line: says what was saved; "": that is printed already; None: no run was interrupted.
+    """
+    _INTERRUPT[:] = [] if line is None else [line]
+
+
 def report_interrupt() -> None:
     """Print that Ctrl-C ended this process, unless the launcher or another rank of this node does."""
-    if FOLDER_VARIABLE not in os.environ and not _is_printed(KeyboardInterrupt()):
-        print("lockstep: interrupted", file=sys.stderr)
+    line = _INTERRUPT[-1] if _INTERRUPT else "interrupted"
+    if line and FOLDER_VARIABLE not in os.environ and not _is_printed(KeyboardInterrupt()):
+        print(f"lockstep: {line}", file=sys.stderr)
 
 
 def add_place(error: Exception) -> None:
@@ -217,19 +249,24 @@ def add_place(error: Exception) -> None:
         error.add_note(_place())
 
 
-def note_uncaught() -> None:
-    """Also note uncaught errors, and print each once on this node.
+def print_uncaught() -> None:
+    """Print what a script does not catch once on this node; lockstep's errors, and Ctrl-C in a run, as one line.
 
-    One caused by another rank is a line, not a traceback.
+    Other errors are noted for the launcher, and keep their traceback. Does nothing if called again.
     """
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ or _OLD_HOOK:
+    if _OLD_HOOK:
         return
     before = sys.excepthook
     _OLD_HOOK.append(before)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, PeerError):
-            report(error)
+        if isinstance(error, LockstepError):
+            location = "" if error.__cause__ or isinstance(error, PeerError) else user_location(error)
+            _print_line(error, note(error), location)
+            return
+        is_launched = FOLDER_VARIABLE in os.environ
+        if isinstance(error, KeyboardInterrupt) and (_INTERRUPT or is_launched or passed_here(error)):
+            report_interrupt()
             return
         if isinstance(error, Exception):
             note(error)

@@ -54,6 +54,10 @@ class Straggler:
         heard, self._windows, self._since = self._windows, [], step
         return self._find_slow_rank(heard, step)
 
+    def repeat(self) -> None:
+        """Report again what has been reported, if it is still found."""
+        self._reported.clear()
+
     def _find_slow_rank(self, heard: list[list[BusySeconds]], step: int) -> str:
         slowest = None
         for kind in _KINDS:

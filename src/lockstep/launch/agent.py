@@ -164,7 +164,8 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         os.environ.update(before)
     if result.is_failed() and (agent.stop_signal is None or agent.has_cause):
         raise agent.error()
-    return not result.is_failed(), agent.stop_signal, code
+    has_saved = agent.stop_signal is not None and code != 0  # a script's ranks then end by KeyboardInterrupt
+    return has_saved or not result.is_failed(), agent.stop_signal, code
 
 
 class _Agent(LocalElasticAgent):

@@ -210,7 +210,7 @@ def _process_age() -> float:
         return 0.0
 
 
-_MIN_SECONDS = 10.0  # seconds of steps, saves and evaluations; in a shorter run the start dominates
+_MIN_SECONDS = 60.0  # of steps, saves and evaluations; in a shorter run nothing is gained, and the start dominates
 # Normal shares of that time: fast loaders cost next to nothing, an exchange that is not hidden takes part of a step,
 # and users want evaluations.
 _NORMAL_SHARES = {"data": 0.1, "exchange": 0.3, "saves": 0.05, "evaluation": 0.25}

@@ -38,7 +38,6 @@ from lockstep.models.gpt import GPT
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
-from lockstep.seeds import derive
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.loss_check import preserve_state
@@ -157,24 +156,31 @@ Say = Callable[[str], None]
 
 
 def build_model(
-    config: Config, task: Task, world: World, state: RunState, say: Say, sizes_only: bool = False
+    config: Config,
+    task: Task,
+    world: World,
+    state: RunState,
+    say: Say,
+    sizes_only: bool = False,
+    note: Say | None = None,
 ) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
-    Its weights are drawn under a seed of their own, so they are the same on every rank of any world. If the task made
+    Its weights are drawn under `torch.manual_seed(config.seed)`, the same on every rank of any world. If the task made
     the model before the run, every rank gets rank 0's weights.
 
     Args:
         state: of the checkpoint to load, which names the adapters' base. What checkpoints record of a model is added.
         say: called with a line for the user.
         sizes_only: do not read weights, as in `lockstep plan`.
+        note: called with a line for the log alone; None: `say`.
 
     Raises:
         ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
     """
     if config.weight_copies == "step":
         _check_weight_copies(config, task, world)
-    torch.manual_seed(derive(config.seed, "model"))
+    torch.manual_seed(config.seed)  # as in a script, so that the first loss is the same
     init_context, move = model_init(config.engine, world, config.engine_options)
 
     def make() -> nn.Module:
@@ -220,6 +226,7 @@ def build_model(
         from_task=task_blocks is not None,
         keep_dtype=base,
         say=say,
+        note=note,
     )
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,7 @@ def _host_memory() -> int:
 # --- balance of shares
 
 _LOG = logging.getLogger("lockstep")
+_YOUNG = 60.0  # seconds; until then what is slow is in the log file alone: a run of a minute gains nothing by it
 _USABLE_MEMORY = 0.5  # share of the free memory that larger shares may use
 
 
@@ -277,6 +279,7 @@ class RunGuards:
             self._spike_digest = self._spike_digest if stored.trained is None else stored.trained
         relieved = {"relieved": built.balancer.can_relieve} if built.balancer else {}
         self._straggler = Straggler(self._config.straggler, **relieved)
+        self._began, self._is_young = time.monotonic(), True
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
@@ -335,9 +338,12 @@ class RunGuards:
         Raises:
             LockstepError: the ranks' replicas differ.
         """
+        if self._is_young and time.monotonic() - self._began > _YOUNG:
+            self._is_young = False
+            self._straggler.repeat()
         slow = self._straggler.after(record.step, self._exchange)
         if slow and self._built.world.is_main:
-            _LOG.warning(slow)
+            _LOG.warning(slow, extra={"only_file": self._is_young})
         freq, global_step = self._config.desync_freq, record.step + 1
         replicas = freq and self._built.world.size > 1
         if replicas and (global_step % freq == 0 or global_step == self._built.last_step):

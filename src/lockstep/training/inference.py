@@ -174,7 +174,7 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source))
     task = on_all_ranks(world, lambda: _make_task(path, config, request, state, notify(world)))
     restore_findings(task, state)
-    model = build_model(config, task, world, dataclasses.replace(state), notify(world))
+    model = build_model(config, task, world, dataclasses.replace(state), notify(world), note=lambda line: None)
     without = base_tensor_names(model, state)
     on_all_ranks(world, lambda: _load_weights(source, model, task, without, request.ema))
     return LoadedRun(config, world, task, model, state.global_step)

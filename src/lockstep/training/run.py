@@ -51,7 +51,7 @@ class Result:
         status: "finished" (the plan's last step is done), "stopped" (run.stop(), --stop-at, or the loop was left),
             "abandoned" (run.abandon()), "interrupted" (Ctrl-C) or "preempted" (a signal, or the file STOP).
         global_step: steps trained, over all starts of the run.
-        evaluation: the last evaluation of this process; None: there was none.
+        evaluation: the last evaluation of this process, or of a run that had ended before it; None: there was none.
         best: the run's best evaluation by `--best-metric`; None: there was none.
         folder: the run's folder, with records, log and checkpoints.
         exit_code: exit code of the command: 0, 75 (preempted) or 130 (interrupted).

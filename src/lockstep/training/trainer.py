@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Self
 
 from lockstep.checkpoint.files import await_all_ranks, await_results
+from lockstep.checkpoint.store import list_steps
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
 from lockstep.distributed.launcher import die_with_launcher, end_with_launcher
@@ -28,9 +29,10 @@ from lockstep.guards.nonfinite import Rollback, read_skips
 from lockstep.guards.preemption import Preemption
 from lockstep.guards.watchdog import HangWatchdog, Heartbeats, all_do
 from lockstep.logging import Sinks
+from lockstep.logging.jsonl import tail
 from lockstep.logging.log import close_log, open_log
 from lockstep.loop import steps
-from lockstep.records import Step
+from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
 from lockstep.training.build import BuildRequest, LockFacts, RunParts, announce, build_together, notify, remote_run
@@ -143,6 +145,15 @@ def _write_report(session: Session, built: RunParts, error: BaseException | None
         _LOG.warning("report.html was not written: %s: %s", type(problem).__name__, str(problem).split("\n", 1)[0])
 
 
+def _describe_interrupt(session: Session) -> str:
+    """Describe what is saved of a run that Ctrl-C ended before it could save."""
+    folder = RunFolder(session.config.local_dir, session.config.experiment_name)
+    newest = max(list_steps(folder.path), default=0)
+    if newest:
+        return f"interrupted: the newest checkpoint is of step {newest}; to continue from it, run the same command"
+    return "interrupted before anything was saved; the same command starts over"
+
+
 def _describe_no_steps(built: RunParts) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
     path, total = built.folder.path, built.run_plan.step_plan.steps
@@ -157,8 +168,8 @@ def _describe_no_steps(built: RunParts) -> str:
             "a larger one"
         )
     return (
-        f"{path} is finished after {total} steps; to train on, give --extend-to with more steps, or another "
-        f"--experiment-name with --init-from {path}"
+        f"{path} is finished after {total} steps; to train on, give --extend-to with more steps, or start another "
+        "--experiment-name with --init-from this folder"
     )
 
 
@@ -180,7 +191,8 @@ def run_training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; everything is saved.
     """
     end_with_launcher()
-    failures.note_uncaught()
+    failures.print_uncaught()
+    failures.note_interrupt(None)
     session.timeline.begin()
     session.member = register_member(session.caller_world)
     joins = session.member is not None and session.member.is_new
@@ -194,6 +206,7 @@ def run_training(session: Session) -> Training:
         traceback.clear_frames(exit_request.__traceback__)  # the frames hold the engine too
         _free_parts(session)
         die_with_launcher(False)
+        failures.note_interrupt(_describe_interrupt(session))  # if it is one that has left the loop
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
@@ -206,7 +219,9 @@ def run_training(session: Session) -> Training:
         raise
     except BaseException as error:
         session.status = "failed"
-        if not isinstance(error, KeyboardInterrupt):  # an interrupted process has no error to explain
+        if isinstance(error, KeyboardInterrupt):  # the second one, or one before the steps
+            failures.note_interrupt(_describe_interrupt(session))
+        else:
             failures.note(error)
         if session.caller_world is None:
             session.world.abandon()
@@ -215,6 +230,7 @@ def run_training(session: Session) -> Training:
     if session.caller_world is None:
         session.world.leave()
     if session.status == "interrupted":
+        failures.note_interrupt("")  # the summary has the line
         end = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
         raise KeyboardInterrupt(f"{end} after step {session.global_step}")
 
@@ -294,6 +310,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
     update_best(session)
     if _is_over(built):
         load_state(built)  # collective
+        session.evaluation = _read_evaluation(built)  # collective
         upload_rest(session, built)  # collective
     else:
         _lock(session, built)  # collective
@@ -304,6 +321,24 @@ def _is_over(built: RunParts) -> bool:
     """Whether the run has no steps left to train, nor an evaluation to make up for."""
     ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
     return ends and not built.state.evaluation_due
+
+
+def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
+    """Read the last evaluation from the records of a run that is over; None if there is none. Collective."""
+
+    def read() -> dict[str, float]:
+        with suppress(OSError):
+            records = tail(built.folder.metrics) if built.world.is_main else []
+            return next((record for record in reversed(records) if "evaluation/loss" in record), {})
+        return {}
+
+    record = await_results(built.world, read)[0]  # collective
+    if not record:
+        return None
+    prefix = "evaluation/"
+    numbers = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+    loss, items = numbers.pop("loss"), numbers.pop("items")
+    return EvaluationRecord(int(record["global_step"]), loss, items, numbers)
 
 
 def _check_before_lock(built: RunParts) -> None:

@@ -67,6 +67,7 @@ def prepare(  # noqa: PLR0913
     from_task: bool = True,
     keep_dtype: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
+    note: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Transform the model in place, in the order below.
 
@@ -81,6 +82,7 @@ def prepare(  # noqa: PLR0913
         from_task: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
         keep_dtype: tensors of the model that keep their dtype in any `precision`.
         say: reports a line to the user.
+        note: takes the line on attention's kernel; None: `say`.
 
     Raises:
         ConfigError: this model or device does not support a technique.
@@ -100,7 +102,7 @@ def prepare(  # noqa: PLR0913
     order = order_of(facts_of(device), masked=chosen.masked)
     line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
     if line:
-        say(line)
+        (note or say)(line)
     model = attention(model, chosen.attention, blocks, order)
     model = checkpointed(model, chosen.activation_checkpointing, blocks)
     model = parameters_in(model, dtype, keep_dtype=keep_dtype, mixes=precision in AUTOCAST, say=say)

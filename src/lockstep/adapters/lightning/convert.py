@@ -31,7 +31,6 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.seeds import derive
 from lockstep.task_file import import_class
 
 __all__ = [
@@ -234,7 +233,7 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
 
 def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
     module, _, data = spec.removeprefix("lightning:").partition(",")
-    torch.manual_seed(derive(seed, "model"))
+    torch.manual_seed(seed)
     instance = _instantiate(module, "--lightning")
     return from_lightning(instance, _instantiate(data, "--datamodule") if data else None)
 
