@@ -2,7 +2,7 @@
 
 check_program("trace", program)
 folder, created = new_folder("one", "trace.json", {})
-code = run_attached("trace", program, {"LOCKSTEP_TRACE": str(folder)})
+code = run_attached("trace", program, {"LOCKSTEP_TRACE": str(folder)}).code
 
 The command keeps its output, its exit code and its signals.
 """
@@ -16,13 +16,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config.secrets import printable
 from lockstep.errors import ConfigError
 from lockstep.files import write_whole
 
 __all__ = [
+    "Exit",
     "check_program",
     "new_folder",
     "run_attached",
@@ -33,6 +34,18 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TICK = 0.2  # seconds
 
 
+class Exit(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        code: its exit code; 128 plus the signal's number if a signal killed it, as in a shell.
+        interrupted: Ctrl-C was pressed.
+    """
+
+    code: int
+    interrupted: bool
+
+
 def check_program(name: str, program: Sequence[str]) -> None:
     """Raise ConfigError if there is no command, or its program does not exist.
 
@@ -40,9 +53,8 @@ def check_program(name: str, program: Sequence[str]) -> None:
         name: of lockstep's command, for the message.
     """
     if not program:
-        raise ConfigError(
-            f"no command after `--`: lockstep {name} {'-o DIR ' * (name == 'trace')}-- python train.py ..."
-        )
+        flags = "-o DIR " if name == "trace" else ""
+        raise ConfigError(f"no command after `--`: lockstep {name} {flags}-- python train.py ...")
     if shutil.which(program[0]) is None:
         hint = f": python {program[0]}" if program[0].endswith(".py") else ""
         raise ConfigError(
@@ -70,10 +82,8 @@ def new_folder(text: str, mark: str, content: Mapping[str, Any]) -> tuple[Path, 
 
 def run_attached(
     name: str, program: Sequence[str], variables: Mapping[str, str], tick: Callable[[], None] | None = None
-) -> int:
-    """Run the command, forward signals to it and return its exit code; Ctrl-C reaches it from the terminal.
-
-    A command killed by a signal gives 128 plus the signal's number, as in a shell.
+) -> Exit:
+    """Run the command, and forward signals to it; Ctrl-C reaches it from the terminal.
 
     Args:
         name: of lockstep's command, for the message.
@@ -94,8 +104,9 @@ def run_attached(
     def forward(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
+    interrupts: list[int] = []
     before: dict[int, Any] = {number: signal.signal(number, forward) for number in _SIGNALS}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         while tick is not None and process.poll() is None:
             tick()
@@ -105,4 +116,5 @@ def run_attached(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    return Exit(code, bool(interrupts) or code == 128 + signal.SIGINT)

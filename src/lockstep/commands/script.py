@@ -28,7 +28,6 @@ from lockstep.files import write_whole
 __all__ = ["script_command"]
 
 _MARK = "command.json"
-_INTERRUPTED = 130
 _ABOUT = {
     "profile": "report where the time of its steps goes, and what to change first",
     "goodput": "report where its wall time went",
@@ -64,13 +63,13 @@ def script_command(name: str, argv: list[str]) -> int:
         SETTINGS_VARIABLE: json.dumps({"folder": str(folder), "trace": span}),
     }
     try:
-        code = run_attached(name, program, variables, traces.look if traces else None)
+        code, interrupted = run_attached(name, program, variables, traces.look if traces else None)
     except ConfigError:
         _remove(folder, created)
         raise
     if code:
         _say(name, f"the command ended with exit code {code}")
-    problem = _end(folder, created, code)
+    problem = _end(folder, created, "interrupted" if interrupted else "failed" if code else "finished")
     if not problem:
         _say(name, f"records: {printable(out)}")
         problem = _RESULTS[name](folder, args, traces)
@@ -134,11 +133,11 @@ class _Traces:
                 self._ranks = int(reading.read(paths[0]).about["world_size"])
         if self._ranks and len(paths) >= self._ranks:
             with contextlib.suppress(ConfigError):
-                self.judge()
-                _say("profile", "the command goes on; Ctrl-C ends it")
+                if self.judge() == self.span[1]:
+                    _say("profile", "the command goes on; Ctrl-C ends it")
 
-    def judge(self) -> None:
-        """Print the verdict, and write it beside the traces.
+    def judge(self) -> int:
+        """Print the verdict, write it beside the traces, and return the last traced step.
 
         Raises:
             ConfigError: a rank's trace is missing, damaged, or has other steps.
@@ -151,9 +150,10 @@ class _Traces:
             verdict.write(self.folder)
         except OSError as error:
             _say("profile", f"verdict.json: {error.strerror or error}")
+        return int(verdict.steps[1])
 
 
-def _end(folder: Path, created: bool, code: int) -> str:
+def _end(folder: Path, created: bool, status: str) -> str:
     """Write how the command ended; remove the folder and return the reason if nothing was recorded."""
     started = folder / STARTED
     has_torch = started.exists()
@@ -164,7 +164,6 @@ def _end(folder: Path, created: bool, code: int) -> str:
         if has_torch:
             return "the command took no step of a torch optimizer"
         return "the command started no Python process that loads torch (python -I, -E and -S are not recorded)"
-    status = {0: "finished", _INTERRUPTED: "interrupted"}.get(code, "failed")
     with contextlib.suppress(OSError):
         write_whole(folder / "ended.json", json.dumps({"status": status, "step": _steps(folder)}) + "\n")
     return ""

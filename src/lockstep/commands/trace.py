@@ -105,7 +105,7 @@ def trace_command(argv: list[str]) -> int:
     }
     began = time.time()
     try:
-        code = run_attached("trace", program, environment)
+        code = run_attached("trace", program, environment).code
     except ConfigError:
         _removed(folder, created)
         raise

@@ -91,7 +91,7 @@ def _within(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         recorder = _present()
-        if recorder is None or recorder.part in (part, "evaluate", "save"):
+        if recorder is None or recorder.part in (part, "save") or (recorder.part == "evaluate" and part != "save"):
             return call(*args, **kwargs)
         before = recorder.enter(part)
         try:
