@@ -19,6 +19,7 @@ __all__ = [
     "Clock",
     "HostClock",
     "MarkingClock",
+    "StepMarks",
     "make_clock",
     "queue_seconds",
     "trace_mark",
@@ -164,13 +165,8 @@ _AFTER = {
 _UNTRACED = 10  # durations of untraced steps to keep
 
 
-@final
-class MarkingClock:
-    """A clock that also marks the parts of `lockstep.loop` in a trace.
-
-        clock = MarkingClock(make_clock(device))
-        clock.trace(101)    # the next step is the 101st, and marked
-        clock.end()
+class StepMarks:
+    """Marks of steps and of their parts in a trace, with the time of this thread by part.
 
     Attributes:
         cpu_seconds: CPU time of this thread by part, over the marked steps; the rest it waited.
@@ -178,8 +174,7 @@ class MarkingClock:
         untraced: seconds of each of the last unmarked steps, including what follows a step.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._number = 0  # the step to mark next; 0: none
         self._part, self._mark, self._whole = "", _Mark(), _Mark()
         self._ran, self._waited, self._began = 0.0, 0.0, 0.0
@@ -187,10 +182,6 @@ class MarkingClock:
         self.queue_seconds: dict[str, float] = {}
         self._schedstat: int | None = None  # file descriptor, if the system has it
         self.untraced: deque[float] = deque(maxlen=_UNTRACED)
-
-    @property
-    def steps(self) -> int:
-        return self._clock.steps
 
     def trace(self, number: int) -> None:
         """Mark steps, beginning with the next one.
@@ -203,49 +194,34 @@ class MarkingClock:
 
     def end(self) -> None:
         """End the marked step, and mark no further ones."""
-        self._leave()
+        self.leave()
         self._whole.end()
         self._number = 0
         if self._schedstat is not None:
             os.close(self._schedstat)
             self._schedstat = None
 
-    def start(self) -> None:
-        self._clock.start()
+    def begin_step(self, part: str) -> None:
+        """End a step, and begin the next one with `part`."""
         now = time.perf_counter()
         if self._number:
-            self._leave()
+            self.leave()
             self._whole.end()
             self._whole.begin(f"step {self._number}")
             self._number += 1
-            self._enter("data")
+            self.enter(part)
         elif self._began:
             self.untraced.append(now - self._began)
         self._began = now
 
-    def lap(self, name: str) -> None:
-        self._clock.lap(name)
-        if not self._number:
-            return
-        part = self._part
-        self._leave()
-        if name == "data" and part in ("exchange", "told"):  # after sending to the other ranks, and receiving from them
-            if part == "exchange":
-                self._enter("update")
-        else:
-            self._enter(_AFTER.get(name, part))
+    def enter(self, part: str) -> None:
+        """Begin a part, if steps are marked; "" has no mark."""
+        if self._number and part:
+            self._part, self._ran, self._waited = part, time.thread_time(), _read_queue(self._schedstat)
+            self._mark.begin("exchange" if part == "told" else part)
 
-    def spent(self) -> dict[str, float]:
-        return self._clock.spent()
-
-    def read(self) -> dict[str, float]:
-        return self._clock.read()
-
-    def _enter(self, part: str) -> None:
-        self._part, self._ran, self._waited = part, time.thread_time(), _read_queue(self._schedstat)
-        self._mark.begin("exchange" if part == "told" else part)
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End the part."""
         if self._part:
             self.cpu_seconds[self._part] = self.cpu_seconds.get(self._part, 0.0) + time.thread_time() - self._ran
             self.queue_seconds[self._part] = (
@@ -253,6 +229,46 @@ class MarkingClock:
             )
         self._part = ""
         self._mark.end()
+
+
+@final
+class MarkingClock(StepMarks):
+    """A clock that also marks the parts of `lockstep.loop` in a trace.
+
+    clock = MarkingClock(make_clock(device))
+    clock.trace(101)    # the next step is the 101st, and marked
+    clock.end()
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    @property
+    def steps(self) -> int:
+        return self._clock.steps
+
+    def start(self) -> None:
+        self._clock.start()
+        self.begin_step("data")
+
+    def lap(self, name: str) -> None:
+        self._clock.lap(name)
+        if not self._number:
+            return
+        part = self._part
+        self.leave()
+        if name == "data" and part in ("exchange", "told"):  # after sending to the other ranks, and receiving from them
+            if part == "exchange":
+                self.enter("update")
+        else:
+            self.enter(_AFTER.get(name, part))
+
+    def spent(self) -> dict[str, float]:
+        return self._clock.spent()
+
+    def read(self) -> dict[str, float]:
+        return self._clock.read()
 
 
 def queue_seconds() -> float:

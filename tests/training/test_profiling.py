@@ -16,9 +16,7 @@ import lockstep
 from lockstep.clock import HostClock, MarkingClock, make_clock, trace_mark
 from lockstep.config.schema import Config
 from lockstep.diagnose.profile.reading import read, read_all, understood
-from lockstep.errors import ConfigError
-from lockstep.logging.jsonl import read as records
-from lockstep.training.profiler import (
+from lockstep.diagnose.profile.tracing import (
     ThreadUsage,
     cold_ms,
     fused_ns,
@@ -28,6 +26,8 @@ from lockstep.training.profiler import (
     positions,
     threads_gain,
 )
+from lockstep.errors import ConfigError
+from lockstep.logging.jsonl import read as records
 
 
 def go(world, settings, task=None):

@@ -493,7 +493,7 @@ def test_evaluations_and_saves_are_paused_and_shown_as_what_they_are(tmp_path, m
 def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, platform):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes already where the system is darwin
     if platform != "linux":
-        monkeypatch.setattr("lockstep.training.recorder._STATUS", str(tmp_path / "none"))
+        monkeypatch.setattr("lockstep.diagnose.profile.tracing._STATUS", str(tmp_path / "none"))
     if platform == "darwin":
         monkeypatch.setattr("lockstep.training.recorder.sys", SimpleNamespace(platform=platform))
         peak //= 1024

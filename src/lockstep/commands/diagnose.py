@@ -16,6 +16,7 @@ from pathlib import Path
 from lockstep.commands import train
 from lockstep.commands.lint_hint import lint_hint
 from lockstep.commands.reports import open_folder
+from lockstep.commands.script import script_command
 from lockstep.config import cli
 from lockstep.config.cli import Parser, add_flags
 from lockstep.config.hints import FOREIGN
@@ -120,6 +121,8 @@ def profile_command(argv: list[str]) -> int:
         UsageError: an invalid request, or damaged traces; exit code 2.
         LockstepError: the run failed.
     """
+    if "--" in argv:
+        return script_command("profile", argv)
     try:
         args = vars(_profile_parser().read(argv))
     except SystemExit as end:  # --help
@@ -141,9 +144,11 @@ def profile_command(argv: list[str]) -> int:
 def _profile_parser() -> Parser:
     parser = Parser(
         prog="lockstep profile",
-        usage="lockstep profile [flags] [flags of train]",
+        usage="lockstep profile [flags] [flags of train]\n       lockstep profile [--out DIR] [--steps N] [--warmup N] "
+        "-- COMMAND [arguments]",
         description="Train a few steps in a separate folder, trace them on every rank, and report where the time goes "
-        "and what to change first. Takes the flags of `lockstep train`.",
+        "and what to change first. Takes the flags of `lockstep train`; or, after `--`, the command of any "
+        "torch script, which runs to its end with its traces in the new folder --out.",
         foreign=FOREIGN,
     )
     add = parser.add_argument
@@ -160,6 +165,7 @@ def _profile_parser() -> Parser:
         "lockstep profile --task digits.py:Digits --batch-size 32",
         "lockstep launch --nproc-per-node 2 -- profile --task digits.py:Digits",
         "lockstep profile --read outputs/digits/profile/100-110",
+        "lockstep profile -- torchrun --nproc-per-node 2 train.py",
     )
     add_flags(parser, kind="")
     return parser

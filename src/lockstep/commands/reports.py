@@ -9,6 +9,7 @@ import importlib
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
+from lockstep.commands.script import script_command
 from lockstep.config.cli import Parser
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import printable
@@ -42,6 +43,8 @@ def goodput_command(argv: list[str]) -> int:
     Raises:
         ConfigError: an unknown flag, or a folder without a run's timeline.
     """
+    if "--" in argv:
+        return script_command("goodput", argv)
     try:
         args = _goodput_parser().read(argv)
     except SystemExit as end:  # --help
@@ -52,8 +55,10 @@ def goodput_command(argv: list[str]) -> int:
 
 
 def _goodput_parser() -> Parser:
-    text = "Report where the wall time of a run went, over all its restarts; the parts add up to 100%."
-    parser = Parser(prog="lockstep goodput", description=text)
+    text = "Report where the wall time of a run went, over all its restarts; the parts add up to 100%. After `--`: run "
+    text += "the command of any torch script, with its records in the new folder --out, and report on it."
+    usage = "lockstep goodput RUN [--json]\n       lockstep goodput [--out DIR] [--json] -- COMMAND [arguments]"
+    parser = Parser(prog="lockstep goodput", usage=usage, description=text)
     parser.add_argument("run", metavar="RUN", help="a run's folder or URL: SAVE_DIR/EXPERIMENT_NAME")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in seconds")
     return parser
@@ -65,6 +70,8 @@ def report_command(argv: list[str]) -> int:
     Raises:
         ConfigError: an unknown flag, not a run's folder, or a page that cannot be written.
     """
+    if "--" in argv:
+        return script_command("report", argv)
     try:
         args = _report_parser().read(argv)
     except SystemExit as end:  # --help
@@ -94,8 +101,14 @@ def _write_report(folders: list[Path], output: str) -> int:
 
 
 def _report_parser() -> Parser:
-    text = "Write an HTML page about a run: curves, time, guards, proof, settings. Several runs are shown side by side."
-    parser = Parser(prog="lockstep report", description=text)
+    text = (
+        "Write an HTML page about a run: curves, time, guards, proof, settings. Several runs are shown side by side. "
+    )
+    text += (
+        "After `--`: run the command of any torch script, with its records in the new folder --out, and report on it."
+    )
+    usage = "lockstep report RUN [RUN ...] [-o FILE]\n       lockstep report [--out DIR] -- COMMAND [arguments]"
+    parser = Parser(prog="lockstep report", usage=usage, description=text)
     parser.add_argument("run", metavar="RUN", nargs="+", help="a run's folder or URL: SAVE_DIR/EXPERIMENT_NAME")
     text = "file to write (default: RUN/report.html; required for several runs and for a URL)"
     parser.add_argument("-o", "--output", default="", metavar="FILE", help=text)

@@ -9,16 +9,12 @@ lockstep compare one two
 
 import json
 import math
-import os
-import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from lockstep.commands.attached import check_program, new_folder, run_attached
 from lockstep.commands.lint_hint import lint_hint
 from lockstep.config.cli import Parser
 from lockstep.config.secrets import printable
@@ -80,10 +76,6 @@ def _compare_parser() -> Parser:
     return parser
 
 
-_ATTACH = Path(__file__).parents[1] / "trace" / "attach"
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def trace_command(argv: list[str]) -> int:
     """Run `lockstep trace` and return the exit code of the command after `--`.
 
@@ -98,34 +90,25 @@ def trace_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     program = argv[at + 1 :]
-    if not program:
-        raise ConfigError("no command after `--`: lockstep trace -o DIR -- python train.py ...")
-    if shutil.which(program[0]) is None:
-        hint = f": python {program[0]}" if program[0].endswith(".py") else ""
-        raise ConfigError(
-            f"lockstep trace: program '{printable(program[0])}' not found; give a command after `--`{hint}"
-        )
+    check_program("trace", program)
     first, last = _span(args.steps)
     if not 0 < args.max_mb < math.inf:
         raise ConfigError(f"--max-mb is {args.max_mb:g}: it must be a number above 0")
-    folder, created = _folder(args.out)
+    folder, created = new_folder(args.out, FOLDER_FILE, {"format": FORMAT})
     steps = "every step" if not args.steps else f"steps {args.steps}"
     _say(f"{steps} into {printable(str(folder))}, at most {args.max_mb:g} MiB (--max-mb)")
     environment = {
-        **os.environ,
         "LOCKSTEP_TRACE": str(folder),
         "LOCKSTEP_TRACE_STEPS": f"{first}:{'' if last is None else last}",
         "LOCKSTEP_TRACE_MAX_MB": str(args.max_mb),
         "LOCKSTEP_TRACE_MODULES": "1" if args.modules else "0",
-        "PYTHONPATH": os.pathsep.join([str(_ATTACH), *filter(None, [os.environ.get("PYTHONPATH", "")])]),
     }
     began = time.time()
     try:
-        code = _run(program, environment)
-    except OSError as error:  # a file without a first line, of another machine
+        code = run_attached("trace", program, environment).code
+    except ConfigError:
         _removed(folder, created)
-        why = error.strerror or error
-        raise ConfigError(f"lockstep trace: '{printable(program[0])}' cannot be started: {why}") from error
+        raise
     if code:
         _say(f"the command ended with exit code {code}")
     scripts = [word for word in program if word.endswith(".py")]
@@ -174,37 +157,6 @@ def _span(text: str) -> tuple[int, int | None]:
             f"--steps '{text}': give FIRST:END, the first step and the one after the last, such as 0:100 or 500:520"
         )
     return span
-
-
-def _folder(text: str) -> tuple[Path, bool]:
-    """Create the trace folder; return it and whether it is new. Raises ConfigError if it is not empty."""
-    folder = Path(text).expanduser().absolute()
-    try:
-        created = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(path.name != FOLDER_FILE for path in folder.iterdir()):
-            raise ConfigError(f"--out {printable(text)} is not empty: give a new folder, a trace is never overwritten")
-        write_whole(folder / FOLDER_FILE, json.dumps({"format": FORMAT}) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--out {printable(text)}: {error.strerror or error}") from error
-    return folder, created
-
-
-def _run(program: list[str], environment: dict[str, str]) -> int:
-    """Run the command, forward signals to it and return its exit code; Ctrl-C reaches it from the terminal."""
-    process = subprocess.Popen(program, env=environment)
-
-    def forward(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
-
-    before: dict[int, Any] = {number: signal.signal(number, forward) for number in _SIGNALS}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
 
 
 def _trace_parser() -> Parser:

@@ -12,6 +12,7 @@ by the number of steps.
 
 import contextlib
 import errno
+import importlib
 import json
 import logging
 import math
@@ -21,10 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from lockstep.config.secrets import printable
 from lockstep.errors import SETTINGS, ConfigError
@@ -75,12 +72,17 @@ class Timeline:
         self._read_waited: Callable[[], float] = float
         self._waited_before = 0.0
 
-    def begin(self) -> None:
-        """Start accounting for a run; a command's first run starts with its process."""
+    def begin(self, *, of_process: bool = False) -> None:
+        """Start accounting for a run; a command's first run starts with its process.
+
+        Args:
+            of_process: the run is the process's, which is no command of lockstep.
+        """
         self._since = time.perf_counter()
-        if not _STARTED and SETTINGS.flags:
+        if of_process or (not _STARTED and SETTINGS.flags):
             self._spent[START] = _process_age()
-        _STARTED.append(True)
+        if not of_process:
+            _STARTED.append(True)
 
     @property
     def is_open(self) -> bool:
@@ -151,6 +153,10 @@ class Timeline:
         self._step = step
         if self._file is not None and time.perf_counter() >= self._due:
             self.enter(self._part)
+
+    def reassign(self, part: str) -> None:
+        """Account the time since the last `enter` or line to `part`, and the time from now on."""
+        self._part = part
 
     def close(self, status: str) -> None:
         """Write the last line of this start. Later time, up to this process's next start, is START."""
@@ -331,8 +337,9 @@ def show(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(account.as_json(), indent=1))
         return
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
+    # Imported here, since the recorder of `goodput -- COMMAND` loads this file where there may be no rich.
+    console = importlib.import_module("rich.console").Console(highlight=False)
+    table = importlib.import_module("rich.table").Table(box=None, pad_edge=False)
     for title in ("part", "time", "share"):
         table.add_column(title, justify="left" if title == "part" else "right", no_wrap=True)
     for part, seconds in account.seconds.items():
@@ -347,7 +354,7 @@ def show(folder: Path, *, as_json: bool) -> None:
     for start in account.starts if count > 1 else ():
         ended = start.ended or "no end recorded"
         line = f"  steps {start.first} to {start.last}, {start.world} rank{'s' * (start.world != 1)}: {ended}"
-        console.print(Text(printable(line)))
+        console.print(printable(line), markup=False)
     for note in account.notes:
         print(f"note: {note}")
 

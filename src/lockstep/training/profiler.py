@@ -9,47 +9,26 @@
 
 Each rank writes RUN/profile/100-110/rank-R.json.gz, and rank 0 writes verdict.json there. Without `--profile` nothing
 is traced or marked. No number of a run depends on it. The costs that the verdict needs (optimizer, pages, events,
-threads, batches from loader processes) are measured here too.
+threads, batches from loader processes) are measured by `StepTrace`.
 """
 
-import contextlib
-import json
 import logging
-import mmap
 import os
-import pickle
-import resource
-import secrets
-import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from multiprocessing import resource_sharer
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import torch
-import torch.multiprocessing  # registers tensors with ForkingPickler
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-
-from lockstep.clock import Clock, MarkingClock, queue_seconds
+from lockstep.clock import Clock, MarkingClock
 from lockstep.config.engine_options import ENGINES, own_options
 from lockstep.config.fields import parse_profile
 from lockstep.data.batches import StepLoader
 from lockstep.diagnose.profile.reading import ProfileTrace, ProfileTraceError, read
+from lockstep.diagnose.profile.tracing import StepTrace
 from lockstep.diagnose.profile.verdict import ProfileVerdict, judged
-from lockstep.distributed.cpus import usable_cores
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.errors import ConfigError
 from lockstep.training.build import RunParts
-from lockstep.training.recorder import peak_memory
 
 __all__ = [
     "StepProfiler",
@@ -57,250 +36,6 @@ __all__ = [
 ]
 
 
-# --- measured costs
-
-_ELEMENTS = 1 << 21  # of the tensor whose optimizer update is timed
-_PAGE_BYTES = 1 << 24  # of pages to touch: more than a core's own caches
-_EVENTS = 400  # operations to time
-_MAX_SLEEP = 0.05  # seconds: a longer sleep slows the next step no further
-_LAYER_SIZE = 128  # rows and columns of a layer to time after a sleep: small, so that malloc reuses its memory
-_LAYERS = 64  # most layers to time: more than a core's own caches
-_MATRIX_SIZE = 384  # rows and columns of the matrices that time threads
-_USAGE_SCOPE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # this thread only, on Linux
-
-
-class ThreadUsage(NamedTuple):
-    """This thread's use of the system so far.
-
-    Attributes:
-        system: milliseconds in the kernel.
-        minor: page faults without disk reads.
-        major: page faults that read from a disk.
-        busy: milliseconds of CPU time of this thread.
-        others: milliseconds of CPU time of the process's other threads.
-        queued: milliseconds that it waited for a core.
-    """
-
-    system: float = 0.0
-    minor: float = 0.0
-    major: float = 0.0
-    busy: float = 0.0
-    others: float = 0.0
-    queued: float = 0.0
-
-    @classmethod
-    def now(cls) -> "ThreadUsage":
-        """Read the counters of this thread."""
-        usage = resource.getrusage(_USAGE_SCOPE)
-        thread, process = 1e3 * time.thread_time(), 1e3 * time.process_time()
-        return cls(
-            1e3 * usage.ru_stime, usage.ru_minflt, usage.ru_majflt, thread, process - thread, 1e3 * queue_seconds()
-        )
-
-    @classmethod
-    def median_step(cls, readings: Sequence["ThreadUsage"]) -> "ThreadUsage":
-        """Return the median use of a step, from readings after each step.
-
-        All 0 for less than two steps.
-        """
-        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(readings)]
-        return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
-
-    @classmethod
-    def min_busy(cls, readings: Sequence["ThreadUsage"]) -> float:
-        """Return the smallest `busy` of a step, in ms; 0 for less than two steps."""
-        steps = [new.busy - old.busy for old, new in pairwise(readings)]
-        return min(steps) if len(steps) > 1 else 0.0
-
-    def mean_since(self, steps: int) -> dict[str, float]:
-        """Return the mean use per step since this reading."""
-        now = ThreadUsage.now()
-        return {name: (new - old) / steps for name, new, old in zip(self._fields, now, self, strict=True)}
-
-
-def _local_ranks(world_size: int) -> int:
-    """Return the number of ranks on this host."""
-    return min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-
-
-def _memory_free(world: World) -> int:
-    """Return the free bytes of a CUDA device, or this rank's share of the host's."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(world.device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):  # not Linux
-        return 0
-    return free // _local_ranks(world.size)
-
-
-def fused_ns(device: torch.device) -> float:
-    """Measure fused AdamW, in nanoseconds per element; 0 if the device lacks it."""
-    if device.type == "cpu":
-        memory = mmap.mmap(-1, 16 * _ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        weight, grad, first, second = torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
-        weight = weight.detach().requires_grad_()
-    else:
-        weight, grad = torch.zeros(_ELEMENTS, device=device, requires_grad=True), torch.zeros(_ELEMENTS, device=device)
-        first, second = torch.zeros_like(grad), torch.zeros_like(grad)
-    weight.grad = grad
-    best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
-    try:
-        optimizer = torch.optim.AdamW([weight], fused=True)
-        step = torch.zeros((), device=device)
-        optimizer.state[weight] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-        for _ in range(4):
-            start = clock()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # waits for the device
-            best = min(best, clock() - start)
-    except RuntimeError:
-        return 0.0
-    return 1e9 * best / _ELEMENTS
-
-
-def page_us() -> float:
-    """Measure a new page of memory, from its allocation to its release, in microseconds."""
-    best, size = float("inf"), mmap.PAGESIZE
-    for _ in range(3):
-        start = time.thread_time()
-        memory = mmap.mmap(-1, _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-        memory.close()
-        best = min(best, time.thread_time() - start)
-    return 1e6 * best * size / _PAGE_BYTES
-
-
-def operations_us() -> float:
-    """Measure a small operation called from Python, in microseconds.
-
-    Its increase under a trace is the cost of an event.
-    """
-    total, number = torch.zeros(1), torch.zeros(1)
-    best = float("inf")
-    for _ in range(5):
-        start = time.thread_time()
-        for _ in range(_EVENTS // 5):
-            total.add_(number)
-        best = min(best, time.thread_time() - start)
-    return 1e6 * best / (_EVENTS // 5)
-
-
-def cold_ms(idle: float, parameters: int) -> float:
-    """Measure how much slower a small training step is after a sleep, in milliseconds.
-
-    A sleep leaves the core and its caches cold.
-
-    Args:
-        idle: milliseconds that a step of the run waits.
-        parameters: of the model; a small model has less to load into the caches.
-    """
-    layers = min(max(parameters // (_LAYER_SIZE * _LAYER_SIZE), 2), _LAYERS)
-    size = _LAYER_SIZE**2
-    memory = mmap.mmap(-1, 16 * layers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensors = [
-        torch.frombuffer(memory, dtype=torch.float32, count=size, offset=4 * size * k).view(_LAYER_SIZE, _LAYER_SIZE)
-        for k in range(4 * layers)
-    ]
-    weights = [weight.requires_grad_() for weight in tensors[:layers]]
-    optimizer = torch.optim.AdamW(weights, fused=True)
-    for weight, grad, first, second in zip(*(tensors[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
-        weight.grad = grad
-        optimizer.state[weight] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
-    rounds = []
-    with torch.enable_grad():
-        for _ in range(9):
-            time.sleep(min(_MAX_SLEEP, 1e-3 * idle))
-            seconds = []
-            for _ in range(3):
-                start = time.thread_time()
-                out = torch.ones(_LAYER_SIZE // 4, _LAYER_SIZE)
-                for weight in weights:
-                    out = torch.relu(torch.mm(out, weight))
-                out.sum().backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                seconds.append(time.thread_time() - start)
-            rounds.append(seconds[0] - seconds[2])
-    return max(0.0, 1e3 * median(rounds[1:]))
-
-
-def handover_ms(batch: Any) -> float:
-    """Measure how long a loader process takes to hand over a batch, in milliseconds.
-
-    Measured with small tensors within this process: each tensor is a shared file, which is negotiated over a socket.
-    That is most of the cost, at any size of the tensor.
-    """
-    count = len({tensor.untyped_storage().data_ptr() for tensor in _tensors(batch)})
-    threads = set(threading.enumerate())
-    best = float("inf")
-    try:
-        for _ in range(5):
-            tensors = [torch.zeros(1) for _ in range(count)]
-            start = time.process_time()  # counts both threads: one waits for the other
-            pickle.loads(ForkingPickler.dumps(tensors))
-            best = min(best, time.process_time() - start)
-    except (OSError, RuntimeError):  # no memory or file descriptors to share: a loader process would fail too
-        return 0.0
-    finally:
-        if set(threading.enumerate()) - threads:  # stop the sharing thread, which would wait for ever
-            resource_sharer.stop(timeout=1.0)
-    return 1e3 * best
-
-
-def threads_gain(fewer: int) -> float:
-    """Measure how many times faster small matrix products are with `fewer` threads.
-
-    All processes of the host must call it at about the same time, since it measures their interference.
-    """
-    now, seconds = torch.get_num_threads(), []
-    matrix, product = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
-    try:
-        for threads in (now, fewer):
-            torch.set_num_threads(threads)
-            torch.mm(matrix, matrix, out=product)
-            start = time.perf_counter()
-            for _ in range(20):
-                torch.mm(matrix, matrix, out=product)
-                product.add_(1.0)
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(now)
-    return seconds[0] / seconds[1]
-
-
-def positions(batch: Any, items: float) -> tuple[int, float | Tensor]:
-    """Count the positions of a batch in host memory, and the empty ones (padding).
-
-    By the batch's `attention_mask`. Without one, positions are the entries of integer rows (tokens), and those that are
-    not items are empty; but not if there are no more items than rows, since the rows are the items then.
-
-    Returns:
-        (positions, empty ones); (0, 0) if unknown.
-    """
-    get = getattr(batch, "get", None)
-    mask = get("attention_mask") if callable(get) else None
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask.numel(), int(mask.numel() - int(mask.count_nonzero()))
-    rows = [each for each in _tensors(batch) if each.ndim == 2 and not each.is_floating_point()]
-    widest = max(rows, key=Tensor.numel, default=None)
-    if widest is None or items <= len(widest) or items > widest.numel():
-        return 0, 0
-    return widest.numel(), widest.numel() - items
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    values = list(batch.values()) if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else []
-    return [tensor for value in values for tensor in _tensors(value)]
-
-
-# --- traces
-
-_UNTRACED_READINGS = 11  # readings of the thread's usage before the trace
-_MIN_IDLE = 1.0  # milliseconds: the cost of cold caches is measured if a step waits longer
 _LOG = logging.getLogger("lockstep")
 
 
@@ -339,24 +74,16 @@ class StepProfiler:
         self._span = parse_profile(built.config.profile)
         self._marks = MarkingClock(clock) if self._span else None
         self.clock: Clock = self._marks or clock
-        self._profiler: Any = None
-        self._first = self._done = 0  # the first traced step, and the last step that finished
-        self._usage, self._costs = ThreadUsage(), dict[str, Any]()
-        self._untraced: deque[ThreadUsage] = deque(maxlen=_UNTRACED_READINGS)
-        self._traced: list[ThreadUsage] = []
-        self._padding: list[Any] = []
+        self._trace = StepTrace(built.world.device, built.world.size, self._marks) if self._marks else None
+        self._done = 0  # the last step that finished
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Drop an unfinished trace."""
-        if self._profiler is not None and self._marks:
-            with contextlib.suppress(RuntimeError):
-                self._marks.end()
-                if self._first:
-                    self._profiler.stop_trace()
-            self._profiler, self._first = None, 0
+        if self._trace is not None:
+            self._trace.drop()
 
     def after(self, done: int) -> float:
         """Start or end the trace if that is due after `done` steps.
@@ -366,85 +93,48 @@ class StepProfiler:
         Returns:
             The seconds that this took.
         """
-        if self._span is None or done > self._span[1]:
+        trace = self._trace
+        if trace is None or self._span is None or done > self._span[1]:
             return 0.0
         start, (first, last) = time.perf_counter(), self._span
-        if self._first:
+        present = self._step_loader.present
+        if trace.first:
             self._done = done
-            self._traced.append(ThreadUsage.now())
-            self._padding += [positions(batch.held, batch.items) for batch in self._step_loader.present if batch.weight]
+            trace.note_traced((batch.held, batch.items) for batch in present if batch.weight)
         if done < first - 1:
-            self._untraced.append(ThreadUsage.now())
+            trace.note_untraced()
         if done == last:
             self.end()
-        elif done >= first - 2 and self._profiler is None:  # torch's profiler warms up in the step before the trace
-            self._prepare()
-        if first - 1 <= done < last and not self._first:
-            self._begin(done + 1)
+        elif done >= first - 2 and not trace.is_prepared:  # torch's profiler warms up in the step before the trace
+            parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
+            own = [] if self._built.config.data.workers else [batch.held for batch in present[:1]]
+            trace.prepare(parameters, own)
+        if first - 1 <= done < last and not trace.first:
+            trace.begin(done + 1)
         return time.perf_counter() - start
 
     def end(self) -> None:
         """Write the trace in progress, if there is one. Collective then."""
-        if not self._first or self._marks is None:
+        if self._trace is None or not self._trace.first:
             return
-        if self._done >= self._first:
-            self._finish(self._marks)
+        if self._done >= self._trace.first:
+            self._finish(self._trace)
         else:  # the trace has no step
-            self.__exit__()
+            self._trace.drop()
 
-    def _prepare(self) -> None:
-        """Measure costs, and make torch's profiler."""
-        device = self._built.world.device
-        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
-        self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
-        ranks = _local_ranks(self._built.world.size)
-        fewer, threads = max(1, usable_cores(os.environ) // ranks), torch.get_num_threads()
-        if device.type == "cpu" and threads * ranks > usable_cores(os.environ) and threads > fewer:
-            self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
-        if device.type == "cpu" and self._marks and len(self._untraced) > 2:
-            step = ThreadUsage.median_step(self._untraced)
-            idle = 1e3 * median(self._marks.untraced) - step.busy - step.queued
-            parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
-            self._costs |= {"idle_ms": idle, "cold_ms": cold_ms(idle, parameters) if idle > _MIN_IDLE else 0.0}
-        if device.type == "cpu" and not self._built.config.data.workers:
-            self._costs["handed_ms"] = sum(handover_ms(batch.held) for batch in self._step_loader.present[:1])
-        with _silence_stderr():
-            self._profiler = profile(activities=activities)
-            self._profiler.prepare_trace()
-
-    def _begin(self, number: int) -> None:
-        assert self._marks is not None
-        if self._built.world.device.type == "cuda":
-            torch.cuda.synchronize(self._built.world.device)  # waits for the device: the trace starts here
-        plain = operations_us()
-        with _silence_stderr():
-            self._profiler.start_trace()
-        self._costs["event_us"] = max(0.0, operations_us() - plain)
-        self._first, self._padding, self._usage = number, [], ThreadUsage.now()
-        self._traced = [self._usage]
-        self._marks.trace(number)
-
-    def _finish(self, marks: MarkingClock) -> None:
+    def _finish(self, trace: StepTrace) -> None:
         """Write, read and analyse the traces. Collective.
 
         If the file system refuses, there is no verdict, and the run continues.
         """
-        world, trace, problem = self._built.world, dict[str, Any](), ""
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)  # waits for the device: the trace ends here
-        marks.end()
-        profiler, self._profiler = self._profiler, None
-        with _silence_stderr():
-            profiler.add_metadata_json("lockstep", json.dumps(self._facts(marks)))
-            profiler.stop_trace()
-        self._first = 0
+        world, packed, problem = self._built.world, dict[str, Any](), ""
         path = _folder_of(self._built) / f"rank-{world.rank}.json.gz"
         try:
-            _export_trace(profiler, path)
-            trace = read(path).packed
+            trace.stop(path, self._done, world.rank, self._facts())
+            packed = read(path).packed
         except (OSError, RuntimeError, ProfileTraceError) as error:
             problem = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        results = world.gather([trace, problem])  # collective
+        results = world.gather([packed, problem])  # collective
         problems = [each for _, each in results if each]
         if world.is_main:
             if problems:
@@ -461,23 +151,12 @@ class StepProfiler:
         except OSError as error:
             _LOG.warning("--profile: %s: %s", folder, error.strerror or error)
 
-    def _facts(self, marks: MarkingClock) -> dict[str, Any]:
-        """Return the facts that the verdict needs in addition to the trace's events."""
-        built, world, count = self._built, self._built.world, self._done - self._first + 1
-        config, engine = built.config, name_of(built.config.engine, built.world)
+    def _facts(self) -> dict[str, Any]:
+        """Return the facts of the run that the verdict needs."""
+        built, config = self._built, self._built.config
+        engine = name_of(config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
-        usage = self._usage.mean_since(count)
-        plain, within = ThreadUsage.min_busy(self._untraced), ThreadUsage.min_busy(self._traced)
-        # The trace's own allocations fragment memory and add page faults, so the untraced number is used.
-        usage["minor"] = min(usage["minor"], ThreadUsage.median_step(self._untraced).minor)
         return {
-            "rank": world.rank,
-            "world_size": world.size,
-            "steps": [self._first, self._done],
-            "device": world.device.type,
-            "host": socket.gethostname(),
-            "cores": usable_cores(os.environ),
-            "local_ranks": _local_ranks(world.size),
             "micro_batches": config.micro_batches,
             "micro_batch_size": config.micro_size,
             "slots": len(self._step_loader.present),
@@ -485,46 +164,5 @@ class StepProfiler:
             "shares": ENGINES[engine].shares,
             "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
             "parameters": sum(p.numel() for p in trained),
-            **self._costs,
-            "untraced_ms": 1e3 * median(marks.untraced) if marks.untraced else None,
-            "tracing_ms": max(0.0, within - plain) if plain and within else None,
-            "cpu": {part: 1e3 * spent / count for part, spent in marks.cpu_seconds.items()},
-            "queued": {part: 1e3 * spent / count for part, spent in marks.queue_seconds.items()},
-            "queued_by_step": [new.queued - old.queued for old, new in pairwise(self._traced)],
-            "usage": usage,
-            "padding": {
-                "positions": sum(count for count, _ in self._padding),
-                "empty": sum(int(empty) for _, empty in self._padding),
-            },
-            "memory_free": _memory_free(world),
-            "memory_used": peak_memory(world.device),
             "options": built.arguments,
         }
-
-
-def _export_trace(profiler: Any, path: Path) -> None:
-    """Write the trace atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.parent / f".tmp-{secrets.token_hex(4)}.json.gz"
-    try:
-        profiler.export_chrome_trace(str(part))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _silence_stderr() -> Iterator[None]:
-    """Silence Kineto, which writes to the process's standard error."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # closed
-            yield
-            return
-        stack.callback(os.close, stderr)
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, 2)
-        os.close(sink)
-        stack.callback(os.dup2, stderr, 2)
-        yield

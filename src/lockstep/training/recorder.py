@@ -12,8 +12,6 @@ A window is `--log-freq` steps. `Meter` collects their numbers.
 import dataclasses
 import logging
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,6 +24,7 @@ from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
 from lockstep.checkpoint.read import AVERAGE
 from lockstep.clock import Clock, trace_mark
+from lockstep.diagnose.profile.tracing import peak_memory
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING
 from lockstep.distributed.world import World, on_all_ranks
@@ -201,21 +200,6 @@ class Meter:
     def _add_seconds(self, part: str, seconds: float) -> None:
         if self._seconds is not None and part:
             self._seconds[part] = self._seconds.get(part, 0.0) + seconds
-
-
-_STATUS = "/proc/self/status"  # of Linux
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: allocated on a CUDA device, else resident in this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        with open(_STATUS, "rb", buffering=0) as file:
-            return int(file.read(1 << 14).partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 # --- records, evaluations, checkpoints

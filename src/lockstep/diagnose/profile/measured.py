@@ -1,5 +1,6 @@
 """Summarise the ranks' parts as those of a long run, the basis of remedies."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -8,7 +9,7 @@ from typing import Any
 from lockstep.diagnose.profile.parts import PARTS, Parted, saves_of_evaluations
 from lockstep.diagnose.profile.reading import NONE, length
 
-__all__ = ["WORTH", "ProfileSummary", "Remedy", "empty"]
+__all__ = ["WORTH", "ProfileSummary", "Remedy", "empty", "in_torch_words"]
 
 _EVENT = 3e-3  # milliseconds: no event costs more
 _WAITS = ("data", "host", "records", "evaluation", "checkpoint")  # bottlenecks that are waits of the thread
@@ -160,6 +161,35 @@ class ProfileSummary:
     def without(self, **savings: float) -> float:
         """Return a step's time minus so many milliseconds."""
         return max(self.step - sum(savings.values()), 1e-6)
+
+
+_TORCH_WORDS = (
+    (r"--data\.workers (\d+)", r"DataLoader(num_workers=\1)"),
+    (r"set --data\.workers to (\d+) or more", r"DataLoader(num_workers=\1) or more"),
+    (r"--compile(?: --compile-scope whole)?", "torch.compile(model)"),
+    (r"--compile-scope whole", "torch.compile of the whole model"),
+    (r"--precision bf16", "torch.autocast with torch.bfloat16"),
+    (r"--engine\.bucket-cap-mb ([\d.]+)", r"DistributedDataParallel(bucket_cap_mb=\1)"),
+    (r"--batch-size \d+ with the same --micro-batch-size: (\d+)", r"accumulate gradients under no_sync(): \1"),
+    (r"raise --batch-size with the same micro-batches to exchange", "accumulate gradients under no_sync() to exchange"),
+    (r"tune --lr again", "tune the learning rate again"),
+    (r"a smaller --micro-batch-size", "a smaller batch"),
+    (r"--(?:eval)-freq (\d+)", r"an evaluation every \1 steps"),
+    (r"--(?:ckpt)-freq (\d+)", r"a checkpoint every \1 steps"),
+    (r", or --checkpoint\.mode async(?:, which writes in the background)?", ""),
+    (r", or set --checkpoint\.mode async", ""),
+    (r"raise --ckpt-freq", "save less often"),
+    (r"raise --eval-freq to evaluate", "evaluate"),
+    (r"the optimizer that the task makes", "the optimizer"),
+    (r": `lockstep scale` shows what more of them gain", ""),
+)
+
+
+def in_torch_words(text: str) -> str:
+    """Replace lockstep's flags in advice by what a script of one's own does in place of them."""
+    for pattern, words in _TORCH_WORDS:
+        text = re.sub(pattern, words, text)
+    return text
 
 
 def empty(run: ProfileSummary) -> float:

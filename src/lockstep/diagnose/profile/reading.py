@@ -193,7 +193,7 @@ class ProfileTrace:
     """The traced steps of one rank.
 
     Attributes:
-        about: the run's description: rank, world_size, steps, device, options; see `lockstep.training.profiler`.
+        about: the run's description: rank, world_size, steps, device, options; see `tracing.StepTrace`.
         window: begin and end of the traced steps.
         marks: spans of lockstep's own parts, on the host, by the names of `_PHASES`.
         works: computing spans: on a CUDA device by the phase that launched them; on a CPU under "".

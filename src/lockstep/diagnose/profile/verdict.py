@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lockstep.diagnose.profile.measured import WORTH, ProfileSummary, Remedy, empty
+from lockstep.diagnose.profile.measured import WORTH, ProfileSummary, Remedy, empty, in_torch_words
 from lockstep.diagnose.profile.parts import parted
 from lockstep.diagnose.profile.reading import HEADING, Operation, ProfileTrace, top
 from lockstep.diagnose.profile.within import within
@@ -324,6 +324,8 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     gain = run.step / best.after if best else 1.0
     if best is None or gain < WORTH:
         best, gain = Remedy(_COMPUTE, _faster(run), run.step, ""), 1.0
+    if run.about.get("script"):
+        best = replace(best, what=in_torch_words(best.what), why=in_torch_words(best.why))
     first, last = traces[0].about["steps"]
     return ProfileVerdict(
         (int(first), int(last)),
@@ -386,4 +388,4 @@ def _notes(run: ProfileSummary) -> list[str]:
             f"tracing itself makes steps longer: {float(plain):.3g} ms before it, {run.step:.3g} ms with it; small "
             "operations look larger than they are"
         )
-    return notes
+    return notes + list(run.about.get("unseen", ()))

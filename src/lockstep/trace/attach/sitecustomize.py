@@ -1,7 +1,7 @@
-"""Attach the recorder when Python starts.
+"""Attach a recorder when Python starts: of `lockstep trace`, or of `profile`, `goodput` and `report` with a command.
 
-`lockstep trace` puts this folder first on PYTHONPATH. A process that never imports torch is left alone. The user's own
-`sitecustomize` still runs afterwards.
+These put this folder first on PYTHONPATH, with LOCKSTEP_TRACE or LOCKSTEP_RECORDER, the recorder's package. A process
+that never imports torch is left alone. The user's own `sitecustomize` still runs afterwards.
 """
 
 import importlib
@@ -26,7 +26,11 @@ def _attach() -> None:
         stub = ModuleType("lockstep")
         stub.__path__ = [_PACKAGE]
         sys.modules["lockstep"] = stub
-    importlib.import_module("lockstep.trace.record.imports").watch()
+    imports = importlib.import_module("lockstep.trace.record.imports")
+    if os.environ.get("LOCKSTEP_TRACE"):
+        imports.watch()
+    if recorder := os.environ.get("LOCKSTEP_RECORDER"):
+        imports.watch(importlib.import_module(recorder).TARGETS)
 
 
 def _run_user_sitecustomize() -> None:
@@ -40,9 +44,9 @@ def _run_user_sitecustomize() -> None:
 
 
 if __name__ == "sitecustomize":
-    if os.environ.get("LOCKSTEP_TRACE"):
+    if os.environ.get("LOCKSTEP_TRACE") or os.environ.get("LOCKSTEP_RECORDER"):
         try:
             _attach()
         except Exception as error:  # the script runs all the same
-            print(f"lockstep trace: this process is not recorded: {error!r}", file=sys.stderr)
+            print(f"lockstep: this process is not recorded: {error!r}", file=sys.stderr)
     _run_user_sitecustomize()

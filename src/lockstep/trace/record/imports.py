@@ -8,7 +8,7 @@ import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -25,16 +25,16 @@ _TARGETS = {
 }
 
 
-def watch() -> None:
-    """Watch the imports of torch, Accelerate and DeepSpeed."""
-    sys.meta_path.insert(0, _Finder())
+def watch(targets: Mapping[str, tuple[str, str]] = _TARGETS) -> None:
+    """Watch the imports of these modules: for `lockstep trace` torch, Accelerate and DeepSpeed."""
+    sys.meta_path.insert(0, _Finder(targets))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Import finder that finds no module itself: it calls the recorder once a module was executed."""
 
-    def __init__(self) -> None:
-        self._pending = dict(_TARGETS)
+    def __init__(self, targets: Mapping[str, tuple[str, str]]) -> None:
+        self._pending = dict(targets)
         self._busy = threading.local()
 
     def find_spec(
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             try:
                 getattr(importlib.import_module(recorder), function)(module)
             except Exception as error:  # the script runs all the same
-                print(f"lockstep trace: {name} is not recorded: {error!r}", file=sys.stderr)
+                print(f"lockstep: {name} is not recorded: {error!r}", file=sys.stderr)
 
         spec.loader.exec_module = exec_and_attach  # type: ignore[method-assign]
         return spec

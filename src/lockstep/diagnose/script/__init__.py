@@ -1,0 +1,19 @@
+"""Time the steps of any training script: `lockstep profile|goodput|report -- COMMAND`.
+
+`lockstep.commands.script` starts the command, and reads what its processes wrote:
+
+hooks.py        hooks into torch in these processes; they tell recorder.py which part of a step begins
+recorder.py     times by part, rank 0's timeline.jsonl and metrics.jsonl, and the trace of `profile`
+"""
+
+__all__ = ["SETTINGS_VARIABLE", "STARTED", "TARGETS"]
+
+SETTINGS_VARIABLE = "LOCKSTEP_SCRIPT"  # JSON: folder, and the traced steps [first, last] or null
+STARTED = ".torch"  # file in the folder: a process has loaded torch
+_HOOKS = "lockstep.diagnose.script.hooks"
+# module -> (module of the recorder, function to call once it is imported)
+TARGETS = {
+    "torch": (_HOOKS, "attach"),
+    "torch.distributed.checkpoint.state_dict_saver": (_HOOKS, "hook_distributed_saves"),
+    "safetensors.torch": (_HOOKS, "hook_safetensors"),
+}
