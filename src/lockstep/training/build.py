@@ -74,6 +74,7 @@ from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
 from lockstep.training.defaults import (
     all_devices_fast,
     batchnorm_names,
+    describe_data,
     describe_loss,
     describe_optimizer,
     describe_step,
@@ -444,7 +445,7 @@ def build_together(
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)
-    if not draft.config.micro_batch_size:  # it depended on the model
+    if draft.config.micro_batch_size != settings.micro_batch_size or draft.config.batch_size != settings.batch_size:
         check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
@@ -654,6 +655,8 @@ def announce(built: RunParts) -> None:
     """Log each rank's device, the size of a step, the optimizer and warnings."""
     if built.world.is_main:
         log_ranks(built.places)
+    if line := describe_data(built.run_plan, built.task.data_facts):
+        _LOG.info(line)
     _LOG.info(describe_step(built.run_plan, built.world.size))
     if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)
@@ -670,7 +673,7 @@ def announce(built: RunParts) -> None:
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):
         _LOG.info(line)
-    for line in plan_warnings(built.run_plan, built.model) if built.world.is_main else ():
+    for line in plan_warnings(built.run_plan, built.model, built.task.data_facts) if built.world.is_main else ():
         _LOG.warning(line)
 
 
