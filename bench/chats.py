@@ -78,8 +78,8 @@ def prose(count, seed):
         one, other = draw.choices(ANIMALS, k=2)
         yield (
             f"once the {one} met the {other} near the {draw.choice(PLACES)}. the {one} told the {other} about "
-            f"{draw.choice(DIGITS)} {draw.choice(COLOURS)} stones, and they stayed {draw.choice(DIGITS)} days. "
-            f"where was it? in the {draw.choice(PLACES)}, and how many are there, nobody knows."
+            f"{draw.choice(DIGITS)} {draw.choice(COLOURS)} stones, and they lived there for {draw.choice(DIGITS)} "
+            f"days. where was it? in the {draw.choice(PLACES)}, and how many are there, nobody knows."
         )
 
 

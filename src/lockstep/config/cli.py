@@ -213,6 +213,7 @@ def apply_preset(values: dict[str, Any]) -> dict[str, Any]:
     """
     preset = values.get("preset", "auto")
     from_hub = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
+    from_hub = from_hub and not values.get("model.pretrained")  # the document's script begins from scratch
     if preset == "auto" and from_hub and kind_of(str(values.get("task", ""))) == LANGUAGE:
         preset = "source"
     return {**effective(PRESETS.get(preset, {}), values), **values, "preset": preset}

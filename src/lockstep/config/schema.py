@@ -301,7 +301,7 @@ class Config:
     resume_anyway: bool = option(False, "resume although the plan differs, and log what changes")
     preset: str = option(
         "auto",
-        "set of defaults; auto: source if model and dataset are both from the hub",
+        "set of defaults; auto: source if model and dataset are both from the hub, and the model is not pretrained",
         "auto",
         "none",
         "source",

@@ -80,6 +80,8 @@ TASKS: dict[str, TaskSpec] = {
             "model_name": "distilbert/distilbert-base-uncased",
             "dataset_name": "",
             "num_epochs": 3,
+            "batch_size": 16,
+            "seq_len": 128,
             "data.evaluation": 0.1,
             "model.pretrained": True,
         },

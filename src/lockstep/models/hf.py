@@ -463,9 +463,12 @@ class HubTokenizer:
         return _chat_prompt(self._tokenizer, prompt)
 
     def chat_ends(self) -> list[int]:
-        """Return the special tokens that end an assistant's turn."""
+        """Return the special tokens that end an assistant's turn; none if the template does not tell."""
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        tokens, learned = chat_tokens(self._tokenizer, turns, 0)
+        try:
+            tokens, learned = chat_tokens(self._tokenizer, turns, 0)
+        except DataError:  # of a template for other turns, or one that changes earlier text
+            return []
         special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         return sorted({token for token, mark in zip(tokens, learned, strict=True) if mark and token in special})
 

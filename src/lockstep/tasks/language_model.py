@@ -493,7 +493,8 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
     cache = cache_of(config)
     get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
     source = get(name, revision=model_config.revision)
-    if source.context and config.seq_len > source.context:  # before the data is prepared at that length
+    too_long = source.context and config.seq_len > source.context
+    if too_long and not is_auto(config, "seq_len"):  # before the data is prepared at that length
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
         )
@@ -591,6 +592,7 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
     data, kind, length = config.data, config.data.packing, int(config.seq_len)
     rest = data.evaluation, data.labels
     is_open = kind == "auto", is_auto(config, "seq_len")
+    length = min(length, context or length) if is_open[1] else length
     if is_prepared(config.dataset_name) and any(is_open):
         stored = Packing(**read_index(Path(config.dataset_name).expanduser())["packing"])
         kind = stored.kind if is_open[0] else kind

@@ -110,16 +110,17 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
 
 
 def fine_tuning_rate(width: int) -> float:
-    """Return the rate for all weights of a pretrained language model, rounded to two digits.
+    """Return the rate of a pretrained language model that learns prompts, rounded to two digits.
 
-    5e-5 (2000 / width)^0.781, the full fine-tuning's part of a fit over Llama models: Thinking Machines, "LoRA Without
-    Regret" and its cookbook (https://thinkingmachines.ai/blog/lora, 2025).
+    A power of the width, through trl's 2e-5 at the 4096 of a model of 7 billion parameters, and 1.5e-3 at 128
+    (`python bench/chats.py --grid`); at most that of a model from scratch.
 
     Args:
         width: of the hidden states; 0: unknown.
     """
-    rate = TASK_DEFAULTS["fine-tuning"]["lr"]
-    return float(f"{rate * (2000 / width) ** 0.781:.1e}") if width else rate
+    if not width:
+        return TASK_DEFAULTS["fine-tuning"]["lr"]
+    return min(float(f"{2e-5 * (4096 / width) ** 1.25:.1e}"), TASK_DEFAULTS["language-model"]["lr"])
 
 
 def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:
