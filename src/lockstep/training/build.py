@@ -445,7 +445,8 @@ def build_together(
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)
-    if draft.config.micro_batch_size != settings.micro_batch_size or draft.config.batch_size != settings.batch_size:
+    sizes = [(each.batch_size, each.micro_batch_size) for each in (draft.config, settings)]
+    if sizes[0] != sizes[1]:  # they depended on the model or its data
         check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
