@@ -282,7 +282,7 @@ def test_prompts_stay_apart_by_themselves_and_texts_do_not(tmp_path):
         ("prompts", 0): ("padded", 1024),
         ("prompts", 64): ("padded", 64),
         ("texts", 0): ("stream", 128),
-        ("texts", 64): ("stream", 128),
+        ("texts", 64): ("stream", 64),
     }
 
 
