@@ -18,7 +18,7 @@ default. An object of another class with these methods works too: `as_task` adds
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class Task(ABC):
     framework = ""  # the adapted library, whose batches are micro-batches
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
-    data_facts: DataFacts | None = None  # of the built-in language models
+    data_facts = cast("DataFacts | None", None)  # of the built-in language models
 
     @abstractmethod
     def model(self) -> nn.Module:
