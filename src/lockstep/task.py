@@ -18,7 +18,7 @@ default. An object of another class with these methods works too: `as_task` adds
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -60,6 +60,22 @@ class Order(Protocol):
         """Return the epochs and the sample indices of positions start .. stop - 1. int64 [stop - start] each"""
 
 
+class DataFacts(NamedTuple):
+    """What the data of a language model tell of the defaults.
+
+    Attributes:
+        options: dotted name -> the value of an option that is "auto".
+        has_prompts: the rows are prompts or conversations.
+        summary: a line about the data, for the log; "": none.
+        width: of the pretrained model's hidden states; 0: unknown, or not pretrained.
+    """
+
+    options: Mapping[str, Any]
+    has_prompts: bool = False
+    summary: str = ""
+    width: int = 0
+
+
 class Task(ABC):
     """Base class for a model, its data and its loss.
 
@@ -96,6 +112,7 @@ class Task(ABC):
     framework = ""  # the adapted library, whose batches are micro-batches
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
+    data_facts = cast("DataFacts | None", None)  # of the built-in language models
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return the name of a number of one of several evaluation sets, as in records and `best_metric`."""

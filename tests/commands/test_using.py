@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,11 @@ def test_the_numbers_are_those_that_the_run_recorded_to_the_last_bit(place, caps
     assert lines[0].startswith(f"{place / 'mine'} after step 12, on ")
     assert lines[1].split() == ["loss", f"{recorded(place / 'mine')[12][0]:.6g}"]
     assert lines[2].split()[0] == "accuracy"
+    assert dispatch(["evaluate", str(place / "gpt")]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    loss, tokens = recorded(place / "gpt")[12][0], evaluated(capsys, place / "gpt")["items"]
+    assert first.endswith(f"on {tokens:,} tokens")
+    assert [row.split() for row in rows] == [["loss", f"{loss:.6g}"], ["perplexity", f"{math.exp(loss):.6g}"]]
 
 
 def test_a_run_from_python_needs_its_task_named(place, capsys):

@@ -347,6 +347,8 @@ def test_the_help_opens_with_the_first_flags_and_two_examples(argv, capsys):
     assert text.splitlines()[:2] == ["usage: lockstep train [flags]", ""]
     assert flags_of(text) == [flag(name) for name in COMMON_FLAGS]
     assert len(COMMON_FLAGS) == 10
+    own = flags_of(shown(["--task", "causal-lm", *argv], capsys))
+    assert own == [*map(flag, TASKS["causal-lm"].common), *flags_of(text)]
     assert len(text.splitlines()) < 40
     examples = re.findall(r"^  (lockstep .*)", text, re.MULTILINE)
     assert len(examples) == 2

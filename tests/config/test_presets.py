@@ -18,7 +18,7 @@ HUB = ["--model-name", "openai-community/gpt2", "--dataset-name", "tatsu-lab/alp
 def test_the_preset_is_taken_where_model_and_data_are_on_the_hub():
     assert parse(HUB).preset == "source"
     assert (parse(HUB).lr, parse(HUB).ckpt_freq, parse(HUB).optim.floor) == (3e-5, 500, 0.01)
-    assert parse(HUB[:2]).preset == parse([]).preset == "auto"
+    assert parse(HUB[:2]).preset == parse([]).preset == parse([*HUB, "--model.pretrained"]).preset == "auto"
     assert parse([*HUB, "--preset", "none"]).lr == Config().lr
     assert parse(["--preset", "source"]).lr == 3e-5
     assert flatten(parse([])) == flatten(Config())

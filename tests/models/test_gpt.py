@@ -203,7 +203,7 @@ def test_nothing_is_written_after_the_token_that_stops():
     longer = generate(model, ids, 6, config=model.config, temperature=0.0)
     token = int(longer[0, 4])
     end = 1 + longer[0].tolist().index(token, 3)
-    assert torch.equal(generate(model, ids, 6, config=model.config, temperature=0.0, stop=token), longer[:, :end])
+    assert torch.equal(generate(model, ids, 6, config=model.config, temperature=0.0, stop=[token]), longer[:, :end])
 
 
 def test_rows_with_draws_of_their_own_are_what_each_is_alone_and_all_must_end():
@@ -218,7 +218,7 @@ def test_rows_with_draws_of_their_own_are_what_each_is_alone_and_all_must_end():
         assert torch.equal(generate(model, row[None], 12, generator=seeded(1), **settings)[0], one)
     assert not torch.equal(generate(model, ids, 12, generator=seeded(1)[0], **settings), together)
     token = int(together[0, 6])
-    stopped = generate(model, ids, 12, generator=seeded(3), stop=token, **settings)
+    stopped = generate(model, ids, 12, generator=seeded(3), stop=[token], **settings)
     last = max([*(row.tolist().index(token, 4) if token in row[4:] else 15 for row in together)])
     assert torch.equal(stopped, together[:, : last + 1])
 
@@ -237,6 +237,7 @@ class FakeWindows:
 
 class FakeCorpus:
     train, evaluation, vocab_size, fingerprint, packing = FakeWindows(), FakeWindows(), 50, "made up", "stream"
+    chat, prompts, learned = False, False, (1, 8, 8)
 
 
 def batch_of(masked):

@@ -28,9 +28,10 @@ from lockstep.training.named_task import make_task
 pytestmark = pytest.mark.usefixtures("no_network")
 
 
-def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed=0, **data):
+def corpus(name, own=None, say=lambda line: None, seq_len=16, tokenizer="", seed=0, **options):
+    data = Data(**{"packing": "stream", **options})
     config = Config(
-        dataset_name=str(name), seq_len=seq_len, tokenizer=str(tokenizer), seed=seed, data=Data(**data), batch_size=4
+        dataset_name=str(name), seq_len=seq_len, tokenizer=str(tokenizer), seed=seed, data=data, batch_size=4
     )
     return corpus_for(config, own or (lambda: TokenizerToTrain(300)), say).corpus
 
@@ -248,7 +249,8 @@ def slow(*arguments, **named):
     time.sleep(60)
     return count
 token_store.write_split = slow
-corpus_for(Config(dataset_name=sys.argv[1], seq_len=16), lambda: token_store.TokenizerToTrain(300), lambda line: None)
+config = Config(dataset_name=sys.argv[1], seq_len=16, data={"packing": "stream"})
+corpus_for(config, lambda: token_store.TokenizerToTrain(300), lambda line: None)
 """
 
 
@@ -289,7 +291,8 @@ def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypa
 
 def test_tokenizers_by_name(tmp_path, model_folder):
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(60))
-    config = Config(dataset_name=str(path), seq_len=16, model_name=str(model_folder), tokenizer="train:280")
+    texts = {"dataset_name": str(path), "seq_len": 16, "data": {"packing": "stream"}}
+    config = Config(**texts, model_name=str(model_folder), tokenizer="train:280")
     task = make_task(config, print)
     assert task.corpus.vocab_size <= 280
     torch.manual_seed(0)
@@ -310,7 +313,12 @@ def test_tokenizers_by_name(tmp_path, model_folder):
 def test_a_tokenizer_with_more_tokens_than_its_pretrained_model(tmp_path):
     hub_files.write_model(tmp_path / "small", weights=True, vocab_size=290)
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
-    base = {"dataset_name": str(path), "model_name": str(tmp_path / "small"), "seq_len": 16}
+    base = {
+        "dataset_name": str(path),
+        "model_name": str(tmp_path / "small"),
+        "seq_len": 16,
+        "data": {"packing": "stream"},
+    }
     with pytest.raises(ConfigError, match=r"its tokenizer has 300 tokens and .* 290, .*resize_token_embeddings"):
         hub_task(Config(**base, model={"pretrained": True}), print)
     with pytest.raises(ConfigError, match=r"--tokenizer has 300 tokens and .* 290; drop --tokenizer"):

@@ -266,6 +266,41 @@ def test_a_window_restarts_its_positions(tmp_path):
     assert facts["masked"] is True
 
 
+def test_prompts_stay_apart_by_themselves_and_texts_do_not(tmp_path):
+    found = {}
+    for name, rows in (("prompts", pairs(30)), ("texts", [{"text": text * 9} for text in hub_files.texts(30)])):
+        path = hub_files.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        config = Config(dataset_name=str(path), data=Data(vocab_size=300))
+        for context in (0, 64):
+            chosen = corpus_for(config, lambda: TokenizerToTrain(300), print, context).corpus
+            found[name, context] = chosen.packing, chosen.train.seq_len
+        assert chosen.prompts == (name == "prompts")
+    documents, tokens, labels = corpus(tmp_path / "prompts.jsonl").learned
+    assert 20 < documents < 30
+    assert 0 < labels < tokens
+    assert found == {
+        ("prompts", 0): ("padded", 1024),
+        ("prompts", 64): ("padded", 64),
+        ("texts", 0): ("stream", 128),
+        ("texts", 64): ("stream", 64),
+    }
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_answer_ends_where_the_template_ends_a_turn(tmp_path, chat, template, model_folder):
+    tokenizer = chat(template)
+    tokenizer._tokenizer.save_pretrained(tmp_path / "model")
+    hub_files.gpt2_config().save_pretrained(tmp_path / "model")
+    path = hub_files.write_jsonl(tmp_path / "c.jsonl", [{"messages": TALK}] * 20)
+    task = make_task(Config(dataset_name=str(path), model_name=str(tmp_path / "model")), print)
+    assert task.corpus.ends == [0]  # <|endoftext|>
+    model = task.model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the likeliest token is 0
+    assert task.sample(model, torch.device("cpu")) == "<|user|>name the rivers<|assistant|>\n"
+
+
 @pytest.mark.parametrize(("packing", "hub"), [("stream", False), ("documents", False), ("padded", True)])
 def test_the_sample_of_text_begins_as_the_data_does_or_as_asked(tmp_path, model_folder, monkeypatch, packing, hub):
     monkeypatch.setattr(language_model, "_SAMPLE_TOKENS", 3)

@@ -18,18 +18,21 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.config.cli import flatten, parse, read_toml, to_toml
 from lockstep.config.schema import Config, default_micro_batch_size, is_auto
-from lockstep.config.sections import Data, Optim
+from lockstep.config.sections import Data, Lora, Optim
 from lockstep.data.batches import Origin
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.optim.schedule import SHAPES
 from lockstep.run_state import Position
+from lockstep.task import DataFacts
 from lockstep.tasks.language_model import CausalLM
 from lockstep.training.build import notify
 from lockstep.training.defaults import (
+    LORA_DEFAULTS,
     SGD_DEFAULTS,
     TASK_DEFAULTS,
     default_warmup,
+    describe_data,
     describe_optimizer,
     describe_step,
     plan_warnings,
@@ -53,6 +56,39 @@ class Tuned(Ragged):
 
 def chosen(config, task=RAGGED, model=PLAIN, samples=1000):
     return resolve(config, Facts.of(task, model, samples)).run_plan
+
+
+class Chats(Tuned):
+    """Prompts for a pretrained model of width 2048."""
+
+    data_facts = DataFacts({"data.packing": "padded", "seq_len": 512}, True, "300 conversations", 2048)
+
+
+def test_prompts_have_their_own_batch_epochs_and_rate_unless_given():
+    found = chosen(Config(), Chats(), samples=300)
+    config = found.config
+    assert (config.batch_size, config.num_epochs, config.seq_len, config.data.packing) == (8, 3, 512, "padded")
+    assert (config.lr, config.micro_batch_size, found.step_plan.steps) == (4.8e-5, 1, 113)  # 2e-5 * 2 ** 1.25
+    assert describe_data(found, Chats.data_facts) == "300 conversations; 38 steps an epoch, 113 in the run"
+    assert not plan_warnings(found, PLAIN, Chats.data_facts)
+    given = chosen(Config(batch_size=16, num_epochs=1, lr=1e-5, seq_len=64), Chats(), samples=300).config
+    assert (given.batch_size, given.num_epochs, given.lr, given.seq_len) == (16, 1, 1e-5, 64)
+    assert chosen(Config(micro_batch_size=16), Chats()).config.batch_size == 16  # of which 8 is no multiple
+    assert chosen(Config(lora=Lora(rank=2)), Chats()).config.lr == LORA_DEFAULTS["lr"]
+    assert chosen(Config(), Tuned()).config.lr == 5e-5
+    device = StartFacts(max_micro_batch=16)
+    assert resolve(Config(), Facts.of(Chats(), PLAIN, 300, start=device)).config.micro_batch_size == 8
+    before = StartFacts(checkpoint=CheckpointFacts(1, 32, {"batch_size": 32, "micro_batch_size": 4, "steps": 9}))
+    resumed = resolve(Config(), Facts.of(Chats(), PLAIN, 300, start=before)).config
+    assert (resumed.batch_size, resumed.micro_batch_size) == (32, 4)  # as it was begun
+
+
+@pytest.mark.parametrize(("config", "advice"), [({}, "--num-epochs 7"), ({"max_steps": 20}, "--max-steps 50")])
+def test_few_steps_over_prompts_are_warned_of(config, advice):
+    found = chosen(Config(**config), Chats(), samples=60)
+    (line,) = plan_warnings(found, PLAIN, Chats.data_facts)
+    assert names(line, f"{found.step_plan.steps} steps", advice)
+    assert plan_warnings(found, PLAIN) == []
 
 
 @pytest.mark.parametrize(
@@ -83,6 +119,10 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
         max_steps=100,
         precision="float32",
         compile=False,
+        batch_size=16,
+        num_epochs=1,
+        seq_len=128,
+        data={"packing": "stream"},
     )
     assert chosen(given, Language(), NORMED).config == given
     (tmp_path / "a.toml").write_text('lr = "auto"\nmicro_batch_size = 8\n[optim]\nwarmup_steps = "auto"\nbeta2 = 0.5\n')
@@ -105,7 +145,8 @@ def test_the_help_names_the_values(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    rates = "2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters, else 1e-3; sgd 1e-2"
+    by_width = "(by its width for prompts and conversations)"
+    rates = f"2e-3 for a language model, 5e-5 if pretrained {by_width}, 2e-4 for adapters, else 1e-3; sgd 1e-2"
     assert f"{rates} (default: auto)" in shown
     assert [TASK_DEFAULTS[kind]["lr"] for kind in ("language-model", "fine-tuning", "general")] == [2e-3, 5e-5, 1e-3]
     decay = "0.1 for a language model from scratch, 0 if pretrained, else 0.01; sgd 1e-4, adam 0"

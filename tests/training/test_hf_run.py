@@ -95,7 +95,7 @@ def test_the_source_documents_command(tmp_path, home, places):
 
 def test_two_ranks_have_the_bits_of_one_and_a_run_resumes(tmp_path, home, places):
     exact = ["--exact", "--batch-size", "4", "--micro-batch-size", "1", "--precision", "float32", "--max-steps", "6"]
-    exact += ["--save-dir", str(tmp_path), "--model.pretrained", "--lr", "0.01"]
+    exact += ["--save-dir", str(tmp_path), "--model.pretrained", "--preset", "source", "--lr", "0.01"]
     one, two, parted = ([*exact, "--experiment-name", name] for name in ("one", "two", "parted"))
     pairs = run(each, 2, places, [two, [*parted, "--stop-at", "3"]])  # to import transformers takes a second
     ((whole, again),) = run(each, 1, places, [one, parted])

@@ -1,6 +1,7 @@
 """Whole runs of the language models: prompts masked out, every packing, the loss in chunks, on one rank and on two."""
 
 import os
+import re
 
 import hub_files
 import pytest
@@ -56,3 +57,6 @@ def test_two_ranks_have_the_bits_of_one(tmp_path, places, weights_folder, packin
     pairs = run(each, 2, places, [[*some, *more] for some in (two, *again)], timeout=240.0)
     assert whole[0] == 0
     assert pairs == [[whole] * (1 + len(again))] * 2
+    log = (tmp_path / "one" / "logs" / "rank-00000.log").read_text()
+    assert re.search(r"\d+ prompts, [\d,]+ of [\d,]+ tokens learned; \d+ steps? an epoch, 3 in the run", log)
+    assert "the run has 3 steps" in log

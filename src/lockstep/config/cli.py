@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
         kwargs: of argparse.
 
     Attributes:
+        own: (title, destinations) of the task's flags, which `--help` lists first.
         common: destinations of the flags that `--help` lists, in this order; empty: all flags.
         examples: commands that `--help` lists after them, one per line.
     """
@@ -65,6 +66,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, foreign: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
         self._foreign = foreign or {}
+        self.own: tuple[str, Sequence[str]] = ("", ())
         self.common: Sequence[str] = ()
         self.examples: Sequence[str] = ()
         self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
@@ -89,13 +91,15 @@ class Parser(argparse.ArgumentParser):
         if not self.common:
             return super().format_help()
         actions = {action.dest: action for action in self._actions if action.help != argparse.SUPPRESS}
-        flags = [actions[name] for name in self.common if name in actions]
+        groups = (self.own, ("common flags", self.common))
+        shown = [(title, [actions[name] for name in names if name in actions]) for title, names in groups]
         formatter = self._get_formatter()
-        formatter.add_usage(self.usage, flags, [])
+        formatter.add_usage(self.usage, [action for _, flags in shown for action in flags], [])
         formatter.add_text(self.description)
-        formatter.start_section("common flags")
-        formatter.add_arguments(flags)
-        formatter.end_section()
+        for title, flags in shown:
+            formatter.start_section(title)
+            formatter.add_arguments(flags)
+            formatter.end_section()
         lines = "".join(f"  {line}\n" for line in self.examples)
         examples = f"examples:\n{lines}\n" if lines else ""
         return f"{formatter.format_help()}\n{examples}`{self.prog} --help-all` lists all {len(actions)} flags.\n"
@@ -209,6 +213,7 @@ def apply_preset(values: dict[str, Any]) -> dict[str, Any]:
     """
     preset = values.get("preset", "auto")
     from_hub = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
+    from_hub = from_hub and not values.get("model.pretrained")  # the document's script begins from scratch
     if preset == "auto" and from_hub and kind_of(str(values.get("task", ""))) == LANGUAGE:
         preset = "source"
     return {**effective(PRESETS.get(preset, {}), values), **values, "preset": preset}
@@ -242,7 +247,8 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
 
 def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
     """Make the parser of `lockstep train`, or of a script with its flags; see `parse`."""
-    kind = kind_of(_task_in(argv) or str((defaults or {}).get("task", "")))
+    task_name = _task_in(argv) or str((defaults or {}).get("task", ""))
+    kind = kind_of(task_name)
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
@@ -253,7 +259,9 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
         foreign=FOREIGN,
     )
     add_flags(parser, kind=kind)
-    parser.common = (*COMMON_FLAGS, *_options_only_of(kind))
+    parser.common = COMMON_FLAGS
+    if kind in TASKS and task_name:
+        parser.own = f"flags of --task {kind}", TASKS[kind].common or _options_only_of(kind)
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
@@ -264,12 +272,12 @@ def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None =
 
 
 def _options_only_of(kind: str) -> list[str]:
-    """List the options of one built-in task alone; none for the language model, which has too many."""
+    """List the options of one built-in task alone."""
     return [
         prefix + spec.name
         for owner, prefix in sections(Config())
         for spec in dataclasses.fields(owner)
-        if kind != LANGUAGE and spec.metadata.get("tasks") == (kind,)
+        if spec.metadata.get("tasks") == (kind,)
     ]
 
 
@@ -496,8 +504,9 @@ def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskS
     if task:
         text, default = task.helps.get(name, text), task.defaults.get(name, default)
     auto = bool(spec.metadata.get("auto"))
+    has_own = task is not None and name in task.defaults
     if auto or default != "":
-        text += f" (default: {'auto' if auto else default})"
+        text += f" (default: {'auto' if auto and not has_own else default})"
     settings: dict[str, Any] = {"action": _AutoSwitch if auto else _BooleanFlag}
     if spec.type is not bool:
         kind = cast(type, spec.type)

@@ -35,6 +35,7 @@ from lockstep.config.fields import (
 )
 from lockstep.config.sections import (
     LATER,
+    AutoInt,
     Checkpoint,
     Data,
     Fp16,
@@ -177,16 +178,18 @@ class Config:
         "outputs", "parent folder of all runs, or its URL in an object store, such as s3://bucket/runs"
     )
     seed: int = option(0, "seed of the weights, the data order and dropout")
-    num_epochs: int = option(1, "passes over the training data")
+    num_epochs: int = auto(AutoInt(1), "passes over the training data; auto: 3 over prompts and conversations, else 1")
     max_steps: int = option(0, "steps of the whole run and its schedule; 0: the steps of --num-epochs")
     extend_to: int = option(0, "new length of the run's plan, in steps or epochs (3epochs); 0: unchanged", span=True)
     stop_at: int = option(0, "save and exit after this step, with the plan unchanged; 0: off")
     lr: float = auto(
         LATER,
-        "peak learning rate; auto: 2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters, else 1e-3; "
-        "sgd 1e-2",
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 if pretrained (by its width for prompts and "
+        "conversations), 2e-4 for adapters, else 1e-3; sgd 1e-2",
     )
-    batch_size: int = option(16, "samples per step, over all ranks")
+    batch_size: int = auto(
+        AutoInt(16), "samples per step, over all ranks; auto: 8 of prompts and conversations, else 16"
+    )
     micro_batch_size: int = auto(
         0,
         "samples per forward pass on one device; auto: the largest divisor of the batch size up to 1/8 of it, at "
@@ -204,7 +207,11 @@ class Config:
     micro_batch_tokens: int = option(
         0, "with --batch-tokens: maximum tokens per forward pass on one device, padding included; 0: 1/8 of it"
     )
-    seq_len: int = option(128, "tokens per sample", tasks="causal-lm, classification")
+    seq_len: int = auto(
+        AutoInt(128),
+        "tokens per sample; auto: up to 1024 of a prompt or conversation, else 128",
+        tasks="causal-lm, classification",
+    )
     log_freq: int = option(10, "steps between log records", span=True)
     log_gradients: str = option(
         "off", "gradient norms in each record, by layer or by parameter group", "off", "layers", "groups"
@@ -296,7 +303,7 @@ class Config:
     resume_anyway: bool = option(False, "resume although the plan differs, and log what changes")
     preset: str = option(
         "auto",
-        "set of defaults; auto: source if model and dataset are both from the hub",
+        "set of defaults; auto: source if model and dataset are both from the hub, and the model is not pretrained",
         "auto",
         "none",
         "source",
@@ -470,7 +477,10 @@ def _names_by_flag() -> dict[str, str]:
 
 def is_auto(config: Config, name: str) -> bool:
     """Whether the option of this dotted name is "auto"."""
-    return name in _AUTO_VALUES and bool(lookup(config, name) == _AUTO_VALUES[name])
+    if name not in _AUTO_VALUES:
+        return False
+    value, marker = lookup(config, name), _AUTO_VALUES[name]
+    return type(value) is type(marker) and bool(value == marker)  # 16 is not AutoInt(16)
 
 
 def default_micro_batch_size(batch_size: int, least: int = 1) -> int:

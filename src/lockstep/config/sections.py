@@ -16,6 +16,7 @@ from lockstep.config.task_options import TASKS
 
 __all__ = [
     "LATER",
+    "AutoInt",
     "Checkpoint",
     "Data",
     "Fp16",
@@ -31,15 +32,21 @@ __all__ = [
 ]
 
 
-def auto(default: Any, text: str, *, span: bool = False) -> Any:
+def auto(default: Any, text: str, *, span: bool = False, tasks: str = "") -> Any:
     """Define a field that `lockstep.training.resolve` chooses if it is "auto".
 
     Args:
-        default: marks "auto"; outside the field's bounds.
+        default: marks "auto"; outside the field's bounds, or an AutoInt.
         text: the help text.
-        span: as for `option`.
+        span, tasks: as for `option`.
     """
-    return field(default=default, metadata={"help": text, "choices": (), "auto": True, "span": span})
+    owners = tuple(tasks.split(", ")) if tasks else ()
+    metadata = {"help": text, "choices": (), "auto": True, "span": span, "builtin": bool(owners), "tasks": owners}
+    return field(default=default, metadata=metadata)
+
+
+class AutoInt(int):
+    """Marks an integer as "auto"; its value is used until the data are known."""
 
 
 _ALL = ", ".join(TASKS)
@@ -83,11 +90,11 @@ class Data:
         "", "encoding of csv and json files (default: utf-8, or that of the byte order mark)", tasks=_ALL
     )
     packing: str = option(
-        "stream",
+        "auto",
         "stream: all documents with a separator after each; blocks: without separators, the remainder of every "
         "1000 documents dropped; padded: a document per sample; documents: several whole ones per sample, "
-        "attention within each",
-        *("stream", "blocks", "padded", "documents"),
+        "attention within each; auto: padded for prompts and conversations, else stream",
+        *("auto", "stream", "blocks", "padded", "documents"),
         builtin=True,
     )
     labels: str = option(
@@ -98,7 +105,7 @@ class Data:
         builtin=True,
     )
     prompt: str = option(
-        "", "prompt of the text generated at the end of a run (default: as the data begins)", builtin=True
+        "", "prompt of the text generated at the end of a run (default: as the held-out data begins)", builtin=True
     )
     drop_last: bool = option(False, "drop the last step of a run if it would be short of samples")
     shuffle_shards: int = option(

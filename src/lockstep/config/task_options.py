@@ -41,15 +41,23 @@ class TaskSpec(NamedTuple):
         what: a few words for it.
         defaults: dotted name -> the default of an option with this task.
         helps: dotted name -> the help text of an option with this task.
+        common: the task's own options that `--help` lists; none: those that no other task has.
     """
 
     what: str
     defaults: Mapping[str, Any] = {}
     helps: Mapping[str, str] = {}
+    common: tuple[str, ...] = ()
 
 
 TASKS: dict[str, TaskSpec] = {
-    LANGUAGE: TaskSpec("a language model on text"),
+    LANGUAGE: TaskSpec(
+        "a language model on text",
+        common=(
+            *("model.pretrained", "lora.rank", "tokenizer", "seq_len", "data.packing", "data.labels"),
+            *("data.text_column", "data.evaluation", "data.prompt", "model.loss_chunk"),
+        ),
+    ),
     "images": TaskSpec(
         "a class for each image",
         {
@@ -72,6 +80,8 @@ TASKS: dict[str, TaskSpec] = {
             "model_name": "distilbert/distilbert-base-uncased",
             "dataset_name": "",
             "num_epochs": 3,
+            "batch_size": 16,
+            "seq_len": 128,
             "data.evaluation": 0.1,
             "model.pretrained": True,
         },

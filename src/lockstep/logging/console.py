@@ -31,6 +31,7 @@ from lockstep.logging.plots import curve
 
 __all__ = [
     "Console",
+    "perplexity",
     "waiting",
 ]
 
@@ -219,7 +220,7 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
         loss = record.get(f"evaluation/{prefix}loss")
         if loss is not None:
             numbers.append((f"{prefix}loss", loss_text(loss)))
-            numbers += [(f"{prefix}perplexity", _perplexity(loss))] if items == "tokens" else []
+            numbers += [(f"{prefix}perplexity", f"{perplexity(loss):.4g}")] if items == "tokens" else []
         own = [name.removeprefix(f"evaluation/{prefix}") for name in record if name.startswith(f"evaluation/{prefix}")]
         metrics = [name for name in own if name not in ("loss", "items")]
         numbers += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
@@ -237,9 +238,9 @@ def _epochs(record: Mapping[str, Any]) -> float | None:
     return record["epoch"] + record.get("epoch_progress", 0) if "epoch" in record else None
 
 
-def _perplexity(loss: float) -> str:
-    """Format exp(loss), for a loss that is a mean over tokens in nats."""
-    return f"{math.exp(loss):.4g}" if loss < 700 else str(math.inf if loss > 0 else math.nan)
+def perplexity(loss: float) -> float:
+    """Return exp(loss), for a loss that is a mean over tokens in nats."""
+    return math.exp(loss) if loss < 700 else math.inf if loss > 0 else math.nan
 
 
 # --- sink

@@ -320,7 +320,7 @@ def generate(  # noqa: PLR0913
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
     further: Further | None = None,
-    stop: int = -1,
+    stop: Sequence[int] = (),
 ) -> Tensor:
     """Append `max_new_tokens` sampled tokens to `ids` (int64 [batch, time], time >= 1).
 
@@ -336,14 +336,14 @@ def generate(  # noqa: PLR0913
             others; None: torch's default one.
         logits_of: (model, ids) -> logits [batch, time, at least the vocabulary].
         further: computes each token once while all fit the context; the logits are the same but for rounding.
-        stop: a token that ends generation once every row has it; -1: none. A row that has it earlier continues
-            meanwhile.
+        stop: tokens that end generation once every row has one; a row that has one earlier continues meanwhile.
 
     Returns:
         int64 [batch, time + at most `max_new_tokens`].
     """
     training, past = model.training, None
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     model.eval()
     try:
         with eager():
@@ -354,8 +354,8 @@ def generate(  # noqa: PLR0913
                     logits = logits_of(model, ids[:, -config.context :])
                 logits = logits[:, -1, : config.vocab_size].float()
                 ids = torch.cat((ids, _sample(logits, temperature, top_k, generator)), dim=1)
-                ended |= ids[:, -1] == stop
-                if stop >= 0 and bool(ended.all()):  # waits for the device
+                ended |= torch.isin(ids[:, -1], ends)
+                if len(ends) and bool(ended.all()):  # waits for the device
                     break
     finally:
         model.train(training)

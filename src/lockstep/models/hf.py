@@ -301,6 +301,7 @@ class HubModel:
         revision: the commit on the hub, or "" for a folder.
         vocab_size: tokens that the model knows.
         context: longest sequence, in tokens; 0 if the architecture sets none.
+        width: of the hidden states; 0 if unknown.
         takes_documents: see `takes_documents`; assumed for code that came with the model.
         full_attention: each token attends to all before it, in every layer; False if unknown.
 
@@ -322,6 +323,7 @@ class HubModel:
         text = self._config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         self.context = int(getattr(text, "max_position_embeddings", None) or 0)
+        self.width = int(getattr(text, "hidden_size", None) or 0)
         architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(self._config), None)
         self.takes_documents = architecture is None or takes_documents(architecture)
         self.full_attention = architecture is not None and _is_full(text)
@@ -459,6 +461,16 @@ class HubTokenizer:
     def chat_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of a user's message, up to the start of the assistant's answer."""
         return _chat_prompt(self._tokenizer, prompt)
+
+    def chat_ends(self) -> list[int]:
+        """Return the special tokens that end an assistant's turn; none if the template does not tell."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            tokens, learned = chat_tokens(self._tokenizer, turns, 0)
+        except DataError:  # of a template for other turns, or one that changes earlier text
+            return []
+        special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        return sorted({token for token, mark in zip(tokens, learned, strict=True) if mark and token in special})
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of the tokens, without special ones."""

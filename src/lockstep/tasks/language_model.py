@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.config.fields import is_hub_name
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, is_auto
 from lockstep.errors import ConfigError
 from lockstep.files import default_cache
 from lockstep.models.fused import IGNORED, chunk_of, summed_cross_entropy
@@ -36,8 +36,8 @@ from lockstep.models.hf import (
     with_loss,
 )
 from lockstep.models.hf import further_logits as hf_further_logits
-from lockstep.task import Task
-from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards
+from lockstep.task import DataFacts, Task
+from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards, read_index
 from lockstep.text.documents import PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
 from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, TokenShards, prepare
@@ -55,6 +55,7 @@ __all__ = [
 
 
 _SAMPLE_TOKENS = 120  # tokens of a sample of text
+_PROMPT_TOKENS = 1024  # maximum tokens of a prompt with its answer; trl's max_length
 _GROUP_SIZE = 16  # texts that are generated together
 
 
@@ -67,12 +68,14 @@ class Sampling:
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: samples among the k likeliest tokens only; 0: among all.
         seed: of the draw.
+        ends_early: end once each text has an end; False: always go on to `tokens`, with as many forwards.
     """
 
     tokens: int = 100
     temperature: float = 0.8
     top_k: int = 50
     seed: int = 0
+    ends_early: bool = True
 
     def go_on(
         self,
@@ -81,11 +84,11 @@ class Sampling:
         device: torch.device,
         reach: ContextReach,
         *,
-        stop: int,
+        stop: Sequence[int],
         further: Further,
         logits_of: Callable[[nn.Module, Tensor], Tensor] = plain_logits,
     ) -> list[list[int]]:
-        """Continue each of `begins` by generated tokens, up to the first `stop`; see `generate`.
+        """Continue each of `begins` by generated tokens, up to the first of `stop`; see `generate`.
 
         All have the same number of tokens, at least one, and go through the model together. Each has its own generator,
         all with the same seed.
@@ -100,7 +103,7 @@ class Sampling:
             generator=[torch.Generator(device).manual_seed(self.seed) for _ in begins],
             logits_of=logits_of,
             further=further,
-            stop=stop,
+            stop=stop if self.ends_early else (),
         )
         length = len(begins[0])
         return [_to_stop(row, length, stop) for row in tokens.tolist()]
@@ -132,6 +135,7 @@ class LanguageModel(Task):
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = corpus.train.items_per_sample
         self.attention_mask = corpus.packing == "documents"
+        self.data_facts = data_facts(corpus)
         self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
 
     def dataset(self, split: str) -> Samples:
@@ -165,12 +169,18 @@ class LanguageModel(Task):
     def sample(self, model: nn.Module, device: torch.device) -> str:
         """Generate a text that begins like a document of the data.
 
-        The text is the same on each call. Every rank must call it: a forward may be collective. `model` is the
-        engine's.
+        The text is the same on each call: an answer to a prompt takes the likeliest tokens, up to the one that ends
+        it. Every rank must call it: a forward may be collective. `model` is the engine's.
         """
-        begin = self.corpus.begun(self._prompt) if self._prompt else self.corpus.opening()
+        corpus = self.corpus
+        begin = corpus.begun(self._prompt) if self._prompt else corpus.opening()
+        temperature = 0.0 if corpus.prompts else Sampling().temperature
         # as many collectives as forwards, where the model is split
-        return self._continue(model, [begin], device, Sampling(tokens=_SAMPLE_TOKENS), stop=-1)[0]
+        sampling = Sampling(tokens=_SAMPLE_TOKENS, temperature=temperature, ends_early=False)
+        tokens = self._continue(model, [begin], device, sampling)[0]
+        if not corpus.chat:
+            return corpus.decode(tokens)
+        return f"{corpus.decode(begin)}\n{corpus.decode(tokens[len(begin) :])}"  # the template's marks are not shown
 
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
@@ -196,17 +206,17 @@ class LanguageModel(Task):
         position = 0
         for places in _by_length(begins):
             chosen = [begins[place] for place in places]
-            continued = self._continue(model, chosen, device, sampling, stop=self.corpus.separator)
-            texts |= zip(places, continued, strict=True)
+            continued = self._continue(model, chosen, device, sampling)
+            texts |= zip(places, map(self.corpus.decode, continued), strict=True)
             while position in texts:
                 yield texts.pop(position)
                 position += 1
 
     @abstractmethod
     def _continue(
-        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
-    ) -> list[str]:
-        """The texts of `begins`, all of one length, with their continuations."""
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
+    ) -> list[list[int]]:
+        """The tokens of `begins`, all of one length, with their continuations up to one of `corpus.ends`."""
 
 
 @final
@@ -261,15 +271,23 @@ class CausalLM(LanguageModel):
         return summed_cross_entropy(model(ids, **layout), labels)
 
     def _continue(
-        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
-    ) -> list[str]:
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
+    ) -> list[list[int]]:
         further = further_logits(self.config.layers)
-        sequences = sampling.go_on(model, begins, device, self.config, stop=stop, further=further)
-        return [self.corpus.decode(tokens) for tokens in sequences]
+        return sampling.go_on(model, begins, device, self.config, stop=self.corpus.ends, further=further)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks of an unwrapped model from `model`."""
         return list(cast(GPT, model).blocks)
+
+
+def data_facts(corpus: TokenCorpus, width: int = 0) -> DataFacts:
+    """Return what a corpus tells of the defaults, for a pretrained model of this width."""
+    documents, tokens, labels = corpus.learned
+    options = {"data.packing": corpus.packing, "seq_len": corpus.train.seq_len}
+    kind = "conversation" if corpus.chat else "prompt"
+    summary = f"{documents:,} {kind}{'s' * (documents != 1)}, {labels:,} of {tokens:,} tokens learned"
+    return DataFacts(options, corpus.prompts, summary, width)
 
 
 def loss_inside(config: Config) -> bool:
@@ -280,9 +298,10 @@ def loss_inside(config: Config) -> bool:
     return bool(config.compile) and config.engine_options.output_dtype in ("same", "float32")
 
 
-def _to_stop(tokens: list[int], begin: int, stop: int) -> list[int]:
-    """The tokens up to and including the first `stop` after the first `begin` ones."""
-    return tokens[: tokens.index(stop, begin) + 1] if stop in tokens[begin:] else tokens
+def _to_stop(tokens: list[int], begin: int, stop: Sequence[int]) -> list[int]:
+    """The tokens up to and including the first of `stop` after the first `begin` ones."""
+    end = next((place for place in range(begin, len(tokens)) if tokens[place] in stop), len(tokens))
+    return tokens[: end + 1]
 
 
 def _by_length(begins: Sequence[list[int]]) -> list[list[int]]:
@@ -384,6 +403,7 @@ class HubCausalLM(LanguageModel):
                 "(model.resize_token_embeddings(len(tokenizer))), and save both into one folder"
             )
         self.defaults = "fine-tuning" if pretrained else "language-model"
+        self.data_facts = data_facts(corpus, source.width if pretrained else 0)
         self._name, self._tried = source.name, False
         self._reach = _HubReach(source.context, corpus.vocab_size)
         self._vocab_size = model_vocab
@@ -438,13 +458,10 @@ class HubCausalLM(LanguageModel):
             )
 
     def _continue(
-        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling, stop: int
-    ) -> list[str]:
-        reach = self._reach
-        sequences = sampling.go_on(
-            model, begins, device, reach, stop=stop, logits_of=logits_of, further=hf_further_logits
-        )
-        return [self.corpus.decode(tokens) for tokens in sequences]
+        self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
+    ) -> list[list[int]]:
+        reach, ends = self._reach, self.corpus.ends
+        return sampling.go_on(model, begins, device, reach, stop=ends, logits_of=logits_of, further=hf_further_logits)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks of an unwrapped model from `model`."""
@@ -476,7 +493,8 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
     cache = cache_of(config)
     get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
     source = get(name, revision=model_config.revision)
-    if source.context and config.seq_len > source.context:  # before the data is prepared at that length
+    too_long = source.context and config.seq_len > source.context
+    if too_long and not is_auto(config, "seq_len"):  # before the data is prepared at that length
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
         )
@@ -493,7 +511,7 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         cache=cache,
         say=say,
     )
-    chosen = corpus_for(config, own, say)
+    chosen = corpus_for(config, own, say, source.context)
     corpus = chosen.corpus
     return HubCausalLM(
         corpus,
@@ -523,11 +541,14 @@ def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:
     return False if plain and not full else None
 
 
-def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], say: Say) -> CorpusChoice:
+def corpus_for(
+    config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], say: Say, context: int = 0
+) -> CorpusChoice:
     """Open the corpus of `--dataset-name`, `--tokenizer` and the section `data`; prepare it if needed.
 
     Args:
         own: makes the default tokenizer: the model's, or one to train.
+        context: of the model, in tokens; 0: without a limit.
 
     Raises:
         ConfigError: an unavailable tokenizer, or a sequence length that leaves nothing to predict.
@@ -541,7 +562,7 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
     cache = cache_of(config)
     trusts = config.model.trust_remote_code
     tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say) if config.tokenizer else own()
-    packing = Packing(data.packing, config.seq_len, data.evaluation, data.labels)
+    packing, prompt_packing = _packings(config, context)
     if is_prepared(name):
         corpus, index = open_shards(name, packing)
         trains = isinstance(tokenizer, TokenizerToTrain)
@@ -557,9 +578,30 @@ def corpus_for(config: Config, own: Callable[[], Tokenizer | TokenizerToTrain], 
         request = DataRequest(name, data.subset, data.split, data.revision, *columns)
         rows = open_rows(request, say)
     else:
-        rows = plain_rows(name)
-    corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, cache=cache, say=say)
+        rows, prompt_packing = plain_rows(name), None
+    options: dict[str, Any] = {"cache": cache, "say": say, "prompt_packing": prompt_packing}
+    corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, **options)
     return CorpusChoice(corpus, rows.revision, bool(config.tokenizer))
+
+
+def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
+    """Return the packing of texts, and that of prompts and conversations if it differs.
+
+    Prepared shards decide what is "auto".
+    """
+    data, kind, length = config.data, config.data.packing, int(config.seq_len)
+    rest = data.evaluation, data.labels
+    is_open = kind == "auto", is_auto(config, "seq_len")
+    length = min(length, context or length) if is_open[1] else length
+    if is_prepared(config.dataset_name) and any(is_open):
+        stored = Packing(**read_index(Path(config.dataset_name).expanduser())["packing"])
+        kind = stored.kind if is_open[0] else kind
+        return Packing(kind, stored.seq_len if is_open[1] and kind != "stream" else length, *rest), None
+    long = min(_PROMPT_TOKENS, context or _PROMPT_TOKENS) if is_open[1] else length
+    apart = "padded" if is_open[0] else kind
+    packing = Packing("stream" if is_open[0] else kind, length, *rest)
+    other = Packing(apart, long if apart in ("padded", "documents") else length, *rest)
+    return packing, None if other == packing else other
 
 
 def cache_of(config: Config) -> Path:

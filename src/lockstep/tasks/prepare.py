@@ -57,7 +57,7 @@ __all__ = [
 
 
 INDEX = "tokens.json"
-_FORMAT = "lockstep tokens 1"
+_FORMAT = "lockstep tokens 2"
 _JOB = "job.json"
 _TOKENIZER = "tokenizer"  # folder of the tokenizer's files
 _MIN_VOCABULARY = 257  # every byte, and the separator
@@ -246,7 +246,7 @@ def _begin(
     known, facts = begin_corpus(ranges.train, ranges.prompts, tokenizer, job.packing, own, say)
     if isinstance(known, HubTokenizer):
         known.save(own)
-    facts |= {"prompts": ranges.prompts, "tokenizer": getattr(known, "fingerprint", ""), "named": job.tokenizer}
+    facts |= {"tokenizer": getattr(known, "fingerprint", ""), "named": job.tokenizer}
     write_whole(folder / _JOB, json.dumps({"key": key, "facts": facts}, indent=2) + "\n")
     return facts
 
@@ -351,11 +351,11 @@ def _finish(
     """Write the index, and return it."""
     notes = []
     index = {"format": _FORMAT, "name": job.request.name, "revision": ranges.revision, **facts}
-    index |= {"packing": asdict(job.packing), "tokens": {}, "labels": {}, "shards": {}, "files": {}}
+    index |= {"packing": asdict(job.packing), "shards": {}, "files": {}}
     for split in _SPLITS:
         own = [(shard, written[shard]) for shard in sorted(written) if shard.split == split]
         index["shards"][split] = [shard.name for shard, _ in own]
-        for name in ("tokens", "labels"):
+        for name in ("documents", "tokens", "labels"):
             index[name][split] = sum(counts[name] for _, counts in own)
         for _, counts in own:
             index["files"] |= counts["files"]

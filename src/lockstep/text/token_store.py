@@ -83,6 +83,7 @@ class Written:
     """Counts of a written split.
 
     Attributes:
+        documents: that were read; for separate documents without skipped ones.
         tokens: before any rest was left out.
         labels: tokens that are learned.
         truncated: examples cut to `Packing.seq_len`.
@@ -90,6 +91,7 @@ class Written:
         first_skipped: row of the first of these; -1: none, or unknown.
     """
 
+    documents: int = 0
     tokens: int = 0
     labels: int = 0
     truncated: int = 0
@@ -159,6 +161,7 @@ def _write_stream(
             ):
                 stream += tokens
                 marked += labelled if masked else ()
+                counts.documents += last
                 if last and not blocks and not example.messages and tokenizer.separator >= 0:
                     stream.append(tokenizer.separator)
                     marked += [True] * masked
@@ -199,6 +202,7 @@ def _write_documents(
                 if masked:
                     marks.write(np.array(learned, dtype="u1").tobytes())
                 starts.append(starts[-1] + len(piece))
+                counts.documents += not begin
     if not masked:
         path.with_suffix(LABELS).unlink()
     _numbers(path.with_suffix(".starts"), starts)
@@ -265,7 +269,7 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
     path.write_bytes(np.array(values, dtype="<i8").tobytes())
 
 
-_FORMAT = 3  # of the folder; another number is another key
+_FORMAT = 4  # of the folder; another number is another key
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
 _OPENING, _LONGEST = 8, 256  # tokens of plain text that begin a sample of text; maximum tokens of a prompt
@@ -355,6 +359,8 @@ class TokenCorpus:
         separator: the token that ends a document; -1 if the tokenizer has none.
         fingerprint: hex; of everything that the corpus was made from.
         chat: its documents are conversations, by the tokenizer's template.
+        prompts: its rows mark the answer, as conversations do.
+        learned: (documents, tokens, tokens that are learned) of the training split.
         packing: `Packing.kind`.
         begin: the tokens that begin a document.
         folder: of its files.
@@ -366,6 +372,8 @@ class TokenCorpus:
         self.vocab_size: int = facts["vocab_size"]
         self.separator: int = facts["separator"]
         self.chat: bool = facts["chat"]
+        self.prompts: bool = facts["prompts"]
+        self.learned = tuple(facts[name]["train"] for name in ("documents", "tokens", "labels"))
         self.begin: list[int] = facts["begin"]
         self.packing = packing.kind
         shards: dict[str, list[str]] = facts.get("shards", {})
@@ -385,6 +393,12 @@ class TokenCorpus:
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer. One that was trained here is loaded on first use: training does not need it."""
         return self._known or ByteBPE.load(self.folder / "tokenizer.json")
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Tokens that end a text: the separator, and those that end an assistant's turn."""
+        own = {self.separator} - {-1}
+        return sorted(own | set(getattr(self.tokenizer, "chat_ends")() if self.chat else ()))  # noqa: B009  as `begun`
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without a separator."""
@@ -419,6 +433,7 @@ def prepare(
     *,
     cache: Path,
     say: Say,
+    prompt_packing: Packing | None = None,
 ) -> TokenCorpus:
     """Open the corpus, writing its tokens first if needed. Any number of processes may call it.
 
@@ -429,12 +444,13 @@ def prepare(
         tokenizer: a tokenizer, or the size of one to train on the training split.
         cache: folder of prepared corpora.
         say: gets a line about the work in progress, if it takes time.
+        prompt_packing: in place of `packing`, if the rows mark the answer.
 
     Raises:
         DataError: no such documents, or a split shorter than one sample.
         ConfigError: a cache that cannot be written.
     """
-    key = _key(digest, tokenizer, packing)
+    key = _key(digest, tokenizer, packing, prompt_packing)
     folder = cache / f"tokens-{key}"
 
     def write(temporary: Path) -> dict[str, Any]:
@@ -443,13 +459,16 @@ def prepare(
             splits = documents(packing.fraction, Path(scratch))
             if splits.note:
                 say(splits.note)
-            facts = _write(splits, tokenizer, packing, temporary, say)
+            own = prompt_packing if splits.prompts and prompt_packing else packing
+            facts = _write(splits, tokenizer, own, temporary, say)
             splits.check()
         return {"fingerprint": key, "name": name, **facts}
 
     facts = prepared(folder, write, say=say, label=name)
     for note in facts["notes"]:
         say(f"--dataset-name {name}: {note}")
+    if facts["prompts"] and prompt_packing:
+        packing = prompt_packing
     corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, TokenizerToTrain) else tokenizer, packing)
     for part, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
         check_split(name, part, len(samples), facts, packing)
@@ -480,13 +499,14 @@ def check_split(name: str, part: str, samples: int, facts: dict[str, Any], packi
         )
 
 
-def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing) -> str:
+def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, prompt_packing: Packing | None) -> str:
     trained = isinstance(tokenizer, TokenizerToTrain)
     tokenizer_id = (
         {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
     )
     length = 0 if packing.kind == "stream" else packing.seq_len  # windows of any length share one file
     parts = [_FORMAT, digest, tokenizer_id, packing.kind, length, packing.fraction, packing.labels]
+    parts += [prompt_packing.kind, prompt_packing.seq_len] if prompt_packing else []
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
 
 
@@ -498,7 +518,8 @@ def _write(
         report, path = _progress(name, part, say), folder / f"{name}.bin"
         flags = {"masked": facts["masked"], "prompts": documents.prompts}
         written = write_split(tokenizer, part, packing, path, **flags, progress=report)
-        facts["tokens"][name], facts["labels"][name] = written.tokens, written.labels
+        for count in ("documents", "tokens", "labels"):
+            facts[count][name] = getattr(written, count)
         facts["notes"] += written.notes(name, packing.seq_len)
     return facts
 
@@ -538,7 +559,9 @@ def begin_corpus(
         "separator": tokenizer.separator,
         "masked": prompts and packing.answers,
         "chat": bool(first.messages),
+        "prompts": prompts,
         "begin": _begin_of(tokenizer, packing),
+        "documents": {},
         "tokens": {},
         "labels": {},
         "notes": [],

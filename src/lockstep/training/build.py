@@ -74,6 +74,7 @@ from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
 from lockstep.training.defaults import (
     all_devices_fast,
     batchnorm_names,
+    describe_data,
     describe_loss,
     describe_optimizer,
     describe_step,
@@ -449,7 +450,8 @@ def build_together(
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)
-    if not draft.config.micro_batch_size:  # it depended on the model
+    sizes = [(each.batch_size, each.micro_batch_size) for each in (draft.config, settings)]
+    if sizes[0] != sizes[1]:  # they depended on the model or its data
         check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, model)
@@ -659,6 +661,8 @@ def announce(built: RunParts) -> None:
     """Log each rank's device, the size of a step, the optimizer and warnings."""
     if built.world.is_main:
         log_ranks(built.places)
+    if line := describe_data(built.run_plan, built.task.data_facts):
+        _LOG.info(line)
     _LOG.info(describe_step(built.run_plan, built.world.size))
     if line := describe_loss(built.run_plan, built.task):
         _LOG.info(line)
@@ -675,7 +679,7 @@ def announce(built: RunParts) -> None:
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):
         _LOG.info(line)
-    for line in plan_warnings(built.run_plan, built.model) if built.world.is_main else ():
+    for line in plan_warnings(built.run_plan, built.model, built.task.data_facts) if built.world.is_main else ():
         _LOG.warning(line)
 
 

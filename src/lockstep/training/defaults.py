@@ -29,7 +29,7 @@ from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, user_task
+from lockstep.task import DataFacts, Task, user_task
 from lockstep.training.resume import RunPlan
 
 __all__ = [
@@ -38,12 +38,14 @@ __all__ = [
     "LR_FLOOR",
     "LR_FLOORS",
     "MIN_BATCHNORM_SAMPLES",
+    "PROMPT_DEFAULTS",
     "SGD_DEFAULTS",
     "TASK_DEFAULTS",
     "MisplacedTensor",
     "all_devices_fast",
     "batchnorm_names",
     "default_warmup",
+    "describe_data",
     "describe_idle_ranks",
     "describe_loss",
     "describe_optimizer",
@@ -51,6 +53,7 @@ __all__ = [
     "explain_device_error",
     "find_largest_micro_batch",
     "find_misplaced",
+    "fine_tuning_rate",
     "is_device_default",
     "plan_warnings",
 ]
@@ -70,6 +73,9 @@ TASK_DEFAULTS: dict[str, dict[str, float]] = {
     "images": {"lr": 3e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
+# Prompts and conversations: the epochs and the batch of the HF Trainer and of trl (`python bench/chats.py`).
+PROMPT_DEFAULTS: dict[str, int] = {"num_epochs": 3, "batch_size": 8}
+_MIN_STEPS = 50  # warn below so many
 ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
 # He et al., arXiv 1512.03385, with a batch of 16 to 32.
 SGD_DEFAULTS: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}
@@ -103,6 +109,28 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
 
 
+def fine_tuning_rate(width: int) -> float:
+    """Return the rate of a pretrained language model that learns prompts, rounded to two digits.
+
+    A power of the width, through trl's 2e-5 at the 4096 of a model of 7 billion parameters, and 1.5e-3 at 128
+    (`python bench/chats.py --grid`); at most that of a model from scratch.
+
+    Args:
+        width: of the hidden states; 0: unknown.
+    """
+    if not width:
+        return TASK_DEFAULTS["fine-tuning"]["lr"]
+    return min(float(f"{2e-5 * (4096 / width) ** 1.25:.1e}"), TASK_DEFAULTS["language-model"]["lr"])
+
+
+def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:
+    """Return a line about prompts or conversations and their steps, or ""."""
+    if not (facts and facts.has_prompts):
+        return ""
+    epoch, steps = -(-run_plan.samples // run_plan.config.batch_size), run_plan.step_plan.steps
+    return f"{facts.summary}; {epoch:,} step{'s' * (epoch != 1)} an epoch, {steps:,} in the run"
+
+
 def describe_loss(run_plan: RunPlan, task: Task) -> str:
     """Return a line about the samples that a loss covers, for a task of another framework; otherwise ""."""
     framework, size = task.framework, run_plan.config.micro_size
@@ -125,10 +153,18 @@ def describe_optimizer(run_plan: RunPlan) -> str:
     )
 
 
-def plan_warnings(run_plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return a line for each warning about warm-up, the adapters' rate and BatchNorm."""
+def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None = None) -> list[str]:
+    """Return a line for each warning about warm-up, few steps, the adapters' rate and BatchNorm.
+
+    Args:
+        facts: of a language model's data.
+    """
     config, steps = run_plan.config, run_plan.step_plan.steps
     lines = []
+    if facts and facts.has_prompts and steps < _MIN_STEPS:
+        epochs = -(-_MIN_STEPS * config.batch_size // max(1, run_plan.samples))
+        more = f"--max-steps {_MIN_STEPS}" if config.max_steps else f"--num-epochs {max(epochs, config.num_epochs + 1)}"
+        lines.append(f"the run has {steps} step{'s' * (steps > 1)}, few to learn an answer from: give {more} or more")
     if config.optim.warmup_steps >= steps:
         lines.append(
             f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "

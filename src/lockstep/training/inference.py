@@ -33,7 +33,7 @@ from lockstep.config.task_options import LANGUAGE, OWN, kind_of
 from lockstep.distributed.launcher import end_with_launcher
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError
-from lockstep.logging.console import waiting
+from lockstep.logging.console import perplexity, waiting
 from lockstep.logging.jsonl import plain
 from lockstep.models.hf import HubTokenizer, save_trained
 from lockstep.models.lora import merge
@@ -230,9 +230,9 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
     """
     redirect = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with redirect, load_run(request) as run:  # keeps the task's prints out of the JSON
-        record, is_main = _evaluate(run), run.world.is_main
+        record, is_main, items = _evaluate(run), run.world.is_main, run.task.item_name
     if is_main:
-        _print_record(record, request, as_json)
+        _print_record(record, request, as_json, items)
     return record
 
 
@@ -245,18 +245,22 @@ def _evaluate(run: LoadedRun) -> EvaluationRecord:
         return evaluate_all(run, run.task, sets, run.world, step=run.step, seed=run.config.seed, progress=progress)
 
 
-def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool) -> None:
+def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool, items: str) -> None:
     if as_json:
         fields = asdict(record)
         numbers = {name: plain(value) for name, value in fields.pop("metrics").items()}
         fields = {"run": request.run, **{name: plain(value) for name, value in fields.items()}, "metrics": numbers}
+        if items == "tokens":
+            fields |= {"item_name": items, "perplexity": plain(perplexity(record.loss))}
         print(json.dumps(fields, indent=1, allow_nan=False))
         return
     counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
-    on = ", ".join(f"{value:,.0f} items of {name.removesuffix('/items')}" for name, value in counts.items())
+    on = ", ".join(f"{value:,.0f} {items} of {name.removesuffix('/items')}" for name, value in counts.items())
     weights = ", averaged weights" if request.ema else ""
-    print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} items'}")
-    rows = {"loss": record.loss, **record.metrics} if not counts else record.metrics
+    print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} {items}'}")
+    rows = {"loss": record.loss, **record.metrics} if not counts else dict(record.metrics)
+    for name in [name for name in rows if items == "tokens" and name.rpartition("/")[2] == "loss"]:
+        rows[f"{name.removesuffix('loss')}perplexity"] = perplexity(rows[name])
     width = max(map(len, rows))
     for name, value in rows.items():
         if name not in counts:

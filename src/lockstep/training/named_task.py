@@ -116,7 +116,7 @@ def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {config.model_name}, {preset.context}; lower it"
         )
-    choice = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say)
+    choice = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say, preset.context)
     shape = dataclasses.replace(preset, vocab_size=choice.corpus.vocab_size, dropout=config.model.dropout)
     sources = {config.dataset_name: choice.revision} if choice.revision else None
     return CausalLM(

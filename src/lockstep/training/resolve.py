@@ -23,17 +23,19 @@ from lockstep.data.batches import START, Origin
 from lockstep.data.shard_order import Geometry
 from lockstep.errors import ConfigError, DataError
 from lockstep.run_state import Extension, RunState
-from lockstep.task import Task
+from lockstep.task import DataFacts, Task
 from lockstep.training.defaults import (
     ADAM_DEFAULTS,
     LORA_DEFAULTS,
     LR_FLOOR,
     LR_FLOORS,
     MIN_BATCHNORM_SAMPLES,
+    PROMPT_DEFAULTS,
     SGD_DEFAULTS,
     TASK_DEFAULTS,
     batchnorm_names,
     default_warmup,
+    fine_tuning_rate,
     is_device_default,
 )
 from lockstep.training.resume import RunPlan, samples_in_epoch
@@ -119,6 +121,7 @@ class Facts:
         epoch: samples of an epoch in the task's order.
         grouped: micro-batches are groups of samples: a batch size counts these.
         longest: tokens of the longest sample, if they are made by tokens; else 0.
+        data: of a language model's data; None: of another task.
     """
 
     start: StartFacts
@@ -129,6 +132,7 @@ class Facts:
     epoch: int
     grouped: bool = False
     longest: int = 0
+    data: DataFacts | None = None
 
     @classmethod
     def of(cls, task: Task, model: nn.Module, samples: int, epoch: int = 0, start: StartFacts | None = None) -> Self:
@@ -140,7 +144,8 @@ class Facts:
             epoch: samples of an epoch, if the task's order has another number; 0: the same number.
         """
         per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
-        return cls(start or StartFacts(), task.defaults, per_micro_batch, batchnorm, samples, epoch or samples)
+        sizes = samples, epoch or samples
+        return cls(start or StartFacts(), task.defaults, per_micro_batch, batchnorm, *sizes, data=task.data_facts)
 
 
 # --- before the task is made
@@ -162,6 +167,9 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     """Resolve precision, compile, known micro-batch size and plan length, which need no task."""
     if facts.steps:
         config = dataclasses.replace(config, max_steps=facts.steps, stop_at=0)
+    stored = facts.checkpoint.plan if facts.checkpoint else {}
+    if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
+        config = dataclasses.replace(config, batch_size=stored["batch_size"])
     if config.batch_tokens:  # the plan's positions are micro-batches (data/groups.py)
         size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)
         count = config.batch_tokens // size
@@ -291,13 +299,37 @@ def resolve(config: Config, facts: Facts) -> Resolution:
         ConfigError: the task's `defaults` are no known kind.
         DataError: the plan has no steps.
     """
-    before, draft = facts.start.checkpoint, draft_of(config, facts.start).config
+    before, draft = facts.start.checkpoint, _with_data_defaults(config, draft_of(config, facts.start).config, facts)
     extension = _extension(config, before)
     origin = _origin(draft, before, extension)
     run_plan = _make_plan(draft, facts, origin)
     if run_plan.step_plan.steps < facts.start.min_steps:
         run_plan = _make_plan(dataclasses.replace(draft, max_steps=facts.start.min_steps), facts, origin)
     return Resolution(run_plan, extension)
+
+
+# Without data that tell otherwise; the values of an AutoInt.
+_PLAIN_DEFAULTS = {"batch_size": 16, "num_epochs": 1, "seq_len": 128, "data.packing": "stream"}
+
+
+def _with_data_defaults(config: Config, draft: Config, facts: Facts) -> Config:
+    """Resolve what the data decide.
+
+    Args:
+        config: as the user gave it.
+        draft: the same, as `draft_of` returns it.
+    """
+    values: dict[str, Any] = dict(_PLAIN_DEFAULTS)
+    if facts.data:
+        values |= {**facts.data.options, **(PROMPT_DEFAULTS if facts.data.has_prompts else {})}
+    values = {key: each for key, each in values.items() if is_auto(draft, key) or lookup(draft, key) == "auto"}
+    size, micro_size = values.get("batch_size", draft.batch_size), draft.micro_batch_size
+    if micro_size and size % micro_size:
+        if is_auto(config, "micro_batch_size"):  # the devices chose it, for another batch
+            values["micro_batch_size"] = nearest_divisor(size, micro_size)
+        else:
+            values["batch_size"] = int(draft.batch_size)
+    return cli.build({**cli.flatten(draft), **values})
 
 
 def _origin(config: Config, before: CheckpointFacts | None, extension: Extension | None) -> Origin:
@@ -334,7 +366,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     if not steps:
         _refuse_empty_plan(run_plan)
     defaults: dict[str, Any] = {
-        **_optimizer_defaults(config, facts.kind),
+        **_optimizer_defaults(config, facts.kind, facts.data),
         "optim.warmup_steps": default_warmup(steps, shape),
         "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
         "eval_micro_batch_size": max(1, config.micro_batch_tokens // facts.longest) if facts.longest else size,
@@ -352,7 +384,7 @@ def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
     return {name: in_steps(value, **lengths) for name in names if is_span(value := lookup(config, name))}
 
 
-def _optimizer_defaults(config: Config, kind: str) -> dict[str, float]:
+def _optimizer_defaults(config: Config, kind: str, data: DataFacts | None) -> dict[str, float]:
     """Return the optimizer's defaults for a kind of task."""
     if kind not in TASK_DEFAULTS:
         raise ConfigError(
@@ -361,9 +393,13 @@ def _optimizer_defaults(config: Config, kind: str) -> dict[str, float]:
         )
     if config.optim.name == "sgd":
         return SGD_DEFAULTS
-    return (LORA_DEFAULTS if config.lora.rank else TASK_DEFAULTS[kind]) | (
-        ADAM_DEFAULTS if config.optim.name == "adam" else {}
-    )
+    if config.lora.rank:
+        defaults = LORA_DEFAULTS
+    elif data and data.has_prompts and data.width:
+        defaults = TASK_DEFAULTS[kind] | {"lr": fine_tuning_rate(data.width)}
+    else:
+        defaults = TASK_DEFAULTS[kind]
+    return defaults | (ADAM_DEFAULTS if config.optim.name == "adam" else {})
 
 
 def _refuse_empty_plan(run_plan: RunPlan) -> None:

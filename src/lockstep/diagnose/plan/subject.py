@@ -231,6 +231,8 @@ class _ShapeOnlyCorpus:
 
     def __init__(self, vocab_size: int, seq_len: int) -> None:
         self.vocab_size, self.separator, self.fingerprint, self.packing = vocab_size, -1, "", "stream"
+        self.chat = self.prompts = False
+        self.learned = (0, 0, 0)
         self.train = self.evaluation = SimpleNamespace(seq_len=seq_len, items_per_sample=seq_len)
 
 
