@@ -21,6 +21,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 NAMED = {
     "PIL": "pillow",
+    "mlflow": "mlflow-skinny",
     "sklearn": "scikit-learn",
     "pynvml": "nvidia-ml-py",
 }  # what is imported -> its distribution, where they differ
