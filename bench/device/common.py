@@ -148,7 +148,9 @@ def corpus(folder, shape, rows=1024):
         tokens = generator.integers(vocabulary, size=count * shape.time + 1, dtype=np.uint16)
         (folder / f"{name}.bin").write_bytes(tokens.tobytes())
     facts = {"fingerprint": f"random-{rows}", "vocab_size": vocabulary, "separator": -1, "masked": False}
-    return TokenCorpus(folder, facts | {"chat": False, "begin": []}, Numbers(), Packing("stream", shape.time, 0.1))
+    counts = {name: {"train": rows * shape.time} for name in ("tokens", "labels")} | {"documents": {"train": 1}}
+    facts |= {"chat": False, "prompts": False, "begin": [], **counts}
+    return TokenCorpus(folder, facts, Numbers(), Packing("stream", shape.time, 0.1))
 
 
 def language_model(folder, shape, rows=1024, loss_chunk=0):

@@ -286,7 +286,7 @@ def test_a_chunk_that_cannot_be_had_is_refused_by_name(tmp_path):
         "model_name": str(tmp_path),
         "dataset_name": str(path),
         "seq_len": 32,
-        "data": {"cache": str(tmp_path / "c")},
+        "data": {"cache": str(tmp_path / "c"), "packing": "stream"},
     }
     with pytest.raises(ConfigError, match="--model.loss-chunk 8: "):
         hub_task(Config(**base, model={"loss_chunk": 8}), print).model()

@@ -270,7 +270,7 @@ def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_pa
     assert shown["metrics"].keys() == {"top1"}
     write_images(tmp_path / "more", 20)
     assert dispatch(["evaluate", str(tmp_path / "r"), "--data", str(tmp_path / "more")]) == 0
-    assert "on 8 items" in capsys.readouterr().out
+    assert "on 8 images" in capsys.readouterr().out
     write_images(tmp_path / "others", 2, ("circle", "star"))
     with pytest.raises(DataError, match="the data now has circle, star"):
         dispatch(["evaluate", str(tmp_path / "r"), "--data", str(tmp_path / "others")])
@@ -465,7 +465,7 @@ def test_without_torchvision_it_is_one_line(tmp_path, monkeypatch):
     for module in ("torchvision", "torchvision.transforms"):
         monkeypatch.setitem(sys.modules, module, None)
     for name, value in MIXED.items():
-        with pytest.raises(ConfigError, match=rf"--images\.{name} needs .*pip install torchvision"):
+        with pytest.raises(ConfigError, match=rf"--images\.{name} needs .*torch-lockstep\[torchvision\]"):
             make(config(tmp_path, images={name: value}), print)
     with refuses(ConfigError, "images.randaugment", 31):
         config(tmp_path, images={"randaugment": 31})

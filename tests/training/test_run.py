@@ -40,6 +40,7 @@ def test_the_folder_of_a_run(tmp_path):
     path = tmp_path / "r"
     written, given = flatten(Config(**read_config(path / "config.toml"))), flatten(settings)
     assert {name: value for name, value in written.items() if value != given[name]} == {
+        "num_epochs": 1,
         "optim.beta2": 0.999,
         "optim.weight_decay": 0.01,
         "optim.warmup_steps": 0,

@@ -495,7 +495,7 @@ def test_the_memory_of_this_process_is_counted_in_bytes(monkeypatch, tmp_path, p
     if platform != "linux":
         monkeypatch.setattr("lockstep.diagnose.profile.tracing._STATUS", str(tmp_path / "none"))
     if platform == "darwin":
-        monkeypatch.setattr("lockstep.training.recorder.sys", SimpleNamespace(platform=platform))
+        monkeypatch.setattr("lockstep.diagnose.profile.tracing.sys", SimpleNamespace(platform=platform))
         peak //= 1024
     assert peak / 2 < peak_memory(torch.device("cpu")) < peak * 2
 

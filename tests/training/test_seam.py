@@ -528,7 +528,7 @@ def test_a_spike_under_float16_is_left_out_and_is_no_overflow():
 
 
 def test_a_loss_that_is_nan_is_a_fault_in_float16_too(tmp_path):
-    settings = {"precision": "fp16", "exact": False}
+    settings = {"precision": "fp16", "exact": False, "seed": 19}  # whose gradients do not overflow by themselves
     go(None, config(tmp_path, **settings), Regress(BAD))
     assert len(left_out(tmp_path)) == 1
     tensors = checkpoint_tensors(tmp_path / "r")

@@ -50,6 +50,7 @@ class Rows(torch.utils.data.Dataset):
 
 class Corpus:
     vocab_size, fingerprint, separator, packing = 50, "made up", 0, "stream"
+    learned, prompts, chat, ends = (0, 0, 0), False, False, ()
 
     def __init__(self, samples):
         self.train, self.evaluation = Rows(samples), Rows(7)

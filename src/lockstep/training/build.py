@@ -441,8 +441,8 @@ def build_together(
     training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
-    notes = list[str]()
-    model = build_model(draft.config, task, world, state, say, note=notes.append)
+    of_model = list[str]()
+    model = build_model(draft.config, task, world, state, say, note=of_model.append)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
@@ -468,7 +468,8 @@ def build_together(
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
     check_programs(world, task, batches.samples(first, 0))
-    notes += check_samples(settings, training.dataset, evaluation_sets, world, batches)
+    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches)  # grows with the next gather
+    notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")

@@ -309,7 +309,7 @@ def resolve(config: Config, facts: Facts) -> Resolution:
 
 
 # Without data that tell otherwise; the values of an AutoInt.
-_PLAIN_DEFAULTS = {"batch_size": 16, "num_epochs": 1, "seq_len": 128, "data.packing": "stream"}
+_PLAIN_DEFAULTS = {"batch_size": 16, "num_epochs": 1, "seq_len": 128}
 
 
 def _with_data_defaults(config: Config, draft: Config, facts: Facts) -> Config:
