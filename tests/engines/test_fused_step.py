@@ -99,7 +99,7 @@ def test_torch_takes_a_step_that_all_optimizers_report_or_a_profiler_sees_or_ano
     handle = register_optimizer_step_post_hook(lambda *_: None)
     assert not fused_step(optimizer)
     handle.remove()
-    with torch.profiler.profile():
+    with torch.profiler.profile(acc_events=True):
         assert not fused_step(optimizer)
     assert not fused_step(SGD(parameters, lr=0.1))
     assert fused_step(optimizer)
