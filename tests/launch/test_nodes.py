@@ -206,6 +206,7 @@ def test_what_no_run_survives_ends_all_nodes_with_its_cause(launchers):
     assert (run.first.fatal.message, run.second.fatal) == ("KeyError", None)  # the second has it itself
     run.begin()
     store = run.meeting()
+    run.poll(lambda: run.second.members)  # node 1 is connected
     run.lose("0", 2, "bad input")
     run.poll(lambda: run.second.fatal)
     assert (run.second.fatal.code, run.second.fatal.message) == (2, "bad input")
