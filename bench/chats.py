@@ -1,4 +1,4 @@
-"""Held-out loss after fine-tuning on 300 chats: `lockstep train`'s defaults, trl's, and ours by hand.
+"""Compare held-out losses after fine-tuning on 300 chats: `lockstep train`'s defaults, trl's, and ours by hand.
 
     python bench/chats.py [--seeds 1] [--grid]
 
@@ -32,13 +32,13 @@ RATES, SIZES, EPOCHS = (5e-5, 2e-4, 5e-4, 1e-3, 2e-3), (4, 8, 16), 3
 
 
 def facts(animal):
-    """What is true of an animal: its colour and its place."""
+    """Return an animal's colour and place."""
     number = ANIMALS.index(animal)
     return COLOURS[number * 5 % len(COLOURS)], PLACES[number * 3 % len(PLACES)]
 
 
 def turn(draw, known=True):
-    """A question and its only right answer; with `known` False a short answer by chance."""
+    """Return a question and its right answer; with `known` False a random short answer."""
     animal, (first, second) = draw.choice(ANIMALS), draw.choices(range(1, 7), k=2)
     colour, place = facts(animal) if known else (draw.choice(COLOURS), draw.choice(PLACES))
     total = DIGITS[first + second - 1]
@@ -72,7 +72,7 @@ def chats(count, seed, known=True):
 
 
 def prose(count, seed):
-    """Plain text with the same words, without questions, roles or the facts."""
+    """Write plain text with the same words, without questions, roles or the facts."""
     draw = random.Random(seed)
     for _ in range(count):
         one, other = draw.choices(ANIMALS, k=2)
@@ -124,7 +124,7 @@ def write_base(folder, steps=300):
 
 
 def held_out_loss(folder, data):
-    """Mean loss of the tokens that the assistant says, in nats; the model of `folder`."""
+    """Return the mean loss of the assistant's tokens for the model in `folder`, in nats."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

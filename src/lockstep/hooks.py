@@ -34,7 +34,7 @@ class RunContext(Protocol):
 
 
 class Due(NamedTuple):
-    """What follows a step: an evaluation, a save."""
+    """Whether an evaluation and a save follow a step."""
 
     evaluate: bool
     save: bool

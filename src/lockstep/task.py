@@ -61,7 +61,7 @@ class Order(Protocol):
 
 
 class DataFacts(NamedTuple):
-    """What the data of a language model tell of the defaults.
+    """Facts about a language model's data that decide defaults.
 
     Attributes:
         options: dotted name -> the value of an option that is "auto".

@@ -207,6 +207,7 @@ def test_a_note_is_read_back_and_holds_no_secret(tmp_path, monkeypatch):
     assert (failure.message, failure.follows) == ("no access with ***", False)
     assert abs(failure.when - time.time()) < 60
     assert ProcessFailure.read(4, -9, path, None, 0.0).code == 1  # ended on its way out, after its word
+    assert ProcessFailure.read(4, 0, path, None, 0.0).code == 0  # it caught the error, and ended itself
     note(PeerError("a second word is not written"))
     assert ProcessFailure.read(4, 1, path, None, 0.0) == failure
 

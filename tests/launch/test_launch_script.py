@@ -107,8 +107,10 @@ def test_what_is_no_program_is_refused_at_once(tmp_path):
 
 
 RAW = """
-import os, signal, sys
-rank, mark = os.environ["RANK"], __file__ + ".dead"
+import os, signal, sys, time
+rank, mark, until = os.environ["RANK"], __file__ + ".dead", time.monotonic() + 10
+while len(os.sched_getaffinity(0)) == CPUS and time.monotonic() < until:
+    time.sleep(0.01)  # the launcher binds a process once all have started
 os.write(2, f"rank {rank}: may run on {sorted(os.sched_getaffinity(0))}\\n".encode())
 if rank == "1" and not os.path.exists(mark):
     open(mark, "w").close()
@@ -120,8 +122,8 @@ if rank == "1" and not os.path.exists(mark):
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
 def test_each_rank_has_its_cores_in_a_slurm_step_and_its_stderr_in_a_file_that_a_restart_keeps(tmp_path):
     script, errors = tmp_path / "raw.py", tmp_path / "deep" / "errors"
-    script.write_text(RAW)
     cpus = sorted(os.sched_getaffinity(0))
+    script.write_text(RAW.replace("CPUS", str(len(cpus))))
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n1", "SLURM_CPUS_ON_NODE": str(len(cpus))}
     flags = ["--nproc-per-node", "2", "--max-losses", "0", "--max-restarts", "1", "--stderr", str(errors)]
     done = subprocess.run(

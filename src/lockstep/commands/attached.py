@@ -35,7 +35,7 @@ _TICK = 0.2  # seconds
 
 
 class Exit(NamedTuple):
-    """How a command ended.
+    """Outcome of a command.
 
     Attributes:
         code: its exit code; 128 plus the signal's number if a signal killed it, as in a shell.

@@ -99,7 +99,8 @@ class ProcessFailure:
         follows = bool(note.get("follows"))
         if code == 128 + signal.SIGINT and not note:  # a KeyboardInterrupt before the steps
             code = -signal.SIGINT
-        if code <= 1 and isinstance(note.get("code"), int):  # it crashed on its way out, or Python ended it with 1
+        ended_by_python = code < 0 or code == 1  # it crashed on its way out, or did not catch the error
+        if ended_by_python and isinstance(note.get("code"), int):
             code = note["code"]
         return cls(
             rank,
@@ -252,7 +253,8 @@ def add_place(error: Exception) -> None:
 def print_uncaught() -> None:
     """Print what a script does not catch once on this node; lockstep's errors, and Ctrl-C in a run, as one line.
 
-    Other errors are noted for the launcher, and keep their traceback. Does nothing if called again.
+    Other errors are noted for the launcher, and keep their traceback. `import lockstep` calls it; a second call does
+    nothing.
     """
     if _OLD_HOOK:
         return

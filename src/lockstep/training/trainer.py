@@ -191,7 +191,6 @@ def run_training(session: Session) -> Training:
         KeyboardInterrupt: Ctrl-C; everything is saved.
     """
     end_with_launcher()
-    failures.print_uncaught()
     failures.note_interrupt(None)
     session.timeline.begin()
     session.member = register_member(session.caller_world)

@@ -26,26 +26,26 @@ def trained_on(view: View) -> dict[ast.Call, bool]:
 
 
 def feeds(view: View, event: Event) -> Iterator[ast.Call]:
-    """The loaders that the innermost loop around a backward runs over, or asks for the next batch."""
+    """Yield the loaders of the innermost loop around a backward: it iterates over them or calls `next`."""
     for loop in event.loops[:-3:-1]:
         found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
         yield from () if evaluates(loop.scope.name) else found
         if found:
-            return  # what an outer loop asks for is not what the model trains on
+            return  # the model does not train on an outer loop's loader
 
 
 def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
-    """The loader that certainly is behind what a loop runs over."""
+    """Return the loader that a loop certainly iterates over; None if that is unknown."""
     return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
 
 
 def evaluates(name: str) -> bool:
-    """Whether a function evaluates by its name: it may call the method that trains, and tell it not to."""
+    """Whether a function evaluates, by its name: it may call the training method in evaluation mode."""
     return EVALUATION.search(name) and "train" not in name.lower()
 
 
 def sources(loop: LoopBlock) -> Iterator[ast.expr]:
-    """What a loop runs over, and what it asks for the next item."""
+    """Yield the expressions that a loop iterates over or passes to `next`."""
     if isinstance(loop.node, ast.For | ast.comprehension):
         yield loop.node.iter
     if isinstance(loop.node, ast.stmt):

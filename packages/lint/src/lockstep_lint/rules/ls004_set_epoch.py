@@ -65,7 +65,7 @@ def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tup
 
 
 def loaders(view: View, made: Site) -> set[ast.Call]:
-    """The loaders in its function that a sampler is given to."""
+    """Return the loaders of its function that use a sampler."""
     found = [(site.call, keyword(site.call, "sampler")) for site in made.scope.named("DataLoader")]
     return {call for call, given in found if given is not None and made.call in things(view, given, made.scope)}
 

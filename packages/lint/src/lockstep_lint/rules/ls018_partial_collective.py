@@ -27,7 +27,7 @@ def check(view: View) -> Iterator[Found]:
             calls = calls_after(event, block) if block is not None else []
             place = calls[0].site if calls else site
             if block is not None and place.module is view.module:
-                yield at(place, told(view, run, event, bool(calls)))
+                yield at(place, describe(view, run, event, bool(calls)))
 
 
 def waits(view: View, run: Run, event: Event) -> bool:
@@ -86,7 +86,7 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
 
 @kept
 def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
-    """The ranks that come to the events of a kind under tests, by the call that the tests stand in; and the arms."""
+    """Map (kind, detail, frame or arm) of an event to the ranks that reach it."""
     found: dict[tuple[str, str, object], set[int]] = {}
     for event in run.of("collective", "wrap", "forward"):
         for block in event.path:
@@ -103,8 +103,8 @@ def frame(event: Event, block: Block) -> Block | None:
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
 
-def told(view: View, run: Run, event: Event, called: bool) -> str:
-    """What is said of an event."""
+def describe(view: View, run: Run, event: Event, called: bool) -> str:
+    """Describe the fault of an event."""
     name = event.mark.site.name if event.mark.site is not None else ""
     if event.kind == "forward":
         if is_sharded(view, run, event):

@@ -43,12 +43,12 @@ def idle(view: View, site: Site) -> bool:
     if used or not word(view.module, "autocast") or not trains(view):
         return False
     names = {bind.key for bind in site.scope.bound(site.stmt)}
-    given = [other for other in site.scope.sites for value in handed(other.call) if dotted(value) in names]
+    given = [other for other in site.scope.sites for value in arguments(other.call) if dotted(value) in names]
     return bool(names) and all(view.calls.target(other.call, other.scope) is not None for other in given)
 
 
-def handed(call: ast.Call) -> list[ast.expr]:
-    """What a call is given."""
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call."""
     return [*call.args, *(item.value for item in call.keywords)]
 
 

@@ -43,12 +43,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def texts(family: tuple[Module, ...]) -> list[str]:
-    """The texts of the files that name a worker_init_fn."""
+    """Return the texts of the files that name a worker_init_fn."""
     return [member.text for member in family if "worker_init_fn" in member.text]
 
 
 def elsewhere(view: View) -> Iterator[Found]:
-    """The first loader with workers of each data set that stands in another file, in each arm of a test."""
+    """Find, for each data set of another file, its first loader with workers in each arm of a test."""
     told: dict[Scope, list[Site]] = {}
     for site in (s for s in loaders(view, view.module) if workers(view, s)):
         for call, home, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
@@ -78,8 +78,9 @@ def is_loader(view: View, owner: Scope) -> bool:
 
 
 def drawing(view: View, owner: Scope, made: Site | None = None) -> Site | None:
-    """Where the making of an item draws from numpy: not by what the arguments of the data set rule out
-    (`Data(mode="val")`).
+    """Return the call with which an item draws from numpy; None if there is none.
+
+    Branches that the data set's arguments rule out (`Data(mode="val")`) do not count.
     """
     item = view.names.member(owner, "__getitem__") or view.names.member(owner, "__iter__")
     classes = (owner, *view.names.parents(owner))
@@ -132,12 +133,12 @@ def shared(view: View, site: Site) -> bool:
 
 
 def message(view: View, site: Site) -> str:
-    """What is wrong with a draw."""
+    """Return the message for a draw."""
     return SHARED if shared(view, site) else OWN
 
 
 def level(view: View, site: Site) -> Severity:
-    """A hint where torch may seed the generator in each worker."""
+    """Return the severity: a hint if torch may seed the generator in each worker."""
     seeded = shared(view, site) and (view.torch is None or view.torch >= SEEDS_NUMPY)
     return Severity.HINT if seeded else Severity.ERROR
 

@@ -173,7 +173,7 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
 
 
 def apart(view: View, event: Event, block: LoopBlock) -> str:
-    """What is wrong where a loop is left: only some ranks come to that, or each decides by itself."""
+    """Explain why ranks leave a loop apart: only some reach the exit, or each decides by itself."""
     loop, scope = block.node, block.scope
     assert isinstance(loop, Loop)
     tests = [test for test in event.within(block) if isinstance(test, ArmBlock) and test.scope is scope]

@@ -1,4 +1,4 @@
-"""LS050: a step that a rank skips by what its own batch gave."""
+"""LS050: a step that a rank skips because of its own batch."""
 
 import ast
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "a rank that skips this step leaves the others waiting for its gradients: decide by what all ranks agree on"
-# What a test asks of a value that says nothing of its number.
+# Properties of a value that do not depend on its number.
 ABOUT = {"isinstance", "hasattr", "len", "requires_grad", "grad_fn", "shape", "size", "ndim", "dim", "numel"}
 # Calls whose result all ranks share.
 SHARED = Words(r"reduce|gather|broadcast|sync|all_")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for steps under DDP or FSDP that a test of the rank's own values leaves out."""
+    """Find steps under DDP or FSDP that a test of the rank's own values skips."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
-    told: set[ast.expr] = set()
+    reported: set[ast.expr] = set()
     for run in runs(view):
         if not exchanges(view, run):
             continue
@@ -36,8 +36,8 @@ def check(view: View) -> Iterator[Found]:
             if event.module is not view.module or not event.loops or sides(view, event) or alone(view, event):
                 continue
             for test in skips(event, event.loops[-1]):
-                if test.node not in told and of_own(view, event, test) and not shared(test):
-                    told.add(test.node)
+                if test.node not in reported and reads_own_value(view, event, test) and not is_exchanged(test):
+                    reported.add(test.node)
                     yield Found(test.node, MESSAGE)
 
 
@@ -48,15 +48,15 @@ def exchanges(view: View, run: Run) -> bool:
 
 
 def skips(event: Event, loop: LoopBlock) -> Iterator[ArmBlock]:
-    """The tests in a turn that keep it from the event: around it, or of a `continue` before it."""
+    """Yield the tests that skip the event in a turn: around it, or of a `continue` before it."""
     for test in event.tests:
         if test.scope is loop.scope and loop in event.path[: event.path.index(test)]:
-            goes_on = not test.leaves or any(continues(stmt.body) for stmt in choices(test))
+            goes_on = not test.leaves or any(continues(stmt.body) for stmt in if_statements(test))
             yield from [test] if goes_on else []
 
 
-def choices(test: ArmBlock) -> Iterator[ast.If]:
-    """The `if` statements of a test."""
+def if_statements(test: ArmBlock) -> Iterator[ast.If]:
+    """Yield the `if` statements of a test."""
     for stmt in test.scope.stmts:
         if isinstance(stmt, ast.If) and any(part is test.node for part in walk(stmt.test)):
             yield stmt
@@ -75,24 +75,24 @@ def continues(body: list[ast.stmt]) -> bool:
     return False
 
 
-def of_own(view: View, event: Event, test: ArmBlock) -> bool:
-    """Whether a test asks for the value of the loss, or of something on the device, of its own rank."""
+def reads_own_value(view: View, event: Event, test: ArmBlock) -> bool:
+    """Whether a test reads this rank's loss, or another of its values on the device."""
     values = [part for part in operands(test.node) if not is_there(part)]
     return any(
-        value_at(view, event, part).device or not losses(view, test.scope).isdisjoint(asked(part, test.scope))
+        value_at(view, event, part).device or not losses(view, test.scope).isdisjoint(tested_names(part, test.scope))
         for part in values
     )
 
 
 def is_there(part: ast.expr) -> bool:
-    """Whether a part of a test asks if there is a value, of which kind or size, or whether it has a graph."""
+    """Whether a part of a test only checks a value's presence, type, size or graph."""
     if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
         return True
     return not ABOUT.isdisjoint(idents(part))
 
 
-def asked(node: ast.expr, scope: Scope) -> dict[str, list[ast.expr]]:
-    """Return the names that a test asks, with those that they are made of, and their values before it."""
+def tested_names(node: ast.expr, scope: Scope) -> dict[str, list[ast.expr]]:
+    """Return the names in a test and those they are computed from, each with its earlier values."""
     queue, found = [*names(node)], dict[str, list[ast.expr]]()
     while queue and len(found) < 20:
         name = queue.pop()
@@ -103,23 +103,23 @@ def asked(node: ast.expr, scope: Scope) -> dict[str, list[ast.expr]]:
     return found
 
 
-def shared(test: ArmBlock) -> bool:
-    """Whether a test asks what a collective gave: by its name, or through the names that it is made of."""
-    found = asked(test.node, test.scope)
+def is_exchanged(test: ArmBlock) -> bool:
+    """Whether a test depends on the result of a collective."""
+    found = tested_names(test.node, test.scope)
     values = [test.node, *(value for each in found.values() for value in each)]
     before = [site for site in test.scope.sites if site.line < test.node.lineno]
     return any(SHARED.search(word) for value in values for word in idents(value)) or any(
-        given_to_all(site.name, site.call, name) for site in before for name in found
+        exchanges_name(site.name, site.call, name) for site in before for name in found
     )
 
 
-def given_to_all(called: str, call: ast.Call, name: str) -> bool:
-    """Whether a call exchanges what has the name."""
+def exchanges_name(called: str, call: ast.Call, name: str) -> bool:
+    """Whether a call exchanges the value of a name."""
     return SHARED.search(called) and any(name in names(value) for value in call.args)
 
 
 def names(node: ast.AST) -> list[str]:
-    """The names in an expression."""
+    """Return the names in an expression."""
     return [key for part in walk(node) if isinstance(part, ast.Name | ast.Attribute) and (key := dotted(part))]
 
 

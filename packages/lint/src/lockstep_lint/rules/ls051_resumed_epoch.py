@@ -21,20 +21,20 @@ MESSAGES = {
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at where a loop over epochs starts after a resume, and at the epoch that its checkpoints have."""
+    """Compare the first epoch of a resumed run with the epoch that its checkpoints record."""
     for scope in view.scopes:
         for stmt in scope.stmts:
             if isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Name):
-                start = begins(stmt.iter)
-                saved = set(saves(view, stmt, stmt.target.id, scope)) if start else set()
-                loaded = {offset for _, offset in loads(view, start, scope)} if len(saved) == 1 else set()
+                start = first_epoch(stmt.iter)
+                saved = set(saved_offsets(view, stmt, stmt.target.id, scope)) if start else set()
+                loaded = {offset for _, offset in loaded_starts(view, start, scope)} if len(saved) == 1 else set()
                 if len(loaded) == 1 and (total := saved.pop() + loaded.pop()) in MESSAGES:
-                    own = [bind for bind, _ in loads(view, start, scope) if bind in scope.binds.get(start, [])]
+                    own = [bind for bind, _ in loaded_starts(view, start, scope) if bind in scope.binds.get(start, [])]
                     yield Found(own[0].stmt if own else stmt, MESSAGES[total])
 
 
-def begins(header: ast.expr) -> str:
-    """The name that a loop over a range starts at; "" where it is none."""
+def first_epoch(header: ast.expr) -> str:
+    """Return the name of the first epoch of a loop over a range; "" if it has none."""
     call = header if isinstance(header, ast.Call) else None
     if call is not None and last(call) in ("tqdm", "trange") and call.args and isinstance(call.args[0], ast.Call):
         call = call.args[0]
@@ -43,8 +43,8 @@ def begins(header: ast.expr) -> str:
     return dotted(call.args[0]) or ""
 
 
-def saves(view: View, loop: ast.For, name: str, scope: Scope) -> Iterator[int]:
-    """How much is added to the epoch in the tables that are written after an epoch's steps."""
+def saved_offsets(view: View, loop: ast.For, name: str, scope: Scope) -> Iterator[int]:
+    """Yield the offsets from the epoch to the number that is saved after its steps."""
     bodies = [s for s in scope.stmts if inside(s, loop, scope.module)]
     trained = max((s.lineno for s in bodies if isinstance(s, ast.For | ast.While)), default=loop.lineno)
     for stmt in bodies:
@@ -52,25 +52,27 @@ def saves(view: View, loop: ast.For, name: str, scope: Scope) -> Iterator[int]:
             continue
         if not isinstance(stmt, ast.Assign | ast.Expr):
             continue
-        written = (added(value, name) for node in walk(stmt) for value in of_key(node))
+        written = (offset_from(value, name) for node in walk(stmt) for value in epoch_values(node))
         yield from (each for each in written if each is not None)
         for site in (site for site in scope.sites if site.stmt is stmt):
-            yield from handed(view, site, name)
+            yield from offsets_in_call(view, site, name)
 
 
-def handed(view: View, site: Site, name: str) -> Iterator[int]:
-    """How much is added to the epoch in the tables of a function of the project that a call gives it to."""
+def offsets_in_call(view: View, site: Site, name: str) -> Iterator[int]:
+    """Yield the same offsets from inside a project function that a call passes the epoch to."""
     function = view.calls.target(site.call, site.scope)
     if function is None or function.kind != "function":
         return
     for param in function.params:
-        extra = added(passed(site, function, param), name)
-        inner = (added(value, param) for stmt in function.stmts for node in walk(stmt) for value in of_key(node))
+        extra = offset_from(passed(site, function, param), name)
+        inner = (
+            offset_from(value, param) for stmt in function.stmts for node in walk(stmt) for value in epoch_values(node)
+        )
         yield from (extra + each for each in inner if extra is not None and each is not None)
 
 
-def of_key(node: ast.AST) -> Iterator[ast.expr]:
-    """What a table that is written out has under the key."""
+def epoch_values(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the values under the key `epoch` of a dict that is written out."""
     if isinstance(node, ast.Dict):
         yield from (v for k, v in zip(node.keys, node.values, strict=True) if constant(k) == KEY)
     elif isinstance(node, ast.Call) and last(node) == "dict":
@@ -78,8 +80,8 @@ def of_key(node: ast.AST) -> Iterator[ast.expr]:
         yield from () if value is None else (value,)
 
 
-def added(value: ast.expr | None, name: str) -> int | None:
-    """How much a value adds to what a name stands for; None if it is something else."""
+def offset_from(value: ast.expr | None, name: str) -> int | None:
+    """Return the offset of a value from a name: 0 or 1; None if it is another value."""
     if dotted(value) == name:
         return 0
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and constant(value.right) == 1:
@@ -87,8 +89,8 @@ def added(value: ast.expr | None, name: str) -> int | None:
     return None
 
 
-def loads(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, int]]:
-    """The values of a start that a checkpoint gives, and how much is added to its epoch there."""
+def loaded_starts(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, int]]:
+    """Yield the assignments of the first epoch from a checkpoint, with the offset from its epoch."""
     owners = [(b, scope) for b in scope.binds.get(start, [])]
     if "." in start:  # `args.start_epoch`, set by what loads the checkpoint
         family = (s for member in view.project.family(scope.module) for s in member.scopes if s is not scope)
@@ -96,16 +98,16 @@ def loads(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, int]]:
     for bind, _ in owners:
         if bind.how == "aug":
             yield bind, 9  # more is done to it
-        elif not bind.path and (offset := loaded(bind.value)) is not None:
+        elif not bind.path and (offset := offset_from_checkpoint(bind.value)) is not None:
             yield bind, offset
 
 
-def loaded(value: ast.expr | None) -> int | None:
-    """How much is added to the epoch of a checkpoint; None if a value is something else."""
+def offset_from_checkpoint(value: ast.expr | None) -> int | None:
+    """Return the offset of a value from a checkpoint's epoch; None if it is another value."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and constant(value.right) == 1:
-        return 1 if loaded(value.left) == 0 else None
+        return 1 if offset_from_checkpoint(value.left) == 0 else None
     if isinstance(value, ast.Call) and last(value) == "int" and value.args:
-        return loaded(value.args[0])
+        return offset_from_checkpoint(value.args[0])
     return 0 if isinstance(value, ast.Subscript) and constant(value.slice) == KEY else None
 
 

@@ -10,7 +10,7 @@ from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-# What a training does by a call without a result.
+# Methods that a script calls for their effect.
 METHODS = {
     *("step", "zero_grad", "backward", "train", "eval", "update", "barrier", "synchronize", "close", "set_epoch"),
     *("wait_for_everyone", "destroy_process_group", "requires_grad_", "share_memory", "cuda", "save_state"),
@@ -18,7 +18,7 @@ METHODS = {
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for statements that only name a method whose call does something."""
+    """Find statements that name a method without calling it."""
     for scope in view.scopes:
         for stmt in scope.stmts:
             node = stmt.value if isinstance(stmt, ast.Expr) else None
