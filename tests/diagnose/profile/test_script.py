@@ -44,7 +44,7 @@ loader = torch.utils.data.DataLoader(Rows(), 4)
 losses = []
 for step, (x, y) in enumerate(loader, 1):
     if "slow" in sys.argv and rank == 1:
-        time.sleep(0.05)
+        time.sleep(0.2)  # far beyond what a busy machine takes from rank 0
     output = model(x)
     if "small" in sys.argv:
         for _ in range(300):
@@ -108,7 +108,8 @@ def test_a_slow_loader_is_named_and_the_script_keeps_its_bits(script, capfd):
 
 
 def test_a_slow_rank_is_named(script, monkeypatch):
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "STEPS": "12"}
+    for name, value in group.items():
         monkeypatch.setenv(name, value)
     python = warm.python()
     command = f"RANK=0 {python} train.py slow & RANK=1 {python} train.py slow; wait"

@@ -22,7 +22,7 @@ __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 _SECONDS, _SAMPLES, _MANY = 3.0, 4000, 64.0  # of loading, at most; MB of growth that are enough
 _PAUSE = 0.02  # seconds between two readings
 _LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
-_KEEPS_ON = 0.4  # of the rate before, which a cache that fills up does not reach
+_STEADY = 0.4  # slower rate to faster: a cache that fills up does not reach it, nor does memory that jumps once
 
 
 def memory_growth(batches: Batches) -> float:
@@ -69,7 +69,7 @@ def _own_memory() -> float:
 
 
 def rate_of_growth(readings: list[tuple[int, float]]) -> float:
-    """Return MB per 1,000 samples if memory grows throughout; 0.0 if it is level, or comes to rest.
+    """Return MB per 1,000 samples if memory grows throughout; 0.0 if it is level, comes to rest, or jumps.
 
     The first quarter is left out: processes import and fill their caches.
 
@@ -81,7 +81,7 @@ def rate_of_growth(readings: list[tuple[int, float]]) -> float:
     if not third:
         return 0.0
     parts = [own[:third], own[third:-third], own[-third:]]
-    (s0, m0), (s1, m1), (s2, m2) = ([statistics.median(each) for each in zip(*part, strict=True)] for part in parts)
+    (s0, m0), (s1, m1), (s2, m2) = ([statistics.median_low(each) for each in zip(*part, strict=True)] for part in parts)
     beyond_noise = min(memory for _, memory in parts[2]) - max(memory for _, memory in parts[0])
-    goes_on = (m2 - m1) / (s2 - s1) >= _KEEPS_ON * (m1 - m0) / (s1 - s0)
-    return 1e3 * (m2 - m0) / (s2 - s0) if beyond_noise >= _LEAST and goes_on else 0.0
+    slower, faster = sorted([(m1 - m0) / (s1 - s0), (m2 - m1) / (s2 - s1)])
+    return 1e3 * (m2 - m0) / (s2 - s0) if beyond_noise >= _LEAST and slower >= _STEADY * faster else 0.0
