@@ -79,6 +79,7 @@ def test_each_source_gives_each_of_its_samples_once_an_epoch(shuffle_shards):
         assert abs(own.sum() - share * stop) <= 8 + 1000 * share  # lanes, and a block that has not ended
         full = [int((own & (epochs == epoch)).sum()) for epoch in range(int(share * stop) // size - 8000 // size)]
         assert all(count == size for count in full)
+        assert shuffle_shards or (np.diff(epochs[own]) >= 0).all(), "a source begins again before it is used up"
     pieces = [order.at(start, min(start + 3777, stop))[1] for start in range(0, stop, 3777)]
     assert np.array_equal(np.concatenate(pieces), samples)
     shares = order.shares(0, stop)

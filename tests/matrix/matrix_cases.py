@@ -72,7 +72,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "world": (1, 2, 3, 4),
     "model": ("mlp", "batchnorm", "buffer", "tied", "rotary"),
     "workers": (0, 2),
-    "fault": ("none", "nan", "spike", "error", "killed"),
+    "fault": ("none", "nan", "spike", "error", "killed", "oom"),
     "policy": ("stop", "skip", "rollback"),
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
@@ -88,6 +88,8 @@ def refusal(case: Case) -> str:
     """What the error's line must say where the combination is refused; "" where it is not."""
     if case.engine == "single" and case.world > 1:
         return "single"
+    if case.fault == "oom" and (said := _refused_to_cut(case)):
+        return said
     if case.task == "manual":
         return _refused_by_own_steps(case)
     if case.exact and case.model == "buffer":
@@ -110,10 +112,22 @@ def _refused_by_own_steps(case: Case) -> str:
     return "--precision fp16" if case.precision == "fp16" else ""
 
 
+def _refused_to_cut(case: Case) -> str:
+    """Where smaller micro-batches are another training, or the data decide what they are."""
+    tasks = ("manual", "lightning", "stream", "hooked", "adapters")
+    other = case.exact or case.model == "batchnorm" or case.task in tasks
+    return "oom smaller does not go with" if other else ""
+
+
 def valid(case: Case) -> bool:
-    """Whether the combination is a run, to its end or to the fault that ends it."""
+    """Whether the combination is a run, to its end or to the fault that ends it.
+
+    One of several ranks that runs out of memory is restarted by its launcher: tests/training/test_out_of_memory.py.
+    """
     never_after = case.stops and case.resume == "after"  # there is no after
-    return not refusal(case) and not never_after and (case.step == "sum" or _shows_the_step(case))
+    # Of smaller micro-batches there are more, and each moves the buffer once.
+    unlike = case.fault == "oom" and (case.world > 1 or case.model == "buffer")
+    return not (refusal(case) or never_after or unlike) and (case.step == "sum" or _shows_the_step(case))
 
 
 def _shows_the_step(case: Case) -> bool:
@@ -127,7 +141,7 @@ def reference(case: Case) -> Case:
     # A step left out is left out, whether in its place or by a rollback.
     out = "rollback" if case.task == "manual" else "skip"
     policy = out if case.leaves_out else "stop"
-    fault = "none" if case.fault == "killed" else case.fault
+    fault = "none" if case.fault in ("killed", "oom") else case.fault
     return Case("single", "exact", 1, case.model, 0, fault, policy, case.precision, "now", "none", case.task, case.step)
 
 
@@ -179,7 +193,7 @@ def covering(
     for case in runs:
         kinds.setdefault((case.model, case.task, case.step), []).append(case)
     for kind in kinds.values():
-        for case in draw.sample(kind, min(120, len(kind))):  # of so many each tuple has some; a test holds that
+        for case in draw.sample(kind, min(240, len(kind))):  # of so many each tuple has some; a test holds that
             for each in tuples(case, size):
                 those.setdefault(each, []).append(case)
     had = {each for case in having for each in tuples(case, size)}

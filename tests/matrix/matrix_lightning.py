@@ -10,7 +10,7 @@ from functools import cache, partial
 import matrix_oracle
 import torch
 from matrix_oracle import CLIP, LR, Wanted
-from matrix_subject import BAD, BATCH, HELD_OUT, MICRO, SHARE, STEPS, Samples, collate, loss_sum, make, order
+from matrix_subject import BAD, BATCH, HELD_OUT, MICRO, SHARE, STEPS, Samples, collate, loss_sum, make, places
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -146,7 +146,7 @@ def manual_oracle(model, fault, left_out, precision, steps, begin=1):
     Args:
         begin: what the backwards begin with and the gradients are divided by: no power of two rounds them otherwise.
     """
-    net, judge, data, places = make(model), judge_of(model), Samples(model, fault), order()
+    net, judge, data, positions = make(model), judge_of(model), Samples(model, fault), places()
     both = nn.ModuleDict({"net": net, "judge": judge})
     optimizers = makers(net), judging(judge)
     maker, decide = optimizers
@@ -156,7 +156,7 @@ def manual_oracle(model, fault, left_out, precision, steps, begin=1):
     for step in range(steps):
         if not (left_out and step == BAD):
             taken += 1
-            chosen = places[step * BATCH : (step + 1) * BATCH]
+            chosen = positions[step * BATCH : (step + 1) * BATCH]
             micro = [matrix_oracle._batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
             made = []
             for index, batch in enumerate(micro):

@@ -30,7 +30,7 @@ from matrix_subject import (
     evaluates,
     loss_sum,
     make,
-    order,
+    places,
     seeded,
     steps_of,
     weights_of,
@@ -88,7 +88,7 @@ def oracle(
             ranks. Where these are three, bf16 rounds each gradient to another neighbour.
         kind: the factor "step" of the case.
     """
-    net, data, places = make(model), Samples(model, fault, task=task), order(task)
+    net, data, positions = make(model), Samples(model, fault, task=task), places(task)
     if task == "adapters":
         _adapt(net, WHOLE[model])
     optimizers, whole, evaluations = _optimizers(net, task, model, kind), steps_of(task), {}
@@ -107,7 +107,7 @@ def oracle(
     taken = []  # the steps that are applied
     for step in range(steps):
         change(kind, model, net, step)
-        chosen = places[step * BATCH : (step + 1) * BATCH]
+        chosen = positions[step * BATCH : (step + 1) * BATCH]
         micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
         items = sum(int(batch["kept"].sum()) for batch in micro) if task != "lightning" else SHARE * len(chosen)
         before = _copies(net)
@@ -343,8 +343,8 @@ def _share(task, step, whole):
 
 def _batch(data, samples):
     rows = []
-    for sample in samples:
-        seeded(sample)
+    for epoch, sample in samples:
+        seeded(sample, epoch)
         rows.append(data[sample])
     return collate(rows)
 

@@ -149,7 +149,9 @@ def resumes_at(case: Case) -> int:
         return stop
     # An evaluation that is the best so far is saved too.
     every = (_SAVES, evaluates(case.task)) if case.task == "lightning" else (_SAVES,)
-    return max((stop - 1) // steps * steps for steps in every)
+    # A step that runs out of memory is saved before, unless its forwards may have changed the task's state.
+    before = BAD if case.fault == "oom" and BAD < stop and case.task != "own" else 0
+    return max(before, *((stop - 1) // steps * steps for steps in every))
 
 
 def _mark(folder: Path) -> None:
@@ -454,6 +456,7 @@ def settings(start: Start, folder: Path) -> Config:
         stop_at=start.stop_at,
         lr=base_rate(case.task),
         **_sizes(case),
+        on_oom="smaller" if case.fault == "oom" else "stop",
         log_freq=4,
         ckpt_freq=_SAVES,
         eval_freq=evaluates(case.task),

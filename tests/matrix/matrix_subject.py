@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Subset
 
 import lockstep
 from lockstep.data.groups import TokenGroups
@@ -46,6 +46,7 @@ __all__ = [
     "loss_sum",
     "make",
     "order",
+    "places",
     "seeded",
     "steps_of",
     "subject",
@@ -56,8 +57,9 @@ __all__ = [
 BATCH, MICRO = 16, 4  # M = 4: a world of 3 has empty slots, and one of its ranks nothing else
 STEPS = 10
 SAMPLES = STEPS * BATCH - MICRO  # the last step is short
+MIXED = (110, 46), (0.75, 0.25)  # samples of each source and their weights, with the task "plateau"
 SHARDS, GROUP = (20, 7, 40, 1, 0, 30, 58), 2  # samples of each shard, with the task "muon"; shards in a group
-assert sum(SHARDS) == SAMPLES
+assert sum(SHARDS) == sum(MIXED[0]) == SAMPLES
 BAD = 7  # the step of the fault, 0-based
 HELD_OUT = 11  # samples of the evaluation: three micro-batches, the last short
 LIMITED = 9  # of these, with --limit-eval-batches
@@ -82,8 +84,27 @@ def evaluates(task):
 
 def order(task=""):
     """The samples in the order of the run, which has one epoch: with the task "muon" that of shards, with "adapters" by
-    their lengths, which are all alike.
+    their lengths, which are all alike, with "plateau" that of a mixture.
     """
+    return [sample for _, sample in places(task)]
+
+
+def places(task=""):
+    """The samples in the order of the run, each with its epoch: a source of a mixture may begin again."""
+    if task == "plateau":
+        epochs, samples = mixed(range(SAMPLES)).make_order(0, 0).at(0, SAMPLES)
+        return list(zip(epochs.tolist(), samples.tolist(), strict=True))
+    return [(0, sample) for sample in _once(task)]
+
+
+def mixed(samples):
+    """A mixture of the samples: its sources are the first of them and the others."""
+    first = MIXED[0][0]
+    sources = {"first": Subset(samples, range(first)), "others": Subset(samples, range(first, SAMPLES))}
+    return lockstep.mixture(sources, dict(zip(sources, MIXED[1], strict=True)))
+
+
+def _once(task):
     if task == "adapters":
         groups = TokenGroups(np.ones(SAMPLES), MICRO, 0)
         return [int(sample) for number in groups.at(0, groups.size)[1] for sample in groups.samples(0, number)[1]]
@@ -93,9 +114,9 @@ def order(task=""):
     return [int(sample) for sample in Shuffled(SAMPLES, 0).at(0, SAMPLES)[1]]
 
 
-def seeded(sample):
-    """Seeds every generator as a data set finds it where `sample` is asked for, in the first epoch."""
-    key = derive(0, "sample", 0, sample)
+def seeded(sample, epoch=0):
+    """Seeds every generator as a data set finds it where `sample` is asked for."""
+    key = derive(0, "sample", epoch, sample)
     torch.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -183,7 +204,12 @@ def make(name):
 
 
 def loss_sum(model, batch):
-    """The summed square error of the outputs that are kept; small, so that float16 can hold its scaled gradient."""
+    """The summed square error of the outputs that are kept; small, so that float16 can hold its scaled gradient.
+
+    With the fault "oom" half as many samples as the bad one is among would fit.
+    """
+    if len(batch["x"]) > MICRO // 2 and batch["large"].any():
+        raise torch.OutOfMemoryError("more memory than there is")
     error = model(batch["x"], batch["token"]).float() - batch["target"]
     return 0.05 * (error.square() * batch["kept"]).sum()
 
@@ -250,11 +276,13 @@ class Samples(torch.utils.data.Dataset):
         self.token = torch.randint(_OUTPUTS, (SAMPLES,), generator=draw)
         self.target = 0.3 * torch.randn(SAMPLES, _OUTPUTS, generator=draw)
         self.kept = torch.arange(_OUTPUTS) < torch.randint(1, _OUTPUTS + 1, (SAMPLES, 1), generator=draw)
-        self.bad = order(task)[BAD * BATCH + _BAD_MICRO[model] * MICRO + 2]
+        drawn, first = order(task), BAD * BATCH + _BAD_MICRO[model] * MICRO
+        self.bad = next(sample for sample in drawn[first + 2 : first + MICRO] if drawn.count(sample) == 1)
         self.kept[self.bad] = True
         self.step = torch.empty(SAMPLES, dtype=torch.int64)  # that trains on the sample
         self.step[order(task)] = torch.arange(SAMPLES) // BATCH
         self.draws_random, self.raised = fault == "error", raised
+        self.large = torch.arange(SAMPLES) == (self.bad if fault == "oom" else -1)
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
         if fault == "spike":
@@ -269,7 +297,7 @@ class Samples(torch.utils.data.Dataset):
             x = x + torch.randn(_INPUTS) + float(np.random.rand()) + random.random()
             if index == self.bad and self.raised and _first(self.raised):
                 raise OSError(5, "Input/output error", f"{index}.png")
-        fields = {name: getattr(self, name)[index] for name in ("token", "target", "kept", "step")}
+        fields = {name: getattr(self, name)[index] for name in ("token", "target", "kept", "step", "large")}
         return {"x": x} | fields
 
 
@@ -399,11 +427,12 @@ class Adapted(Subject):
 
 
 class Evaluated(Subject):
-    """The task with a held-out set, by which its rate falls."""
+    """The task with a held-out set, by which its rate falls. It trains on a mixture."""
 
     def dataset(self, split):
-        held_out = torch.utils.data.Subset(Samples(self.name, "none"), range(HELD_OUT))
-        return super().dataset(split) if split == "train" else held_out
+        return (
+            mixed(super().dataset(split)) if split == "train" else Subset(Samples(self.name, "none"), range(HELD_OUT))
+        )
 
 
 class Streamed(Subject):
@@ -480,7 +509,7 @@ class Own(Subject):
 
     def dataset(self, split):
         samples = Samples(self.name, "none")
-        return super().dataset(split) if split == "train" else torch.utils.data.Subset(samples, range(HELD_OUT))
+        return super().dataset(split) if split == "train" else Subset(samples, range(HELD_OUT))
 
     def loss(self, model, batch):
         step, seen = batch["step"][0], self.seen

@@ -104,7 +104,7 @@ def _state(case: Case, folder: Path, done: int) -> tuple[dict[str, torch.Tensor]
 
 
 def _wanted(case: Case, done: int) -> Wanted:
-    fault = "none" if case.fault == "killed" else case.fault
+    fault = "none" if case.fault in ("killed", "oom") else case.fault
     if case.task == "manual":
         return manual_oracle(case.model, fault, case.leaves_out, case.precision, done)
     first, *_ = *shares(case, case.engine, case.world), -(-(BATCH // MICRO) // case.world)

@@ -133,6 +133,7 @@ def test_the_covering_sets_have_every_pair_and_triple_that_a_run_can_have():
         frozenset({("precision", "fp16"), ("task", "manual")}),
         *(frozenset({("step", step), pair}) for step in FACTORS["step"][1:] for pair in _BESIDE),
         *(frozenset({("step", "closure"), pair}) for pair in (*_ZERO, ("precision", "fp16"))),
+        *(frozenset({("fault", "oom"), pair}) for pair in _UNCUT),
     }
 
 
@@ -153,8 +154,17 @@ def _had(values, places):
 
 _ZERO = [("engine", "zero"), ("engine", "fsdp")]
 # What a step does not depend on, or is of its own.
-_BESIDE = [("workers", 2), ("fault", "error"), ("fault", "killed"), ("model", "buffer"), ("model", "rotary")]
+_BESIDE = [
+    ("workers", 2),
+    ("fault", "error"),
+    ("fault", "killed"),
+    ("fault", "oom"),
+    ("model", "buffer"),
+    ("model", "rotary"),
+]
 _BESIDE += [("task", task) for task in FACTORS["task"][1:]]
+_UNCUT = [("world", world) for world in (2, 3, 4)] + [("sums", "exact"), ("model", "batchnorm"), ("model", "buffer")]
+_UNCUT += [("task", task) for task in ("manual", "lightning", "stream", "hooked", "adapters")]
 
 
 def test_contributing_says_how_many_they_are():
@@ -186,6 +196,9 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
         cases += [own._replace(engine="zero"), own._replace(engine="fsdp"), own._replace(policy="skip")]
         cases += [own._replace(precision="fp16")]
         twice = base._replace(step="closure")
+        cut = base._replace(fault="oom")
+        cases += [cut._replace(sums="exact"), cut._replace(model="batchnorm")]
+        cases += [cut._replace(task=task) for task in ("manual", "lightning", "stream", "hooked", "adapters")]
         cases += [twice._replace(engine="zero"), twice._replace(engine="fsdp"), twice._replace(precision="fp16")]
     assert all(refusal(case) for case in cases)
     for said in run(refused, world, cases, tmp_path):

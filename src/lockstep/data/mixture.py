@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from lockstep.data.loader import check_dataset, draws
-from lockstep.data.mixture_schedule import UNIT, Schedule, draw
+from lockstep.data.mixture_schedule import UNIT, Draws, Schedule
 from lockstep.data.sampler import Indices, Shuffled
 from lockstep.data.shard_order import ONE_LANE, Geometry, PlacedOrder, ShardOrder, lanes_of
 from lockstep.data.stream_adapters import is_stream, source_of
@@ -214,6 +214,7 @@ class MixtureOrder:
         self._starts = np.cumsum([0, *sizes])
         self._geometry = geometry
         self._schedules: dict[int, Schedule] = {}
+        self._draws = Draws(seed)
 
     def placed(self, geometry: Geometry, size: int) -> "MixtureOrder":
         """Return the order for steps of this geometry, with epochs of `size` samples; 0: those of all sources."""
@@ -244,17 +245,17 @@ class MixtureOrder:
         """Return the source of each position, and the number of its sample in that source. int64 each"""
         positions = np.arange(start, stop, dtype=np.int64)
         if not self._in_lanes:
-            return draw([(0, self._schedule(self._geometry.size), np.arange(len(positions)))], positions, self._seed)
+            return self._draws.at(0, self._schedule(self._geometry.size), positions)
         lanes, micro_size = lanes_of(positions, self._geometry), self._geometry.micro_size
+        within = lanes.steps * lanes.width + lanes.within
+        sources, drawn = np.empty_like(positions), np.empty_like(positions)
         by_lane = np.argsort(lanes.first, kind="stable")
         firsts, begins = np.unique(lanes.first[by_lane], return_index=True)
-        members = [
-            (first, self._schedule(min(micro_size, self._geometry.size - first)), own)
-            for first, own in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True)
-        ]
-        sources, drawn = draw(members, lanes.steps * lanes.width + lanes.within, self._seed)
-        steps, within = np.divmod(drawn, lanes.width)
-        return sources, steps * self._geometry.size + lanes.first + within  # the same lane of the source's own order
+        for first, own in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True):
+            schedule = self._schedule(min(micro_size, self._geometry.size - first))
+            sources[own], drawn[own] = self._draws.at(first, schedule, within[own])
+        steps, places = np.divmod(drawn, lanes.width)
+        return sources, steps * self._geometry.size + lanes.first + places  # the same lane of the source's own order
 
     def _schedule(self, width: int) -> Schedule:
         if width not in self._schedules:

@@ -1,25 +1,26 @@
 """Assign the positions of a mixture to its sources, by arithmetic.
 
     schedule = Schedule([(0, [700_000, 300_000])])      # millionths, from position 0 on
-    sources, numbers = draw([(0, schedule, np.arange(32))], np.arange(32), seed=0)
+    sources, numbers = Draws(seed=0).at(0, schedule, np.arange(32))
 
 Positions are cut into blocks. How many samples of each source a block has follows from the integral of the weights: at
-the end of each block the counts are within 1 of it. Places in a block are permuted.
+the end of each block the counts are within 1 of it. The sources of its positions are in a random order; each source's
+samples are in their own.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.sampler import Indices, permute_groups
+from lockstep.data.sampler import Indices, permute
 from lockstep.seeds import derive
 
-__all__ = ["UNIT", "Block", "Schedule", "draw"]
+__all__ = ["UNIT", "Block", "DrawnBlock", "Draws", "Schedule"]
 
 UNIT = 1_000_000  # weights are rounded to millionths, so that constant ones repeat after whole blocks
 _BLOCK = 1000  # positions
@@ -138,28 +139,62 @@ class Schedule:
         return self._parts[bisect_right(self._starts, position) - 1].block(position)
 
 
-def draw(lanes: Sequence[tuple[int, Schedule, Indices]], positions: Indices, seed: int) -> tuple[Indices, Indices]:
-    """Return the source of each position, and the number of its sample in that source. int64 each
+class DrawnBlock(NamedTuple):
+    """The source of each position of a block, in a random order.
+
+    Attributes:
+        start, stop: its positions.
+        before: samples of each source before it. int64 [sources]
+        sources: of its positions. int64 [stop - start]
+        numbers: of the samples in their sources, which each source counts in the order of positions. int64
+    """
+
+    start: int
+    stop: int
+    before: Indices
+    sources: Indices
+    numbers: Indices
+
+
+@final
+class Draws:
+    """Draws the sources of the positions of several lanes; keeps the last block of each.
 
     Args:
-        lanes: number, schedule, and places in `positions` of each lane.
-        positions: in their lanes, ascending in each.
+        seed: the run's.
     """
-    group, blocks, keys = np.empty_like(positions), list[Block](), list[int]()
-    for lane, schedule, members in lanes:
-        own, offset = positions[members], 0
-        while offset < len(own):
-            block = schedule.block(int(own[offset]))
-            end = int(np.searchsorted(own, block.stop))
-            group[members[offset:end]] = len(blocks)
-            keys.append(derive(seed, "mixture", lane, block.start))
-            blocks.append(block)
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._blocks: dict[int, DrawnBlock] = {}
+
+    def block(self, lane: int, schedule: Schedule, position: int) -> DrawnBlock:
+        """Return the block of a position of a lane. A lane has one schedule."""
+        known = self._blocks.get(lane)
+        if known is None or not known.start <= position < known.stop:
+            block = schedule.block(position)
+            known = self._blocks[lane] = _draw(block, derive(self._seed, "mixture", lane, block.start))
+        return known
+
+    def at(self, lane: int, schedule: Schedule, positions: Indices) -> tuple[Indices, Indices]:
+        """Return the source of each position of a lane, and the number of its sample in that source. int64 each
+
+        Args:
+            positions: ascending.
+        """
+        sources, numbers, offset = np.empty_like(positions), np.empty_like(positions), 0
+        while offset < len(positions):
+            block = self.block(lane, schedule, int(positions[offset]))
+            end = int(np.searchsorted(positions, block.stop))
+            inside = positions[offset:end] - block.start
+            sources[offset:end], numbers[offset:end] = block.sources[inside], block.numbers[inside]
             offset = end
-    if not blocks:
-        return positions, positions
-    starts = np.array([block.start for block in blocks])
-    places = permute_groups(positions - starts[group], group, [block.stop - block.start for block in blocks], keys)
-    counts, before = np.array([block.counts for block in blocks]), np.array([block.before for block in blocks])
-    ends = np.cumsum(counts, axis=1)
-    sources = (places[:, None] >= ends[group]).sum(1)
-    return sources, before[group, sources] + places - (ends - counts)[group, sources]
+        return sources, numbers
+
+
+def _draw(block: Block, key: int) -> DrawnBlock:
+    size, ends = block.stop - block.start, np.cumsum(block.counts)
+    sources = np.searchsorted(ends, permute(np.arange(size), size, key), side="right")
+    numbers = np.empty_like(sources)
+    numbers[np.argsort(sources, kind="stable")] = np.arange(size) - np.repeat(ends - block.counts, block.counts)
+    return DrawnBlock(block.start, block.stop, block.before, sources, block.before[sources] + numbers)

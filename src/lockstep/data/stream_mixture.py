@@ -16,9 +16,8 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from lockstep.data.mixture_schedule import Block as Mixed
-from lockstep.data.mixture_schedule import Schedule, draw
-from lockstep.data.sampler import Indices, permute
+from lockstep.data.mixture_schedule import DrawnBlock, Draws, Schedule
+from lockstep.data.sampler import Indices
 from lockstep.data.streams import Block, Cursor, LaneReader, Lanes, StreamSource
 from lockstep.seeds import derive
 
@@ -66,9 +65,8 @@ class LaneMixture:
     """
 
     def __init__(self, lanes: Lanes, points: Sequence[tuple[int, list[int]]]) -> None:
-        self._lanes, self._points, self._seed = lanes, points, lanes.seed
+        self._lanes, self._points, self._draws = lanes, points, Draws(lanes.seed)
         self._schedules: dict[int, Schedule] = {}  # by the turn in which a lane begins
-        self._blocks: dict[int, tuple[Mixed, Indices]] = {}  # by lane, its last block and the sources of its samples
 
     def place(self, lane: int, step: int) -> int:
         """Return the number of the first sample of a lane that is trained on in step `step` or later."""
@@ -77,8 +75,8 @@ class LaneMixture:
 
     def counts(self, lane: int, number: int) -> list[int]:
         """Return how many of a lane's samples before `number` each source has."""
-        block, sources = self._block(lane, number)
-        inside = np.bincount(sources[: number - block.start], minlength=len(block.before))
+        block = self._block(lane, number)
+        inside = np.bincount(block.sources[: number - block.start], minlength=len(block.before))
         counts: list[int] = (block.before + inside).tolist()
         return counts
 
@@ -86,8 +84,8 @@ class LaneMixture:
         """Return the sources of samples first .. first + count - 1 of a lane. int64 [count]"""
         found = list[Indices]()
         while count > 0:
-            block, sources = self._block(lane, first)
-            found.append(sources[first - block.start :][:count])
+            block = self._block(lane, first)
+            found.append(block.sources[first - block.start :][:count])
             first, count = first + len(found[-1]), count - len(found[-1])
         return found[0] if len(found) == 1 else np.concatenate(found)
 
@@ -107,15 +105,12 @@ class LaneMixture:
 
     def shares(self, first: int, last: int, names: Sequence[str]) -> dict[str, float]:
         """Return each source's share of the samples of steps first .. last - 1, by name."""
-        lanes, positions, length = list[tuple[int, Schedule, Indices]](), list[Indices](), 0
+        counts, total = np.zeros(len(names), dtype=np.int64), 0
         for lane in range(self._lanes.count):
-            own = np.arange(self.place(lane, first), self.place(lane, last))
-            lanes.append((lane, self._schedule(lane), np.arange(length, length + len(own))))
-            positions.append(own)
-            length += len(own)
-        sources, _ = draw(lanes, np.concatenate(positions), self._seed)
-        counts = np.bincount(sources, minlength=len(names)).tolist()
-        return {name: count / max(1, length) for name, count in zip(names, counts, strict=True)}
+            number, stop = self.place(lane, first), self.place(lane, last)
+            counts += np.subtract(self.counts(lane, stop), self.counts(lane, number))
+            total += stop - number
+        return {name: int(count) / max(1, total) for name, count in zip(names, counts, strict=True)}
 
     def _begin(self, lane: int) -> int:
         """Return the first turn of a lane; lanes past the last are for trials."""
@@ -128,14 +123,8 @@ class LaneMixture:
             self._schedules[begin] = Schedule(points)
         return self._schedules[begin]
 
-    def _block(self, lane: int, number: int) -> tuple[Mixed, Indices]:
-        known = self._blocks.get(lane)
-        if known is None or not known[0].start <= number < known[0].stop:
-            block = self._schedule(lane).block(number)
-            size = block.stop - block.start
-            places = permute(np.arange(size), size, derive(self._seed, "mixture", lane, block.start))
-            known = self._blocks[lane] = block, np.searchsorted(np.cumsum(block.counts), places, side="right")
-        return known
+    def _block(self, lane: int, number: int) -> DrawnBlock:
+        return self._draws.block(lane, self._schedule(lane), number)
 
 
 class Reader(Protocol):
