@@ -24,7 +24,8 @@ def test_the_document_has_the_table_of_the_programs():
 
 def test_a_statement_counts_once_however_it_is_broken_and_an_import_not(tmp_path):
     (tmp_path / "a.py").write_text(
-        '"""Said."""\n\nimport os\nfrom sys import (\n    argv,\n)\n\n# why\nx = (\n    1,\n    2,\n)\n\n\ndef f():\n    """Said."""\n    return x\n'
+        '"""Said."""\n\nimport os\nfrom sys import (\n    argv,\n)\n\n'
+        '# why\nx = (\n    1,\n    2,\n)\n\n\ndef f():\n    """Said."""\n    return x\n'
     )
     (tmp_path / "a.sh").write_text("# why\nlockstep train \\\n    --lr 1\n\nlockstep export a b\n")
     assert [STORIES["lines"](tmp_path / name) for name in ("a.py", "a.sh")] == [3, 2]

@@ -297,7 +297,7 @@ def late(world, folder, ratio):
         return True
 
     run_guards._LOG.addFilter(keep)
-    go(world, settings(folder, 32, guards={"straggler": ratio}, ckpt_freq=0), task)
+    go(world, settings(folder, 40, guards={"straggler": ratio}, ckpt_freq=0), task)
     run_guards._LOG.removeFilter(keep)
     run_guards.time = time
     return shown
