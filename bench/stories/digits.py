@@ -1,13 +1,16 @@
-"""What the image stories share, and nobody's lines: the net and the samples."""
+"""What the image stories share, and nobody's lines: the seed, the net, and the samples but those that judge it."""
 
 import torch
+from seed import seed
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
+torch.manual_seed(seed)
 pixels, labels = load_digits(return_X_y=True)
 images, labels = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
-train, test = TensorDataset(images[:1500], labels[:1500]), TensorDataset(images[1500:], labels[1500:])
+train, test = TensorDataset(images[:1200], labels[:1200]), TensorDataset(images[1200:1500], labels[1200:1500])
+judged = images[1500:], labels[1500:]
 
 
 def net():

@@ -1,6 +1,7 @@
 import torch
 from accelerate import Accelerator
 from digits import net, test, train
+from safetensors.torch import save_model
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
@@ -27,5 +28,5 @@ for _ in range(5):
         f1.update(logits, labels)
     if f1.compute() > best:
         best = f1.compute().item()
-        accelerator.save_model(model, "cnn")
+        save_model(accelerator.unwrap_model(model), "digits.safetensors")
 accelerator.print("F1", best)

@@ -1,5 +1,6 @@
 import torch
-from digits import net, test, train
+from digits import net, seed, test, train
+from safetensors.torch import save_model
 from sklearn.metrics import f1_score
 from torch import nn
 from torch.nn import functional as F
@@ -25,12 +26,13 @@ def compute_metrics(predicted):
 
 
 model = Digits()
-plan = {"num_train_epochs": 5, "per_device_train_batch_size": 64, "remove_unused_columns": False}
+plan = {"num_train_epochs": 5, "per_device_train_batch_size": 64, "max_grad_norm": 0, "seed": seed}
 kept = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-arguments = TrainingArguments("cnn", metric_for_best_model="f1", **plan, **kept)
+arguments = TrainingArguments("cnn", remove_unused_columns=False, metric_for_best_model="f1", **plan, **kept)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 steps = 5 * -(-len(train) // 64)
 both = (optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps))
 trainer = Trainer(model, arguments, collate, train, test, compute_metrics=compute_metrics, optimizers=both)
 trainer.train()
+save_model(trainer.model.net, "digits.safetensors")
 print("F1", trainer.state.best_metric)

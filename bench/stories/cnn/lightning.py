@@ -2,6 +2,7 @@ import lightning as L
 import torch
 from digits import net, test, train
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_model
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassF1Score
@@ -29,4 +30,5 @@ class Digits(L.LightningModule):
 best = ModelCheckpoint(monitor="f1", mode="max")
 trainer = L.Trainer(max_epochs=5, callbacks=[best])
 trainer.fit(Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(test, batch_size=64))
+save_model(Digits.load_from_checkpoint(best.best_model_path).net, "digits.safetensors")
 print("F1", best.best_model_score)

@@ -1,4 +1,5 @@
-from digits import net, test, train
+from digits import net, seed, test, train
+from safetensors.torch import save_model
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassF1Score
 
@@ -22,6 +23,10 @@ class Digits(lockstep.Task):
         return {"f1": self.f1}
 
 
-plan = {"num_epochs": 5, "batch_size": 64, "lr": 0.01, "eval_freq": "1epoch", "best_metric": "f1:max"}
-config = lockstep.Config(experiment_name="cnn", optim={"schedule": "one-cycle"}, **plan)
-print("F1", lockstep.train(config, Digits()).best.value)
+plan = {"num_epochs": 5, "batch_size": 64, "micro_batch_size": 64, "lr": 0.01, "eval_freq": "1epoch", "seed": seed}
+config = lockstep.Config(
+    experiment_name="cnn", optim={"schedule": "one-cycle", "clip": 0}, best_metric="f1:max", **plan
+)
+result = lockstep.train(config, Digits())
+save_model(lockstep.load(result.folder, Digits()), "digits.safetensors")
+print("F1", result.best.value)
