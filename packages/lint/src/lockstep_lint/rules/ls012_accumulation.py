@@ -135,14 +135,13 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
     """Whether a call of the project divides inside, where the loss may come out already divided."""
     if not isinstance(node, ast.Call):
         return False
-    made = [(node, scope), *((call, home) for call, home, _ in view.origins.calls_of(node.func, scope))]
-    if any(word in name for call, _ in made for name in idents(call) for word in ("accum", "grad_acc")):
+    if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
         return True
-    found = [target for call, home in made if (target := view.calls.target(call, home)) is not None]
+    held = (view.names.definition(item.node, item.scope) for item in view.origins.of(node.func, scope))
+    found = [target for target in (view.calls.target(node, scope), *held) if target is not None]
     return any(
         scales(item) or (isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Div))
         for target in found
-        if target.kind == "function"
         for item in walk(target.node)
     )
 

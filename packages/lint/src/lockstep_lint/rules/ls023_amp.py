@@ -32,7 +32,9 @@ def check(view: View) -> Iterator[Found]:
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
     for site in view.sites("autocast") if not scaled else ():
-        if "float16" in kinds(view, site) and not by_device(view, site) and trains_under(view, site):
+        found = kinds(view, site)
+        chosen = "bfloat16" in found or by_device(view, site)
+        if "float16" in found and not chosen and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
 
 
