@@ -154,9 +154,11 @@ def check(view: View) -> Iterator[Found]:
                 if message:
                     found.setdefault(event.node, Found(event.node, message))
         for loop in loops:
-            if isinstance(loop.node, Loop) and loop.scope.module is view.module:
-                for one in counted(view, loop.node, loop.scope):
-                    found.setdefault(one.node, one)
+            node, scope = loop.node, loop.scope
+            if not isinstance(node, Loop) or scope.module is not view.module or view.ranks.side(node, scope):
+                continue  # under a test of the rank, the others have a loop of their own
+            for one in counted(view, node, scope):
+                found.setdefault(one.node, one)
     yield from found.values()
 
 
