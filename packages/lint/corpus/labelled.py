@@ -92,7 +92,8 @@ def entries(path=FIRST, part=None):
 def newer(entry):
     """The labels of an entry that were added beside the linter's errors."""
     found = json.loads(THIRD.read_text(encoding="utf-8"))
-    return [x for e in found if (e["repository"], e["path"]) == (entry["repository"], entry["path"]) for x in e["labels"]]
+    same = [e for e in found if (e["repository"], e["path"]) == (entry["repository"], entry["path"])]
+    return [label for e in same for label in e["labels"]]
 
 
 def script(folder, entry):

@@ -1,4 +1,4 @@
-"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--errors|--grave] [--details]`: how good the linter is.
+"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--errors|--grave] [--details]`: measure the linter.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
@@ -154,14 +154,15 @@ def grave(folder, details):
         if not script(folder, entry).is_file():
             continue
         count = counts.setdefault(entry["part"], Counter())
-        told = [each for each in lint(script(folder, entry), configure({}, None, None)) if each["level"] is Severity.ERROR]
+        every = lint(script(folder, entry), configure({}, None, None))
+        told = [finding for finding in every if finding["level"] is Severity.ERROR]
         count["scripts"] += 1
         for label in entry["grave"]:
             found = any(is_told(label, finding) for finding in told)
             count["found" if found else "missed"] += 1
             if details:
-                name = label.get("rule") or label["kind"]
-                print(f"{'found' if found else 'missed':<7} {name} {entry['repository']}/{entry['path']}:{label['lines']}")
+                where = f"{entry['repository']}/{entry['path']}:{label['lines']}"
+                print(f"{'found' if found else 'missed':<7} {label.get('rule') or label['kind']} {where}")
         for finding in told:
             right = any(is_told(label, finding) for label in entry["grave"])
             right = right or any(matches(finding, label) for label in entry.get("right", []))
@@ -171,9 +172,9 @@ def grave(folder, details):
             if details and not right:
                 print(f"wrong   {finding['rule']} {entry['repository']}/{entry['path']}:{finding['line']}")
     for part, count in counts.items():
+        found = f"{count['found']} of {count['found'] + count['missed']} grave mistakes found"
         print(
-            f"{part}: {count['scripts']} scripts, {count['found']} of {count['found'] + count['missed']} grave mistakes "
-            f"found, {count['right']} of {count['right'] + count['wrong']} errors right"
+            f"{part}: {count['scripts']} scripts, {found}, {count['right']} of {count['right'] + count['wrong']} errors right"
         )
 
 

@@ -229,9 +229,9 @@ def own_path(view: View, event: Event) -> bool:
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
     """The reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
-    waits = ("collective", "wrap", "backward")
+    waits = {"collective", "wrap", "backward"}
     if view.wrappers.kinds(view.module) != {"ddp"}:
-        waits += ("state",)  # FSDP gathers it from all ranks
+        waits.add("state")  # FSDP gathers it from all ranks
     for read in run.of("read") if view.distributed else ():
         site = shown_at(view, read)
         if site is None or (read.module is not view.module and called(view, read) is None) or sides(view, read):

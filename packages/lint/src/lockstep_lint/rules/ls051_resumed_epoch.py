@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import inside, loops
-from lockstep_lint.analysis.index import Bind, Scope, Site
+from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.nodes import Words, constant, dotted, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
