@@ -173,9 +173,8 @@ def grave(folder, details):
                 print(f"wrong   {finding['rule']} {entry['repository']}/{entry['path']}:{finding['line']}")
     for part, count in counts.items():
         found = f"{count['found']} of {count['found'] + count['missed']} grave mistakes found"
-        print(
-            f"{part}: {count['scripts']} scripts, {found}, {count['right']} of {count['right'] + count['wrong']} errors right"
-        )
+        right = f"{count['right']} of {count['right'] + count['wrong']} errors right"
+        print(f"{part}: {count['scripts']} scripts, {found}, {right}")
 
 
 def main():
