@@ -5,15 +5,34 @@ reader's of 703 (its parts `development5`, `development6`, `development9`, `deve
 beside the linter's findings, `development13`). An entry of the second has "readers", each with "labels" and "arguable"
 of its own, and after somebody has settled where they differ "labels" and "arguable" beside it. A label is
 `{"rule", "line"}`; in a notebook `{"rule", "cell", "line"}`, the line counted within the cell.
+
+`labels3.json` holds what one reader added to scripts of both beside the linter's errors: labels of rules that are newer
+than their readings, and those of `if not exists: makedirs`, which were decided. `grave.json` holds scripts of other
+repositories that were read for grave mistakes before the linter saw them: "grave" are lists of lines, with the rule of
+a mistake, or with its kind where no rule is for it; "right" and "arguable" are what was read of its other findings.
 """
 
 import json
 from pathlib import Path
 
-__all__ = ["ASIDE", "FIRST", "LINES", "SECOND", "WHOLE_FILE", "entries", "matches", "script", "settled"]
+__all__ = [
+    "ASIDE",
+    "FIRST",
+    "GRAVE",
+    "LINES",
+    "SECOND",
+    "WHOLE_FILE",
+    "entries",
+    "matches",
+    "newer",
+    "script",
+    "settled",
+]
 
 FIRST = Path(__file__).with_name("labels.json")
 SECOND = Path(__file__).with_name("labels2.json")
+THIRD = Path(__file__).with_name("labels3.json")
+GRAVE = Path(__file__).with_name("grave.json")
 # Scripts on which no rule may be made: they are scored only where they are asked for by these names.
 ASIDE = ("aside4", "aside5", "aside6", "aside7")
 LINES = 6
@@ -68,6 +87,13 @@ def entries(path=FIRST, part=None):
     """The entries of a file of labels, settled; those kept aside only where `part` names them."""
     found = json.loads(Path(path).read_text(encoding="utf-8"))
     return [settled(e) for e in found if e["part"] == part or (part is None and e["part"] not in ASIDE)]
+
+
+def newer(entry):
+    """The labels of an entry that were added beside the linter's errors."""
+    found = json.loads(THIRD.read_text(encoding="utf-8"))
+    same = [e for e in found if (e["repository"], e["path"]) == (entry["repository"], entry["path"])]
+    return [label for e in same for label in e["labels"]]
 
 
 def script(folder, entry):

@@ -1,4 +1,4 @@
-"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--errors] [--details]`: how good the linter is.
+"""`python corpus/score.py FOLDER [--labels FILE] [--part PART]... [--errors|--grave] [--details]`: measure the linter.
 
 FOLDER holds the labelled repositories at the labelled commits, each as FOLDER/OWNER+NAME. A finding is right if a
 label of the same rule stands within LINES lines, or anywhere in the file for rules about something that is missing.
@@ -8,17 +8,18 @@ With --torchfix COMMAND, TorchFix's findings on the same files are counted besid
 person reads it: a rule that is told once a file, with the number of its other lines, is one finding there, right if
 half of the lines are, and one label. Below the table the totals stand again with their counts. With --errors only
 findings of that level count, and the labels of rules that have them; those that a hint tells are counted apart, also
-the moved names of mixed precision, which LS029 tells. It takes both files of labels, all parts, and the scripts that
-are there.
+the moved names of mixed precision, which LS029 tells. It takes all files of labels, all parts, and the scripts that
+are there. With --grave the errors in the scripts of grave.json are scored, a grave mistake within GRAVE_LINES lines.
 """
 
 import argparse
+import json
 import re
 import subprocess
 from collections import Counter
 from pathlib import Path
 
-from labelled import ASIDE, FIRST, SECOND, entries, matches, script
+from labelled import ASIDE, FIRST, GRAVE, SECOND, WHOLE_FILE, entries, matches, newer, script
 
 from lockstep_lint.config import configure, default_codes
 from lockstep_lint.finding import Severity
@@ -29,6 +30,7 @@ from lockstep_lint.runner import check_paths
 TORCHFIX = {"TOR102": "LS015", "TOR101": "LS029"}
 
 
+GRAVE_LINES = 3
 FOLDED = ("LS028", "LS036")  # habits: a person is told one of each file
 
 
@@ -117,7 +119,7 @@ def errors(folder, details):
     there = [entry for entry in chosen if script(folder, entry).is_file()]
     rules = [code for code, rule in RULES.items() if rule.severity is Severity.ERROR]
     tally, hinted = Tally(), Counter()
-    for entry in there:
+    for entry in ({**entry, "labels": entry["labels"] + newer(entry)} for entry in there):
         found = lint(script(folder, entry), configure({}, "ALL", ""))
         told = [finding for finding in found if finding["level"] is Severity.ERROR]
         hints = [finding for finding in found if finding["level"] is not Severity.ERROR]
@@ -138,6 +140,43 @@ def errors(folder, details):
     print(tally.total("errors", rules))
 
 
+def is_told(label, finding):
+    """Whether an error is of a grave mistake: near its lines, by its rule where there is one for it."""
+    near = any(abs(finding["line"] - line) <= GRAVE_LINES for line in label["lines"])
+    rule = label.get("rule", finding["rule"])
+    return rule == finding["rule"] and (near or label.get("rule") in WHOLE_FILE)
+
+
+def grave(folder, details):
+    """Scores the errors in the scripts that were read for grave mistakes, part by part."""
+    counts = {}
+    for entry in json.loads(GRAVE.read_text(encoding="utf-8")):
+        if not script(folder, entry).is_file():
+            continue
+        count = counts.setdefault(entry["part"], Counter())
+        every = lint(script(folder, entry), configure({}, None, None))
+        told = [finding for finding in every if finding["level"] is Severity.ERROR]
+        count["scripts"] += 1
+        for label in entry["grave"]:
+            found = any(is_told(label, finding) for finding in told)
+            count["found" if found else "missed"] += 1
+            if details:
+                where = f"{entry['repository']}/{entry['path']}:{label['lines']}"
+                print(f"{'found' if found else 'missed':<7} {label.get('rule') or label['kind']} {where}")
+        for finding in told:
+            right = any(is_told(label, finding) for label in entry["grave"])
+            right = right or any(matches(finding, label) for label in entry.get("right", []))
+            if not right and any(matches(finding, label) for label in entry.get("arguable", [])):
+                continue
+            count["right" if right else "wrong"] += 1
+            if details and not right:
+                print(f"wrong   {finding['rule']} {entry['repository']}/{entry['path']}:{finding['line']}")
+    for part, count in counts.items():
+        found = f"{count['found']} of {count['found'] + count['missed']} grave mistakes found"
+        right = f"{count['right']} of {count['right'] + count['wrong']} errors right"
+        print(f"{part}: {count['scripts']} scripts, {found}, {right}")
+
+
 def main():
     """Scores the scripts, all of which must be there, and prints a table."""
     flags = argparse.ArgumentParser()
@@ -147,7 +186,11 @@ def main():
     flags.add_argument("--torchfix", metavar="COMMAND")
     flags.add_argument("--details", action="store_true")
     flags.add_argument("--errors", action="store_true", help="findings of level error, on the scripts that are there")
+    flags.add_argument("--grave", action="store_true", help="errors in the scripts that were read for grave mistakes")
     args = flags.parse_args()
+    if args.grave:
+        grave(args.folder, args.details)
+        return
     if args.errors:
         errors(args.folder, args.details)
         return

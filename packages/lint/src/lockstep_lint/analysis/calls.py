@@ -10,6 +10,7 @@ from lockstep_lint.analysis.nodes import dotted, element_of, is_true, keyword, l
 
 __all__ = [
     "COLLECTIVES",
+    "OF_MPI",
     "Calls",
     "Effects",
     "given",
@@ -264,6 +265,8 @@ COLLECTIVES = {
     "broadcast_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
     "gather", "scatter", "gather_object", "scatter_object_list", "monitored_barrier",
 }  # fmt: skip
+# Those of mpi4py's world, by which a program may start its ranks.
+OF_MPI = {name for each in ("bcast", "barrier", "allreduce", "allgather") for name in (each, each.capitalize())}
 MAX_FUNCTIONS = 80
 
 
@@ -318,10 +321,12 @@ class Effects:
         return any(word in line for line in scope.module.lines[start - 1 : end])
 
     def is_collective(self, site: Site) -> bool:
-        """Whether a call is a collective of torch.distributed over the default group."""
-        if site.name not in COLLECTIVES:
+        """Whether a call is a collective of torch.distributed over the default group, or of mpi4py's world."""
+        if site.name not in COLLECTIVES | OF_MPI:
             return False
         full = self.names_of.qualify(site.call.func, site.scope)
+        if site.name in OF_MPI and full.startswith("mpi4py.MPI.COMM_WORLD."):
+            return True
         if not full.startswith("torch.distributed"):
             return False
         return not any(item.arg == "group" for item in site.call.keywords)

@@ -241,6 +241,8 @@ def around(view: View, training: Training) -> Site | None:
     found: Site | None = None
     for site in view.trainings.each_step(training):
         func = site.call.func
+        if view.ranks.single(site.stmt, site.scope):
+            continue  # `if not distributed: model.step(x)` beside `model.module.step(x)`
         if in_wrapper(view, func, site.scope) or forwarded(view, func, site.scope) or holds(view, site):
             return None
         if inside(view, func, site.scope):

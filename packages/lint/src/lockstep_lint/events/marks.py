@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.calls import COLLECTIVES, OF_MPI
 from lockstep_lint.analysis.context import every_so_often, loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
 from lockstep_lint.analysis.evaluation import MODELS, evaluations
@@ -432,7 +432,7 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.convert: ("convert_sync_batchnorm",),
     Marks.move: MOVES,
     Marks.mode: ("eval", "train"),
-    Marks.collective: tuple({*COLLECTIVES, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
+    Marks.collective: tuple({*COLLECTIVES, *OF_MPI, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
     Marks.start: STARTS,
     Marks.end: ("destroy_process_group",),
     Marks.file: tuple(OPENS),

@@ -57,10 +57,21 @@ def wraps(view: View, run: Run) -> bool:
 def divided(view: View, site: Site) -> bool:
     """Whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
-    given = any(keyword(call, name) is not None for name in SAMPLERS)
+    given = any(is_given(view, keyword(call, name), site.scope) for name in SAMPLERS)
     if given or not known(site) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
         return True
     return not whole(view, data, site.scope)
+
+
+def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
+    """Whether an argument is given and may be anything but None."""
+    made = view.origins.of(value, scope) if value is not None else []
+    return value is not None and not (made and all(is_none(origin.node) for origin in made))
+
+
+def is_none(node: ast.expr) -> bool:
+    """Whether an expression is None."""
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def known(site: Site) -> bool:
@@ -112,7 +123,10 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
         return False
     names = " ".join(view.names.bases_of(owner)) if owner.kind == "class" else ""
     start, end = owner.node.lineno, owner.node.end_lineno or owner.node.lineno  # type: ignore[attr-defined]
-    return bool(DIVIDED.search(names + "\n".join(owner.module.lines[start - 1 : end])))
+    text = names + "\n".join(owner.module.lines[start - 1 : end])
+    if "__iter__" in owner.defs:
+        text = text.replace("IterableDataset", "")  # in sight as it is, whatever it yields
+    return bool(DIVIDED.search(text))
 
 
 RULE = Rule(

@@ -137,9 +137,12 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
         return False
     if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
         return True
-    target = view.calls.target(node, scope)
-    return target is not None and any(
-        scales(item) or (isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Div)) for item in walk(target.node)
+    held = (view.names.definition(item.node, item.scope) for item in view.origins.of(node.func, scope))
+    found = [target for target in (view.calls.target(node, scope), *held) if target is not None]
+    return any(
+        scales(item) or (isinstance(item, ast.AugAssign) and isinstance(item.op, ast.Div))
+        for target in found
+        for item in walk(target.node)
     )
 
 

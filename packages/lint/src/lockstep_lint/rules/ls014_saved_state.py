@@ -8,7 +8,7 @@ from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, mentions, walk
-from lockstep_lint.analysis.origins import SAME
+from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
@@ -38,6 +38,8 @@ TESTS = re.compile(
 )
 OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|mem_|^te?mp", re.IGNORECASE)
 NEAR = 10
+# How many names a path is followed through.
+MAX_NAMES = 5
 
 
 def check(view: View) -> Iterator[Found]:
@@ -227,29 +229,52 @@ def own_path(view: View, event: Event) -> bool:
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
     """The reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
+    waits = {"collective", "wrap", "backward"}
+    if view.wrappers.kinds(view.module) != {"ddp"}:
+        waits.add("state")  # FSDP gathers it from all ranks
     for read in run.of("read") if view.distributed else ():
         site = shown_at(view, read)
         if site is None or (read.module is not view.module and called(view, read) is None) or sides(view, read):
             continue
-        saves = [e for e in run.of("save") if e.place < read.place and not apart(e, read) and one_file(e, read)]
+        saves = [e for e in run.of("save") if e.place < read.place and not apart(e, read) and one_file(view, e, read)]
         if not saves or alone(view, read) or [side for _, side in sides(view, saves[-1])] != [1]:
             continue
         between = run.events[saves[-1].place : read.place]
-        if not any(e.kind in ("collective", "wrap", "backward", "state") and not sides(view, e) for e in between):
+        if not any(e.kind in waits and not sides(view, e) for e in between):
             yield at(site, EARLY)
 
 
-def one_file(save: Event, read: Event) -> bool:
+def one_file(view: View, save: Event, read: Event) -> bool:
     """Whether a file is written and read under one path: written out, or by the same names in one function."""
     (written, home), (asked, place) = meant(*subject(save)), meant(*subject(read))
     if written is None or asked is None:
         return False
-    if isinstance(written, ast.Constant):
-        return written.value == constant(asked)
+    path = spelled(view, save, written, home)
+    if path is not None:
+        return path == spelled(view, read, asked, place)
     keys = {key for node in (subject(save)[0], written) if node for p in walk(node) if (key := dotted(p)) is not None}
     changed = any(len(home.binds.get(key, [])) > (key not in home.params and "." not in key) for key in keys)
     known = home is place or (home.module is place.module and not keys & (home.binds.keys() | place.binds.keys()))
     return known and not changed and ast.dump(written) == ast.dump(asked)
+
+
+def spelled(view: View, event: Event, node: ast.expr, scope: Scope, depth: int = 0) -> str | None:
+    """Return a path that literals alone make up, by names that have one value; None if anything else is in it."""
+    node, scope = given_as(event, node, scope)  # type: ignore[assignment]
+    text = constant(node)
+    if isinstance(text, str) or depth > MAX_NAMES:
+        return text if isinstance(text, str) else None
+    if isinstance(node, ast.Call) and view.names.qualify(node.func, scope).endswith("path.join"):
+        parts = [spelled(view, event, part, scope, depth + 1) for part in node.args]
+        return "/".join(filter(None, parts)) if None not in parts else None
+    if not isinstance(node, ast.Name):
+        return None
+    calls = [block.site.call for block in event.path if isinstance(block, CallBlock) and block.function is scope]
+    if node.id in scope.params and node.id not in scope.binds and calls:
+        usual = default(scope, node.id, calls[-1])
+        return None if usual is None else spelled(view, event, usual, scope.module.scopes[0], depth + 1)
+    found = [item for item in view.origins.of(node, scope) if item.node is not node]
+    return spelled(view, event, found[0].node, found[0].scope, depth + 1) if len(found) == 1 else None
 
 
 def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:

@@ -32,7 +32,8 @@ def check(view: View) -> Iterator[Found]:
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
     for site in view.sites("autocast") if not scaled else ():
-        if "float16" in kinds(view, site) and not by_device(view, site) and trains_under(view, site):
+        found = kinds(view, site)
+        if "float16" in found and not by_device(view, site) and not in_table(view, site) and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
 
 
@@ -98,6 +99,14 @@ def by_device(view: View, site: Site) -> bool:
     binds = view.origins.binds(dotted(given) or "", site.scope, site.line) if given is not None else []
     choices = [value for value in (given, *(bind.value for bind, _ in binds)) if value is not None]
     return any({"bfloat16", "float16"} <= set(idents(value)) for value in choices)
+
+
+def in_table(view: View, site: Site) -> bool:
+    """Whether an option chooses the type from a table that has several (`TYPES[args.dtype]`)."""
+    found = view.origins.of(dtype, site.scope) if (dtype := keyword(site.call, "dtype")) is not None else []
+    tables = (node for tree in {o.scope.module.top.node for o in found} for node in ast.walk(tree))
+    nodes = {o.node for o in found} if len(found) > 1 else set()
+    return any(isinstance(table, ast.Dict) and len(nodes.intersection(table.values)) > 1 for table in tables)
 
 
 def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:

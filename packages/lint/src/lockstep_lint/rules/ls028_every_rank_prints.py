@@ -62,9 +62,11 @@ def output(view: View, site: Site) -> str:
     plain = dotted(site.call.func) == "print" and (not full or full in AS_PRINT)
     plain = plain and "print" not in (*site.module.top.binds, *site.module.top.defs, *site.scope.binds)
     shown = full in PRINTERS or (site.name == "print_trainable_parameters" and not full)
+    if not plain and not shown:
+        return ""
     file = dotted(keyword(site.call, "file"))
     elsewhere = (keyword(site.call, "file") is not None and file != "sys.stdout") or keyword(site.call, "stream")
-    return "print" if (plain or shown) and not elsewhere and site.scope.name not in ("__str__", "__repr__") else ""
+    return "print" if not elsewhere and site.scope.name not in ("__str__", "__repr__") else ""
 
 
 def of_error(view: View, site: Site) -> bool:

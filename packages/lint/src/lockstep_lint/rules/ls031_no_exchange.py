@@ -25,8 +25,8 @@ OTHERS = re.compile(
     r"all_reduce_grad|grad_sync|reduce_scatter|gossip|federat|bagua|byteps|megatron|fairscale|all_reduce_params|DistributedOptimizer"
 )
 EXCHANGES = re.compile(f"{DDP}|{OTHERS.pattern}")
-# Gradients that are read may be exchanged by hand, where anything is exchanged at all.
-GRADIENTS = re.compile(r"\.grad\b")
+# Gradients that are read may be exchanged by hand, where anything is exchanged at all; not those that are cleared.
+GRADIENTS = re.compile(r"\.grad\b(?!\s*=\s*None)")
 COLLECTIVES = re.compile(r"reduce|gather|broadcast|i?send\(|all_to_all|import \*")
 
 # A function of such a name in a file that is not here may wrap the model.

@@ -154,9 +154,11 @@ def check(view: View) -> Iterator[Found]:
                 if message:
                     found.setdefault(event.node, Found(event.node, message))
         for loop in loops:
-            if isinstance(loop.node, Loop) and loop.scope.module is view.module:
-                for one in counted(view, loop.node, loop.scope):
-                    found.setdefault(one.node, one)
+            node, scope = loop.node, loop.scope
+            if not isinstance(node, Loop) or scope.module is not view.module or view.ranks.side(node, scope):
+                continue  # under a test of the rank, the others have a loop of their own
+            for one in counted(view, node, scope):
+                found.setdefault(one.node, one)
     yield from found.values()
 
 
@@ -183,12 +185,23 @@ def apart(view: View, event: Event, block: LoopBlock) -> str:
         name = own_flag(view, test.node, loop, scope)
         if name:
             return f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
+    if own_loss(view, [test.node for test in tests], loop, scope):
+        return "each rank decides by the loss of its own batch, so some leave the loop before others: reduce it first"
     if own_score(view, made_of([test.node for test in tests], loop, scope), loop, scope):
         return (
             "each rank decides by the score of its own shard, so some leave the loop before others: reduce the score "
             "over all ranks first"
         )
     return ""
+
+
+def own_loss(view: View, tests: list[ast.expr], loop: Loop, scope: Scope) -> bool:
+    """Whether a test asks the loss that each turn of its loop computes the gradients of, as one rank has it."""
+    backwards = [training.backward for training in view.training if training.loop is loop]
+    losses = {dotted(view.steps.loss_of(site)) for site in backwards if site.scope is scope} - {None}
+    asked = any(dotted(node) in losses for test in tests for node in walk(test))
+    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)] if asked else []
+    return asked and not any(EXCHANGES.search(site.name) for site in view.effects.below(near))
 
 
 def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:

@@ -1,19 +1,22 @@
 """LS051: a resumed run that repeats an epoch, or leaves one out."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import inside, loops
-from lockstep_lint.analysis.index import Bind, Scope, Site
-from lockstep_lint.analysis.nodes import constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.index import Bind, Scope
+from lockstep_lint.analysis.nodes import Words, constant, dotted, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-KEY = "epoch"
+KEY = Words(r"epoch", re.IGNORECASE)
+# How many functions the epoch is followed through to the checkpoint that records it.
+DEPTH = 3
 MESSAGES = {
     0: "a resumed run trains the saved epoch once more: start at checkpoint['epoch'] + 1",
     2: "a resumed run leaves out an epoch: one is added when it is saved and again when it is loaded",
@@ -24,12 +27,13 @@ def check(view: View) -> Iterator[Found]:
     """Compare the first epoch of a resumed run with the epoch that its checkpoints record."""
     for scope in view.scopes:
         for stmt in scope.stmts:
-            if isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Name):
-                start = first_epoch(stmt.iter)
-                saved = set(saved_offsets(view, stmt, stmt.target.id, scope)) if start else set()
-                loaded = {offset for _, offset in loaded_starts(view, start, scope)} if len(saved) == 1 else set()
-                if len(loaded) == 1 and (total := saved.pop() + loaded.pop()) in MESSAGES:
-                    own = [bind for bind, _ in loaded_starts(view, start, scope) if bind in scope.binds.get(start, [])]
+            if isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Name) and (start := first_epoch(stmt.iter)):
+                loaded = list(loaded_starts(view, start, scope))
+                keys = {key for _, key, _ in loaded}
+                saved = set(saved_offsets(view, stmt, stmt.target.id, scope)) if len(keys) == 1 else set()
+                totals = {extra + offset for key, extra in saved for _, wanted, offset in loaded if key == wanted}
+                if len(totals) == 1 and (total := totals.pop()) in MESSAGES:
+                    own = [bind for bind, *_ in loaded if bind in scope.binds.get(start, [])]
                     yield Found(own[0].stmt if own else stmt, MESSAGES[total])
 
 
@@ -43,41 +47,44 @@ def first_epoch(header: ast.expr) -> str:
     return dotted(call.args[0]) or ""
 
 
-def saved_offsets(view: View, loop: ast.For, name: str, scope: Scope) -> Iterator[int]:
-    """Yield the offsets from the epoch to the number that is saved after its steps."""
+def saved_offsets(view: View, loop: ast.For, name: str, scope: Scope) -> Iterator[tuple[str, int]]:
+    """Yield (key, offset from the epoch) of what checkpoints record after the epoch's steps."""
     bodies = [s for s in scope.stmts if inside(s, loop, scope.module)]
     trained = max((s.lineno for s in bodies if isinstance(s, ast.For | ast.While)), default=loop.lineno)
-    for stmt in bodies:
-        if stmt.lineno < trained or loops(stmt, scope.module)[0] is not loop:
+    late = [s for s in bodies if s.lineno >= trained and loops(s, scope.module)[0] is loop]
+    yield from recorded(view, late, name, scope, DEPTH)
+
+
+def recorded(view: View, stmts: list[ast.stmt], name: str, scope: Scope, depth: int) -> Iterator[tuple[str, int]]:
+    """Yield the same of some statements, and of the project's functions that they pass the epoch to."""
+    stmts = [stmt for stmt in stmts if isinstance(stmt, ast.Assign | ast.Expr)]
+    for key, value in (pair for stmt in stmts for node in walk(stmt) for pair in epoch_values(node)):
+        if (offset := offset_from(value, name)) is not None:
+            yield key, offset
+    kept = {b.key for stmt in stmts for b in scope.bound(stmt) if dotted(b.value) == name and b.key.startswith("self.")}
+    for site in (site for site in scope.sites if site.stmt in stmts and depth):
+        function = view.calls.target(site.call, site.scope)
+        if function is None or function.kind != "function" or function is scope:
             continue
-        if not isinstance(stmt, ast.Assign | ast.Expr):
-            continue
-        written = (offset_from(value, name) for node in walk(stmt) for value in epoch_values(node))
-        yield from (each for each in written if each is not None)
-        for site in (site for site in scope.sites if site.stmt is stmt):
-            yield from offsets_in_call(view, site, name)
+        names = {param: offset_from(passed(site, function, param), name) for param in function.params}
+        if function.owner is scope.owner is not None:
+            names |= dict.fromkeys(kept, 0)
+        for inner, extra in names.items():
+            found = () if extra is None else recorded(view, function.stmts, inner, function, depth - 1)
+            yield from ((key, offset + (extra or 0)) for key, offset in found)
 
 
-def offsets_in_call(view: View, site: Site, name: str) -> Iterator[int]:
-    """Yield the same offsets from inside a project function that a call passes the epoch to."""
-    function = view.calls.target(site.call, site.scope)
-    if function is None or function.kind != "function":
-        return
-    for param in function.params:
-        extra = offset_from(passed(site, function, param), name)
-        inner = (
-            offset_from(value, param) for stmt in function.stmts for node in walk(stmt) for value in epoch_values(node)
-        )
-        yield from (extra + each for each in inner if extra is not None and each is not None)
-
-
-def epoch_values(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the values under the key `epoch` of a dict that is written out."""
+def epoch_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the keys that name an epoch with their values, of a dict or an entry that is written out."""
     if isinstance(node, ast.Dict):
-        yield from (v for k, v in zip(node.keys, node.values, strict=True) if constant(k) == KEY)
+        pairs = [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
     elif isinstance(node, ast.Call) and last(node) == "dict":
-        value = keyword(node, KEY)
-        yield from () if value is None else (value,)
+        pairs = [(item.arg, item.value) for item in node.keywords]
+    elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        pairs = [(constant(node.targets[0].slice), node.value)]
+    else:
+        return
+    yield from ((key, value) for key, value in pairs if isinstance(key, str) and KEY.search(key))
 
 
 def offset_from(value: ast.expr | None, name: str) -> int | None:
@@ -89,26 +96,32 @@ def offset_from(value: ast.expr | None, name: str) -> int | None:
     return None
 
 
-def loaded_starts(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, int]]:
-    """Yield the assignments of the first epoch from a checkpoint, with the offset from its epoch."""
+def loaded_starts(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, str, int]]:
+    """Yield the assignments of the first epoch from a checkpoint, with the key that it reads and the offset."""
     owners = [(b, scope) for b in scope.binds.get(start, [])]
     if "." in start:  # `args.start_epoch`, set by what loads the checkpoint
+        own = start.startswith("self.")
         family = (s for member in view.project.family(scope.module) for s in member.scopes if s is not scope)
-        owners += [(b, s) for s in family for b in s.binds.get(start, [])]
-    for bind, _ in owners:
+        owners += [(b, s) for s in family if not own or s.owner is scope.owner for b in s.binds.get(start, [])]
+    for bind, home in owners:
         if bind.how == "aug":
-            yield bind, 9  # more is done to it
-        elif not bind.path and (offset := offset_from_checkpoint(bind.value)) is not None:
-            yield bind, offset
+            yield bind, "", 9  # more is done to it
+        elif not bind.path and (found := from_checkpoint(view, bind.value, home)) is not None:
+            yield bind, *found
 
 
-def offset_from_checkpoint(value: ast.expr | None) -> int | None:
-    """Return the offset of a value from a checkpoint's epoch; None if it is another value."""
+def from_checkpoint(view: View, value: ast.expr | None, scope: Scope) -> tuple[str, int] | None:
+    """Return (key, offset) of a value from an epoch that a checkpoint records; None if it is another value."""
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and constant(value.right) == 1:
-        return 1 if offset_from_checkpoint(value.left) == 0 else None
+        found = from_checkpoint(view, value.left, scope)
+        return None if found is None else (found[0], found[1] + 1)
     if isinstance(value, ast.Call) and last(value) == "int" and value.args:
-        return offset_from_checkpoint(value.args[0])
-    return 0 if isinstance(value, ast.Subscript) and constant(value.slice) == KEY else None
+        return from_checkpoint(view, value.args[0], scope)
+    if isinstance(value, ast.Call) and (function := view.calls.target(value, scope)) is not None:
+        given = list(function.returns())
+        return from_checkpoint(view, given[0], function) if len(given) == 1 and function is not scope else None
+    key = constant(value.slice) if isinstance(value, ast.Subscript) else None
+    return (key, 0) if isinstance(key, str) and KEY.search(key) else None
 
 
 RULE = Rule(
