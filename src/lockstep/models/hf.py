@@ -359,7 +359,7 @@ class HubModel:
         Args:
             vocab_size: rows of the token table of a newly initialised model; a pretrained one keeps its own.
             dtype: of the parameters; None: as the weights are stored, float32 for new ones.
-            quantization: of the linear layers; None: none.
+            quantization: of the linear layers; None: none. New ones get weights of its size, without values.
 
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
@@ -371,7 +371,7 @@ class HubModel:
             model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
-            return model.train()
+            return (quantization.sized(model) if quantization else model).train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
         """The commit of the files, by the folder in which the package keeps them."""

@@ -82,6 +82,45 @@ class Quantization(NamedTuple):
         return hold_still(model)
 
 
+    def sized(self, model: nn.Module) -> nn.Module:
+        """Give a new model quantized layers with weights and scales of the right sizes, and no values: for a plan."""
+        config = self.config()
+        from bitsandbytes.functional import QuantState
+        from bitsandbytes.nn import Int8Params, Params4bit
+        from transformers.integrations import replace_with_bnb_linear
+        from transformers.quantizers.base import get_keys_to_not_convert
+
+        kept = get_keys_to_not_convert(model)
+        dtypes = {name: getattr(layer, "weight", None) for name, layer in model.named_modules()}
+        replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=config)
+        for name, layer in quantized_layers(model):
+            before = dtypes[name]
+            rows, columns = layer.out_features, layer.in_features
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(torch.empty(rows, dtype=before.dtype), requires_grad=False)
+            if self.load_in == "8bit":
+                weight = torch.empty(rows, columns, dtype=torch.int8)
+                layer.weight = Int8Params(weight, requires_grad=False, CB=weight, SCB=torch.empty(rows))
+                continue
+            blocks = -(-rows * columns // _BLOCK)
+            inner = QuantState(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256)
+            state = QuantState(
+                torch.empty(blocks, dtype=torch.uint8),
+                shape=torch.Size((rows, columns)),
+                code=torch.empty(16),
+                blocksize=_BLOCK,
+                quant_type="nf4",
+                dtype=before.dtype,
+                offset=torch.empty(()),
+                state2=inner,
+            )
+            packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8)
+            layer.weight = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=layer)
+            layer.quant_state = state
+        model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.load_in == "4bit", self.load_in == "8bit"
+        return self.settle(model)
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Whether a module is a linear layer of bitsandbytes."""
     return type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear)

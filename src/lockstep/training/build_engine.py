@@ -270,7 +270,9 @@ def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
         ConfigError: names the flag and the way out.
     """
     bits = config.model.load_in
-    found = {bits_of(layer): name for name, layer in quantized_layers(model)}
+    found: dict[str, str] = {}
+    for name, layer in quantized_layers(model):
+        found.setdefault(bits_of(layer), name)
     if not found:
         if bits != "full":
             raise ConfigError(

@@ -79,7 +79,7 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
 
     Raises:
         ConfigError: nothing to adapt, no trained base, or peft is not installed.
-        ResumeError: the checkpoint's adapters are for another base.
+        ResumeError: the checkpoint's adapters are for another base, or for its weights in other bits.
     """
     stored = state.lora
     if not config.lora.rank:
@@ -89,6 +89,8 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
                 "--experiment-name"
             )
         return False
+    if stored:
+        _check_same_bits(config, state)
     base = stored or _find_base(config, world, say)  # of a new run: without a digest, unless the base has adapters
     source = base.base_from
     if not base.base:
@@ -132,6 +134,16 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
     _check_same_base(adapters.base, _digest(model, adapters.modules_to_save), CheckpointError)
     inject(model, Adapters.of(adapters), getattr(torch, adapters.dtype))
     return model
+
+
+def _check_same_bits(config: Config, state: RunState) -> None:
+    """Raise ResumeError if the adapters were trained beside weights of other bits."""
+    before, now = state.plan.get("model.load_in", "full"), config.model.load_in
+    if before != now:
+        raise ResumeError(
+            f"the adapters were trained with --model.load-in {before}, not {now}: give --model.load-in {before}, or "
+            "another --experiment-name"
+        )
 
 
 def _check_same_base(expected: str, actual: str, kind: type[Exception]) -> None:
