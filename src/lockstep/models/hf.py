@@ -368,10 +368,14 @@ class HubModel:
             if pretrained:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(dtype, quantization).train()
+            if quantization:
+                with torch.device("meta"):
+                    model = self._initialise(vocab_size)
+                return quantization.sized(model, dtype or torch.float32).train()
             model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
-            return (quantization.sized(model) if quantization else model).train()
+            return model.train()
 
     def _commit(self, transformers: Any, revision: str) -> str:
         """The commit of the files, by the folder in which the package keeps them."""

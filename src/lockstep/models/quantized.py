@@ -32,6 +32,7 @@ __all__ = [
 
 _FLAG = "--model.load-in"
 _BLOCK = 64  # weights that share a scale
+_NESTED = 256  # scales that share a scale of their own
 _OUTLIER = 6.0  # inputs above it are multiplied in float16, as the paper has it
 
 
@@ -82,43 +83,30 @@ class Quantization(NamedTuple):
         return hold_still(model)
 
 
-    def sized(self, model: nn.Module) -> nn.Module:
-        """Give a new model quantized layers with weights and scales of the right sizes, and no values: for a plan."""
-        config = self.config()
-        from bitsandbytes.functional import QuantState
-        from bitsandbytes.nn import Int8Params, Params4bit
-        from transformers.integrations import replace_with_bnb_linear
+    def sized(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """Replace the linear layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.
+
+        Args:
+            dtype: of the other parameters.
+        """
         from transformers.quantizers.base import get_keys_to_not_convert
+        from transformers.quantizers.quantizers_utils import should_convert_module
 
         kept = get_keys_to_not_convert(model)
-        dtypes = {name: getattr(layer, "weight", None) for name, layer in model.named_modules()}
-        replace_with_bnb_linear(model, modules_to_not_convert=kept, quantization_config=config)
-        for name, layer in quantized_layers(model):
-            before = dtypes[name]
-            rows, columns = layer.out_features, layer.in_features
-            if layer.bias is not None:
-                layer.bias = nn.Parameter(torch.empty(rows, dtype=before.dtype), requires_grad=False)
-            if self.load_in == "8bit":
-                weight = torch.empty(rows, columns, dtype=torch.int8)
-                layer.weight = Int8Params(weight, requires_grad=False, CB=weight, SCB=torch.empty(rows))
-                continue
-            blocks = -(-rows * columns // _BLOCK)
-            inner = QuantState(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256)
-            state = QuantState(
-                torch.empty(blocks, dtype=torch.uint8),
-                shape=torch.Size((rows, columns)),
-                code=torch.empty(16),
-                blocksize=_BLOCK,
-                quant_type="nf4",
-                dtype=before.dtype,
-                offset=torch.empty(()),
-                state2=inner,
-            )
-            packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8)
-            layer.weight = Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=layer)
-            layer.quant_state = state
-        model.is_loaded_in_4bit, model.is_loaded_in_8bit = self.load_in == "4bit", self.load_in == "8bit"
-        return self.settle(model)
+        for name, module in list(model.named_modules()):
+            if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept):
+                model.set_submodule(name, SizedLinear(module, self.load_in, self.compute or dtype))
+        floating = {torch.float32: dtype}
+        moved: dict[Tensor, Tensor] = {}
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        new = torch.empty_like(tensor, dtype=floating.get(tensor.dtype, tensor.dtype), device="cpu")
+                        kind = isinstance(tensor, nn.Parameter)
+                        moved.setdefault(tensor, nn.Parameter(new, tensor.requires_grad) if kind else new)
+                        tensors[name] = moved[tensor]
+        return model
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -129,6 +117,47 @@ def is_quantized(module: nn.Module) -> bool:
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and layer of the quantized linear layers."""
     return ((name, module) for name, module in model.named_modules() if is_quantized(module))
+
+
+class SizedLinear(nn.Linear):
+    """A layer that takes the memory and the work of a quantized one, without values: for a plan.
+
+    Args:
+        layer: on the meta device.
+        load_in: see `Quantization`.
+        compute: dtype of its products.
+    """
+
+    def __init__(self, layer: Any, load_in: str, compute: torch.dtype) -> None:
+        turned_over = type(layer).__name__ == "Conv1D"
+        rows, columns = reversed(layer.weight.shape) if turned_over else layer.weight.shape
+        super().__init__(columns, rows, bias=False, device="meta")
+        shape, scales = ((rows, columns), 4 * rows) if load_in == "8bit" else ((-(-rows * columns // 2), 1), 0)
+        if not scales:
+            blocks = -(-rows * columns // _BLOCK)
+            scales = blocks + 4 * -(-blocks // _NESTED)
+        dtype = torch.int8 if load_in == "8bit" else torch.uint8
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
+        self.bias = layer.bias
+        self.compute = compute
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _SizedProduct.apply(input.to(self.compute), self.in_features, self.out_features)  # type: ignore[no-untyped-call]
+        return (output if self.bias is None else output + self.bias.to(self.compute)).to(input.dtype)
+
+
+class _SizedProduct(torch.autograd.Function):
+    """A product with a weight that exists only while it is computed, as bitsandbytes' own."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, columns: int, rows: int) -> Tensor:
+        ctx.shape = rows, columns
+        return input @ input.new_empty(columns, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ grad.new_empty(ctx.shape), None, None
 
 
 def bits_of(layer: Any) -> str:

@@ -196,7 +196,8 @@ def build_model(
     with collect_new_modules() as new:
         model = on_all_ranks(world, make)
     check_not_lazy(model)
-    _check_quantized(config, model, world)
+    if not sizes_only:
+        _check_quantized(config, model, world)
     differing = 0 if sizes_only else copy_from_rank0(model, new, world)  # collective
     if differing and state.place is None:
         count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
