@@ -1,4 +1,4 @@
-"""Quantized bases: they stay as they are, their losses are transformers' and peft's, and the bits are those of any world."""
+"""Quantized bases: they stay, their losses are those of transformers and peft, and the bits those of any world."""
 
 import dataclasses
 import importlib.util
@@ -15,11 +15,12 @@ from toys import Network, Ragged
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.checkpoint.read import open_tensors
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, ResumeError
-from lockstep.checkpoint.read import open_tensors
 from lockstep.models import quantized
-from lockstep.models.quantized import bits_of, hold_still, quantized_layers
+from lockstep.models.hf import HubModel
+from lockstep.models.quantized import Quantization, SizedLinear, bits_of, hold_still, quantized_layers
 from lockstep.training.inference import ExportRequest, export_run
 from lockstep.training.named_task import make_task
 
@@ -275,3 +276,59 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does(tmp_pa
             model.train()
             own = model(input_ids=ids).logits
         torch.testing.assert_close(merged(input_ids=ids).logits, own, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_trainer_whose_script_quantized_the_model(tmp_path, weights, bits):
+    """Its losses are the Trainer's own, the base stays, and a resume has the bits of the whole run."""
+    import peft
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(320).remainder(300).view(20, 16).tolist()]
+
+    def trainer(name):
+        torch.manual_seed(0)
+        given = {"output_dir": str(tmp_path / name), "max_steps": 4, "learning_rate": 0.01, "logging_steps": 1}
+        given |= {"per_device_train_batch_size": 5, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft beside the newest transformers
+            setting = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+            model = peft.get_peft_model(hold_still(raw(weights, bits)), setting)
+        return Trainer(model, TrainingArguments(**given, disable_tqdm=True), train_dataset=rows)
+
+    def losses(name, stop):
+        config, task = lockstep.from_trainer(trainer(name))
+        run_ = lockstep.Run(dataclasses.replace(config, stop_at=stop, experiment_name=name), task)
+        with run_:
+            before = frozen_bits(run_.model)
+            found = [step.loss for step in run_]
+        assert same_bits(before, frozen_bits(run_.model))
+        return found, checkpoint.fingerprint(checkpoint.newest(run_.result.folder, say=quiet))
+
+    whole, wanted = losses("whole", 0)
+    first, _ = losses("parted", 2)
+    rest, found = losses("parted", 0)
+    assert (first + rest, found) == (whole, wanted)
+    theirs = trainer("theirs")
+    theirs.train()
+    logged = [float(entry["loss"]) for entry in theirs.state.log_history if "loss" in entry]
+    assert whole == pytest.approx(logged, rel=2e-4), "the log of transformers rounds"
+
+
+@pytest.mark.parametrize(("bits", "least", "most"), [("4bit", 0.125, 0.16), ("8bit", 0.25, 0.28)])
+def test_a_plan_has_the_memory_of_quantized_weights(tmp_path, weights, bits, least, most):
+    source = HubModel(str(weights), cache=tmp_path, say=quiet)
+    plain = source.build(vocab_size=300, dtype=torch.float32)
+    small_ = source.build(vocab_size=300, dtype=torch.float32, quantization=Quantization(bits, None))
+    real = source.build(vocab_size=300, dtype=None, pretrained=True, quantization=Quantization(bits, None))
+    layers = [name for name, module in small_.named_modules() if isinstance(module, SizedLinear)]
+    assert layers == [name for name, _ in quantized_layers(real)]
+    stored = {name: tensor for name, tensor in real.state_dict().items() if not name.endswith("quant_map")}
+    for name in layers:
+        part = small_.get_submodule(name)
+        size = part.weight.nbytes + part.scales.nbytes
+        own = sum(t.nbytes for key, t in stored.items() if key.startswith(f"{name}.") and not key.endswith("bias"))
+        assert least <= size / plain.get_submodule(name).weight.nbytes <= most
+        assert size == pytest.approx(own, abs=256), "but for how they are stored, which is no tensor in training"
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    assert small_(input_ids=ids).logits.shape == plain(input_ids=ids).logits.shape

@@ -167,7 +167,7 @@ def check_quantized(bits: str, engine: str, options: EngineOptions) -> None:
     for option in _WHOLE_ONLY:
         if getattr(options, option) != getattr(plain, option):
             field_name = FieldName(f"engine_options.{option}")
-            raise FieldError(field_name, " does not work with ", name, f" {bits}, whose scales it leaves out: remove it")
+            raise FieldError(field_name, " does not work with ", name, f" {bits}, as it leaves out scales: remove it")
 
 
 def own_options(name: str) -> list[str]:

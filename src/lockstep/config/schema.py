@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 from lockstep.config.engine_options import BOUNDS as ENGINE_BOUNDS
-from lockstep.config.engine_options import ENGINES, EngineOptions, check_quantized
+from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.fields import (
     SPAN,
     FieldError,
@@ -357,9 +357,7 @@ class Config:
                     )
         check_task_options(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
-        check_load_in(self.model, self.lora, self.precision)
-        if self.model.load_in != "full":
-            check_quantized(self.model.load_in, self.engine, self.engine_options)
+        check_load_in(self.model, self.lora, self.precision, self.engine, self.engine_options)
         check_unsaved(self.checkpoint, self.guards)
         check_gradients(self.weight_copies, self.grad_dtype)
         parse_shares(self.shares)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.engine_options import EngineOptions, check_quantized
 from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
 from lockstep.config.task_options import TASKS
 
@@ -123,7 +124,8 @@ class Model:
     pretrained: bool = option(False, "start from the weights of the hub model or folder in --model-name", tasks=_HUB)
     load_in: str = option(
         "full",
-        "bits of the weights of linear layers, which adapters train beside (extra `quantized`); 4bit: NF4; 8bit: LLM.int8",
+        "weights of the linear layers in memory, with adapters (extra `quantized`); 4bit: NF4; 8bit: LLM.int8(); "
+        "full: as they are stored",
         *("full", "4bit", "8bit"),
         builtin=True,
     )
@@ -351,8 +353,8 @@ def _check_adapters(lora: Lora) -> None:
             )
 
 
-def check_load_in(model: Model, lora: Lora, precision: str) -> None:
-    """Check what quantized weights need. Raises FieldError."""
+def check_load_in(model: Model, lora: Lora, precision: str, engine: str, options: EngineOptions) -> None:
+    """Check what quantized weights need, with an engine's name and options. Raises FieldError."""
     if model.load_in == "full":
         return
     start = (FieldName("model.load_in"), f" {model.load_in} ")
@@ -362,6 +364,7 @@ def check_load_in(model: Model, lora: Lora, precision: str) -> None:
         raise FieldError(*start, "needs trained weights: set ", FieldName("model.pretrained"), ", or remove it")
     if precision == "float64":
         raise FieldError(*start, "does not work with ", FieldName("precision"), " float64: use float32 or bf16")
+    check_quantized(model.load_in, engine, options)
 
 
 def _check_scale(fp16: Fp16, precision: str) -> None:

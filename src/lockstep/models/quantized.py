@@ -21,6 +21,7 @@ from lockstep.errors import ConfigError
 
 __all__ = [
     "Quantization",
+    "SizedLinear",
     "bits_of",
     "dequantized",
     "hold_still",
@@ -81,7 +82,6 @@ class Quantization(NamedTuple):
             if hasattr(layer, "compute_dtype"):
                 layer.compute_dtype, layer.compute_type_is_set = self.compute or stored, True
         return hold_still(model)
-
 
     def sized(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
         """Replace the linear layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.

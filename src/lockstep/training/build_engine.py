@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from lockstep.config.engine_options import check_quantized
 from lockstep.config.fields import FieldError
-from lockstep.config.schema import Config, flag
+from lockstep.config.schema import Config
+from lockstep.config.schema import flag as flag_of
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.loader import blamed
 from lockstep.distributed.progress import rank_label
@@ -285,9 +286,9 @@ def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
         try:
             check_quantized(bits, name_of(config.engine, world), config.engine_options)
         except FieldError as error:  # of a task's own model
-            raise ConfigError(f"{name} of the model is quantized: {error.message(flag)}") from None
+            raise ConfigError(f"{name} of the model is quantized: {error.message(flag_of)}") from None
         if not config.lora.rank and not any(hasattr(module, "lora_A") for module in model.modules()):
-            raise ConfigError(f"{name} of the model is quantized, so it cannot be trained: set --lora.rank, such as 16")
+            raise ConfigError(f"{name} of the model is quantized and cannot be trained: set --lora.rank, such as 16")
     hold_still(model, world.device)
 
 
