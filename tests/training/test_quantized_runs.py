@@ -224,7 +224,7 @@ class Own(Ragged):
         import bitsandbytes
 
         torch.manual_seed(5)
-        model = Network(0.1)
+        model = Network(0.1, dtype=torch.float32)
         for block in model.blocks:
             plain = block[1]
             block[1] = bitsandbytes.nn.LinearNF4(plain.in_features, plain.out_features)
@@ -315,7 +315,7 @@ def test_a_trainer_whose_script_quantized_the_model(tmp_path, weights, bits):
     assert whole == pytest.approx(logged, rel=2e-4), "the log of transformers rounds"
 
 
-@pytest.mark.parametrize(("bits", "least", "most"), [("4bit", 0.125, 0.16), ("8bit", 0.25, 0.28)])
+@pytest.mark.parametrize(("bits", "least", "most"), [("4bit", 0.125, 0.16), ("8bit", 0.25, 0.29)])
 def test_a_plan_has_the_memory_of_quantized_weights(tmp_path, weights, bits, least, most):
     source = HubModel(str(weights), cache=tmp_path, say=quiet)
     plain = source.build(vocab_size=300, dtype=torch.float32)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
-from lockstep.models.quantized import dequantized, is_turned_over, quantized_layers, scales
+from lockstep.models.quantized import dequantized, is_turned_over, quantized_layers, quiet, scales
 from lockstep.run_state import AdapterState
 from lockstep.transforms.determinism import keep_fastpath_off
 
@@ -358,6 +358,7 @@ def _config(peft: Any, adapters: Adapters, **more: Any) -> Any:
 
 
 def _peft() -> Any:
+    quiet()  # peft imports bitsandbytes where it is installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports

@@ -28,6 +28,7 @@ __all__ = [
     "is_quantized",
     "is_turned_over",
     "quantized_layers",
+    "quiet",
     "scales",
 ]
 
@@ -59,7 +60,7 @@ class Quantization(NamedTuple):
     def config(self, skipped: list[str] | None = None) -> Any:
         """Return the `quantization_config` of `transformers`."""
         self.check()
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # a line for each forward of an 8-bit layer
+        quiet()
         from transformers import BitsAndBytesConfig
 
         if self.load_in == "8bit":
@@ -107,6 +108,11 @@ class Quantization(NamedTuple):
                         moved.setdefault(tensor, nn.Parameter(new, tensor.requires_grad) if kind else new)
                         tensors[name] = moved[tensor]
         return model
+
+
+def quiet() -> None:
+    """Silence the warnings of bitsandbytes: of kernels that it lacks, and of each forward of an 8-bit layer."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def is_quantized(module: nn.Module) -> bool:

@@ -278,7 +278,7 @@ def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
     if not found:
         if bits != "full":
             raise ConfigError(
-                f"--model.load-in {bits} needs a model of transformers by --model-name: give one, or quantize it in the "
+                f"--model.load-in {bits} needs a --model-name of transformers: give one, or quantize the model in the "
                 "task's model() (transformers.BitsAndBytesConfig) and leave the flag out"
             )
         return
