@@ -332,3 +332,21 @@ def test_a_plan_has_the_memory_of_quantized_weights(tmp_path, weights, bits, lea
         assert size == pytest.approx(own, abs=256), "but for how they are stored, which is no tensor in training"
     ids = torch.zeros(1, 8, dtype=torch.int64)
     assert small_(input_ids=ids).logits.shape == plain(input_ids=ids).logits.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bits", BITS)
+def test_a_gpu_has_the_base_of_the_host(tmp_path, weights, data, bits):
+    config = settings(tmp_path, weights, data, bits, device="cuda", precision="bf16")
+    run_ = lockstep.Run(config, make_task(config, quiet))
+    with run_:
+        before = frozen_bits(run_.model)
+        assert all(step.loss > 0 for step in run_)
+    assert same_bits(before, frozen_bits(run_.model))
+    source = HubModel(str(weights), cache=tmp_path, say=quiet)
+    host = source.build(vocab_size=300, dtype=None, pretrained=True, quantization=Quantization(bits, torch.bfloat16))
+    own = {name.replace(".base_layer", ""): bits_ for name, bits_ in before.items()}
+    assert all(
+        torch.equal(own[name][1].cpu(), bits_[1]) for name, bits_ in frozen_bits(host).items() if "scales" in name
+    )
