@@ -371,7 +371,7 @@ class HubModel:
             if quantization:
                 with torch.device("meta"):
                     model = self._initialise(vocab_size)
-                return quantization.sized(model, dtype or torch.float32).train()
+                return quantization.sized(model, _quantizable(model), dtype or torch.float32).train()
             model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
@@ -385,7 +385,8 @@ class HubModel:
         return str(transformers.utils.extract_commit_hash(file, None) or "")
 
     def _read(self, dtype: torch.dtype | None, quantization: Quantization | None) -> nn.Module:
-        model: nn.Module = transformers_for("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
+        transformers = transformers_for("--model-name", self.name)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             self._where,
             config=self._config,
             revision=self.revision or None,
@@ -393,7 +394,7 @@ class HubModel:
             dtype=dtype or "auto",
             use_safetensors=True,
             low_cpu_mem_usage=True,
-            **(quantization.arguments() if quantization else {}),
+            **(quantization.arguments(transformers) if quantization else {}),
         )
         return quantization.settle(model) if quantization else model
 
@@ -533,6 +534,19 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
     tokenizer.save_pretrained(folder)
     settings = {"do_sample": True, "temperature": temperature, "top_k": top_k}
     transformers.GenerationConfig(bos_token_id=separator, eos_token_id=separator, **settings).save_pretrained(folder)
+
+
+def _quantizable(model: nn.Module) -> list[str]:
+    """The linear layers that `transformers` would quantize: all but the head, and what shares its weight."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = get_keys_to_not_convert(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept)
+    ]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """Load a model's linear layers in 4 or 8 bits. Only this file needs `bitsandbytes`.
 
     quantization = Quantization("4bit", torch.bfloat16)     # --model.load-in 4bit
-    model = AutoModelForCausalLM.from_pretrained(name, **quantization.arguments())
+    model = AutoModelForCausalLM.from_pretrained(name, **quantization.arguments(transformers))
     quantization.settle(model)
 
 4 bits are NF4 in blocks of 64 with quantized scales (Dettmers et al., "QLoRA", arXiv 2305.14314), 8 bits are LLM.int8()
@@ -10,7 +10,7 @@ bitsandbytes' own; they are recognised by their module, so that a run without th
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ __all__ = [
     "bits_of",
     "dequantized",
     "hold_still",
-    "is_quantized",
     "is_turned_over",
     "quantized_layers",
     "quiet",
@@ -57,24 +56,21 @@ class Quantization(NamedTuple):
                     f"{_FLAG} {self.load_in} needs the package {package}: pip install 'torch-lockstep[quantized]'"
                 )
 
-    def config(self, skipped: list[str] | None = None) -> Any:
-        """Return the `quantization_config` of `transformers`."""
+    def _config(self, transformers: Any) -> Any:
         self.check()
         quiet()
-        from transformers import BitsAndBytesConfig
-
         if self.load_in == "8bit":
-            return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=_OUTLIER)
-        return BitsAndBytesConfig(
+            return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=_OUTLIER)
+        return transformers.BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=self.compute or torch.float32,
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained`."""
-        return {"quantization_config": self.config(), "device_map": {"": "cpu"}}
+    def arguments(self, transformers: Any) -> dict[str, Any]:
+        """Return the arguments of `from_pretrained` of this package."""
+        return {"quantization_config": self._config(transformers), "device_map": {"": "cpu"}}
 
     def settle(self, model: nn.Module) -> nn.Module:
         """Choose the layers' dtype, and make sure that a forward leaves their tensors as they are."""
@@ -84,24 +80,21 @@ class Quantization(NamedTuple):
                 layer.compute_dtype, layer.compute_type_is_set = self.compute or stored, True
         return hold_still(model)
 
-    def sized(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """Replace the linear layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.
+    def sized(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
+        """Replace layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.
 
         Args:
+            layers: names of the linear layers to replace.
             dtype: of the other parameters.
         """
-        from transformers.quantizers.base import get_keys_to_not_convert
-        from transformers.quantizers.quantizers_utils import should_convert_module
-
-        kept = get_keys_to_not_convert(model)
-        for name, module in list(model.named_modules()):
-            if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept):
-                model.set_submodule(name, SizedLinear(module, self.load_in, self.compute or dtype))
+        for name in layers:
+            model.set_submodule(name, SizedLinear(model.get_submodule(name), self.load_in, self.compute or dtype))
         floating = {torch.float32: dtype}
         moved: dict[Tensor, Tensor] = {}
         for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in tables:
+                for name, tensor in list(tensors.items()):
                     if tensor is not None:
                         new = torch.empty_like(tensor, dtype=floating.get(tensor.dtype, tensor.dtype), device="cpu")
                         kind = isinstance(tensor, nn.Parameter)
@@ -232,7 +225,7 @@ def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
 
     if bits_of(layer) == "8bit":
         _follow(layer)
-        weight = functional.int8_vectorwise_dequant(layer.weight.data, layer.state.SCB)
+        weight: Tensor = functional.int8_vectorwise_dequant(layer.weight.data, layer.state.SCB)
     else:
         weight = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     return weight.to(dtype)
