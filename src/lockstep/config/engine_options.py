@@ -6,7 +6,7 @@ The configuration, the help and the errors need them. `engines/registry.py` has 
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from lockstep.config.fields import suggest_fields
+from lockstep.config.fields import FieldError, FieldName, suggest_fields
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "LAUNCHER_FLAGS",
     "PLAIN",
     "EngineOptions",
+    "check_quantized",
     "own_options",
     "translate_launcher_flags",
 ]
@@ -39,6 +40,7 @@ class EngineSpec(NamedTuple):
         weight_copies: low-precision copies can replace the weights in a forward.
         remade: it can be built again around its model, when the trained parameters have changed.
         places_model: it moves the model to the device itself.
+        quantized: values of --model.load-in whose frozen weights it can hold, besides "full".
     """
 
     one_process: bool = False
@@ -54,13 +56,17 @@ class EngineSpec(NamedTuple):
     weight_copies: bool = False
     remade: bool = True
     places_model: bool = False
+    quantized: tuple[str, ...] = ()
 
 
+_BITS = ("4bit", "8bit")
 ENGINES = {
-    "single": EngineSpec(one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True),
-    "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True),
-    "fsdp": EngineSpec(survives_loss=True, block_norms=True, places_model=True),
-    "zero": EngineSpec(shares=True, block_norms=True),
+    "single": EngineSpec(
+        one_process=True, shares=True, own_steps=True, block_norms=True, weight_copies=True, quantized=_BITS
+    ),
+    "ddp": EngineSpec(shares=True, survives_loss=True, own_steps=True, block_norms=True, quantized=_BITS),
+    "fsdp": EngineSpec(survives_loss=True, block_norms=True, places_model=True, quantized=("4bit",)),
+    "zero": EngineSpec(shares=True, block_norms=True, quantized=_BITS),
     "deepspeed": EngineSpec(
         everywhere=False, float64=False, plain=True, own_gradients=True, penalty=False, remade=False
     ),
@@ -137,6 +143,31 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "prefetch": (0, 1000, "a number of blocks, or 0"),
     "zero_stage": (-1, 3, "a stage from 0 to 3, or -1 for that of the file"),
 }
+
+
+_WHOLE_ONLY = ("cpu_offload", "param_dtype", "meta_init")  # they move or cast weights without their scales
+
+
+def check_quantized(bits: str, engine: str, options: EngineOptions) -> None:
+    """Check that an engine can hold quantized weights.
+
+    Args:
+        bits: "4bit" or "8bit".
+        engine: its name; "auto" is always able.
+        options: its options.
+
+    Raises:
+        FieldError: it cannot, or not with one of these options.
+    """
+    name = FieldName("model.load_in")
+    if engine in ENGINES and bits not in ENGINES[engine].quantized:
+        able = ", ".join(each for each, spec in ENGINES.items() if bits in spec.quantized)
+        raise FieldError(name, f" {bits} does not work with ", FieldName("engine"), f" {engine}: use one of {able}")
+    plain = EngineOptions()
+    for option in _WHOLE_ONLY:
+        if getattr(options, option) != getattr(plain, option):
+            field_name = FieldName(f"engine_options.{option}")
+            raise FieldError(field_name, " does not work with ", name, f" {bits}, as it leaves out scales: remove it")
 
 
 def own_options(name: str) -> list[str]:

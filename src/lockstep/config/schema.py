@@ -45,6 +45,7 @@ from lockstep.config.sections import (
     Optim,
     auto,
     check_gradients,
+    check_load_in,
     check_together,
     check_unsaved,
 )
@@ -356,6 +357,7 @@ class Config:
                     )
         check_task_options(self.task, sections(self))
         check_together(self.optim, self.lora, self.fp16, self.precision)
+        check_load_in(self.model, self.lora, self.precision, self.engine, self.engine_options)
         check_unsaved(self.checkpoint, self.guards)
         check_gradients(self.weight_copies, self.grad_dtype)
         parse_shares(self.shares)

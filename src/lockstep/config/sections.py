@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.engine_options import EngineOptions, check_quantized
 from lockstep.config.fields import FieldError, FieldName, option, suggest_fields
 from lockstep.config.task_options import TASKS
 
@@ -26,6 +27,7 @@ __all__ = [
     "Optim",
     "auto",
     "check_gradients",
+    "check_load_in",
     "check_together",
     "check_unsaved",
     "effective",
@@ -120,6 +122,13 @@ class Model:
 
     dropout: float = option(0.0, "dropout probability of the built-in models", tasks=_ALL)
     pretrained: bool = option(False, "start from the weights of the hub model or folder in --model-name", tasks=_HUB)
+    load_in: str = option(
+        "full",
+        "weights of the linear layers in memory, with adapters (extra `quantized`); 4bit: NF4; 8bit: LLM.int8(); "
+        "full: as they are stored",
+        *("full", "4bit", "8bit"),
+        builtin=True,
+    )
     revision: str = option("", "branch, tag or commit of a hub model (default: the newest)", tasks=_HUB)
     trust_remote_code: bool = option(False, "run the Python code that comes with a hub model", tasks=_HUB)
     loss_chunk: int = option(
@@ -342,6 +351,20 @@ def _check_adapters(lora: Lora) -> None:
                 *(FieldName(f"lora.{name}"), " needs adapters: set ", FieldName("lora.rank")),
                 ", for example to 16, or remove it",
             )
+
+
+def check_load_in(model: Model, lora: Lora, precision: str, engine: str, options: EngineOptions) -> None:
+    """Check what quantized weights need, with an engine's name and options. Raises FieldError."""
+    if model.load_in == "full":
+        return
+    start = (FieldName("model.load_in"), f" {model.load_in} ")
+    if not lora.rank:
+        raise FieldError(*start, "makes weights that cannot be trained: set ", FieldName("lora.rank"), ", such as 16")
+    if not model.pretrained:
+        raise FieldError(*start, "needs trained weights: set ", FieldName("model.pretrained"), ", or remove it")
+    if precision == "float64":
+        raise FieldError(*start, "does not work with ", FieldName("precision"), " float64: use float32 or bf16")
+    check_quantized(model.load_in, engine, options)
 
 
 def _check_scale(fp16: Fp16, precision: str) -> None:

@@ -54,7 +54,7 @@ TASKS: dict[str, TaskSpec] = {
     LANGUAGE: TaskSpec(
         "a language model on text",
         common=(
-            *("model.pretrained", "lora.rank", "tokenizer", "seq_len", "data.packing", "data.labels"),
+            *("model.pretrained", "lora.rank", "model.load_in", "tokenizer", "seq_len", "data.packing", "data.labels"),
             *("data.text_column", "data.evaluation", "data.prompt", "model.loss_chunk"),
         ),
     ),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from lockstep.config.fields import is_hub_name
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.fused import summed_cross_entropy, summed_loss
+from lockstep.models.quantized import Quantization
 from lockstep.text.cache import reach, way_out
 from lockstep.text.documents import alike
 
@@ -341,7 +342,14 @@ class HubModel:
         model._config.get_text_config().num_hidden_layers = layers
         return model
 
-    def build(self, *, vocab_size: int, dtype: torch.dtype | None, pretrained: bool = False) -> nn.Module:
+    def build(
+        self,
+        *,
+        vocab_size: int,
+        dtype: torch.dtype | None,
+        pretrained: bool = False,
+        quantization: Quantization | None = None,
+    ) -> nn.Module:
         """Build a model in training mode on the CPU, initialised or with its pretrained weights.
 
         Parameters are initialised in float32 from torch's default generator, and then take `dtype`. Weights are read
@@ -351,6 +359,7 @@ class HubModel:
         Args:
             vocab_size: rows of the token table of a newly initialised model; a pretrained one keeps its own.
             dtype: of the parameters; None: as the weights are stored, float32 for new ones.
+            quantization: of the linear layers; None: none. New ones get weights of its size, without values.
 
         Raises:
             ConfigError: the architecture is no causal language model, or there are no safetensors weights.
@@ -358,7 +367,11 @@ class HubModel:
         with explained("--model-name", self.name):
             if pretrained:
                 with once_per_node(self.name, self._cache, self._say):
-                    return self._read(dtype).train()
+                    return self._read(dtype, quantization).train()
+            if quantization:
+                with torch.device("meta"):
+                    model = self._initialise(vocab_size)
+                return quantization.sized(model, _quantizable(model), dtype or torch.float32).train()
             model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
@@ -371,8 +384,9 @@ class HubModel:
         file = transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
         return str(transformers.utils.extract_commit_hash(file, None) or "")
 
-    def _read(self, dtype: torch.dtype | None) -> nn.Module:
-        model: nn.Module = transformers_for("--model-name", self.name).AutoModelForCausalLM.from_pretrained(
+    def _read(self, dtype: torch.dtype | None, quantization: Quantization | None) -> nn.Module:
+        transformers = transformers_for("--model-name", self.name)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             self._where,
             config=self._config,
             revision=self.revision or None,
@@ -380,8 +394,9 @@ class HubModel:
             dtype=dtype or "auto",
             use_safetensors=True,
             low_cpu_mem_usage=True,
+            **(quantization.arguments(transformers) if quantization else {}),
         )
-        return model
+        return quantization.settle(model) if quantization else model
 
     def _initialise(self, vocab_size: int) -> nn.Module:
         config = self._config
@@ -519,6 +534,19 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
     tokenizer.save_pretrained(folder)
     settings = {"do_sample": True, "temperature": temperature, "top_k": top_k}
     transformers.GenerationConfig(bos_token_id=separator, eos_token_id=separator, **settings).save_pretrained(folder)
+
+
+def _quantizable(model: nn.Module) -> list[str]:
+    """The linear layers that `transformers` would quantize: all but the head, and what shares its weight."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = get_keys_to_not_convert(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and should_convert_module(name, kept)
+    ]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
+from lockstep.models.quantized import dequantized, is_turned_over, quantized_layers, quiet, scales
 from lockstep.run_state import AdapterState
 from lockstep.transforms.determinism import keep_fastpath_off
 
@@ -300,19 +301,28 @@ def exported_name(name: str, full: Collection[str]) -> str:
 def merge(model: nn.Module) -> dict[str, Tensor]:
     """Return the base's tensors by plain name, with the adapters added, in the base's dtype.
 
-    The sum is taken in the adapter's dtype if that is wider. The model itself stays unchanged.
+    The sum is taken in the adapter's dtype if that is wider. Quantized weights are returned in the dtype that the rest
+    of the base has. The model itself stays unchanged.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
-    tensors = {}
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
+    dtype, left_out, tensors = _dtype_of(model), scales(model), {}
     for name, tensor in model.state_dict().items():
-        if _ADAPTER.search(name):
+        if _ADAPTER.search(name) or name in left_out:
             continue
-        layer = layers.get(name)
+        layer, base = layers.get(name), quantized.get(name)
+        tensor = tensor if base is None else dequantized(base, dtype)
         if layer is not None:
             change = layer.get_delta_weight("default")
             tensor = (tensor.to(torch.promote_types(tensor.dtype, change.dtype)) + change).to(tensor.dtype)
-        tensors[plain_name(name)] = tensor
+        tensors[plain_name(name)] = tensor.t() if base is not None and is_turned_over(base) else tensor
     return tensors
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype of the base's parameters that are not quantized; float32 without any."""
+    kept = (p.dtype for name, p in model.named_parameters() if p.is_floating_point() and not _ADAPTER.search(name))
+    return next(kept, torch.float32)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -348,6 +358,7 @@ def _config(peft: Any, adapters: Adapters, **more: Any) -> Any:
 
 
 def _peft() -> Any:
+    quiet()  # peft imports bitsandbytes where it is installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package's own imports

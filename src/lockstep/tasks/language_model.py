@@ -36,11 +36,13 @@ from lockstep.models.hf import (
     with_loss,
 )
 from lockstep.models.hf import further_logits as hf_further_logits
+from lockstep.models.quantized import Quantization
 from lockstep.task import DataFacts, Task
 from lockstep.tasks.prepare import is_prepared, named_tokenizer, open_shards, read_index
 from lockstep.text.documents import PaddedDocuments, Tokenizer
 from lockstep.text.hub import DataRequest, open_rows, plain_rows, table_files
 from lockstep.text.token_store import Packing, Samples, TokenCorpus, TokenizerToTrain, TokenShards, prepare
+from lockstep.transforms.precision import AUTOCAST
 
 __all__ = [
     "IGNORED",
@@ -51,6 +53,7 @@ __all__ = [
     "corpus_for",
     "hub_task",
     "loss_inside",
+    "quantization_of",
 ]
 
 
@@ -362,7 +365,8 @@ class HubCausalLM(LanguageModel):
         dtype: of pretrained weights in memory; None: as they are stored.
         pretrained: read the weights instead of initialising them.
         other_tokenizer: the corpus's tokenizer is not the model's own.
-        whole: the model is compiled as a whole, see `_has_mask`.
+        full: the model is compiled as a whole, see `_has_mask`.
+        quantization: of the model's linear layers; None: none.
 
     Attributes:
         defaults: set of defaults for the configuration; see `lockstep.training.defaults`.
@@ -386,6 +390,7 @@ class HubCausalLM(LanguageModel):
         inside: bool = False,
         other_tokenizer: bool = False,
         full: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__(corpus, sources, prompt, loss_chunk, inside)
         self.attention_mask = _has_mask(corpus, source, full)
@@ -407,7 +412,9 @@ class HubCausalLM(LanguageModel):
         self._name, self._tried = source.name, False
         self._reach = _HubReach(source.context, corpus.vocab_size)
         self._vocab_size = model_vocab
-        self._build = partial(source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained)
+        self._build = partial(
+            source.build, vocab_size=vocab_size, dtype=dtype, pretrained=pretrained, quantization=quantization
+        )
 
     def model(self) -> nn.Module:
         """Build the model, initialised from torch's default generator or with pretrained weights.
@@ -490,7 +497,9 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         DataError: see `lockstep.text.token_store.prepare`.
     """
     name, model_config = config.model_name, config.model
-    cache = cache_of(config)
+    cache, quantization = cache_of(config), quantization_of(config)
+    if quantization:
+        quantization.check()
     get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
     source = get(name, revision=model_config.revision)
     too_long = source.context and config.seq_len > source.context
@@ -525,7 +534,14 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         inside=loss_inside(config),
         other_tokenizer=chosen.other_tokenizer,
         full=bool(config.compile) and config.compile_scope == "whole",
+        quantization=quantization,
     )
+
+
+def quantization_of(config: Config) -> Quantization | None:
+    """Return how --model.load-in loads the model; None: as it is stored."""
+    bits = config.model.load_in
+    return None if bits == "full" else Quantization(bits, AUTOCAST.get(config.precision))
 
 
 def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:

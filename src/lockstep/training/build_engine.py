@@ -22,7 +22,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.config.engine_options import check_quantized
+from lockstep.config.fields import FieldError
 from lockstep.config.schema import Config
+from lockstep.config.schema import flag as flag_of
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.loader import blamed
 from lockstep.distributed.progress import rank_label
@@ -35,6 +38,7 @@ from lockstep.engines.wrappers import Changes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import loss_of, seeder
 from lockstep.models.gpt import GPT
+from lockstep.models.quantized import bits_of, hold_still, quantized_layers
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
@@ -193,6 +197,8 @@ def build_model(
     with collect_new_modules() as new:
         model = on_all_ranks(world, make)
     check_not_lazy(model)
+    if not sizes_only:
+        _check_quantized(config, model, world)
     differing = 0 if sizes_only else copy_from_rank0(model, new, world)  # collective
     if differing and state.place is None:
         count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
@@ -257,6 +263,33 @@ def check_not_meta(model: nn.Module) -> None:
             f"the task's `model` returned '{name}' on the meta device, without values: create it on a real device, or "
             "call model.to_empty(device='cpu') and initialise or load every value in `model()`"
         )
+
+
+def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
+    """Check that quantized layers can be trained beside, and keep forwards from changing them.
+
+    Raises:
+        ConfigError: names the flag and the way out.
+    """
+    bits = config.model.load_in
+    found: dict[str, str] = {}
+    for name, layer in quantized_layers(model):
+        found.setdefault(bits_of(layer), name)
+    if not found:
+        if bits != "full":
+            raise ConfigError(
+                f"--model.load-in {bits} needs a --model-name of transformers: give one, or quantize the model in the "
+                "task's model() (transformers.BitsAndBytesConfig) and leave the flag out"
+            )
+        return
+    for bits, name in found.items():
+        try:
+            check_quantized(bits, name_of(config.engine, world), config.engine_options)
+        except FieldError as error:  # of a task's own model
+            raise ConfigError(f"{name} of the model is quantized: {error.message(flag_of)}") from None
+        if not config.lora.rank and not any(hasattr(module, "lora_A") for module in model.modules()):
+            raise ConfigError(f"{name} of the model is quantized and cannot be trained: set --lora.rank, such as 16")
+    hold_still(model, world.device)
 
 
 def _check_weight_copies(config: Config, task: Task, world: World) -> None:

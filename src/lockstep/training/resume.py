@@ -207,6 +207,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         "data": task.fingerprint,
         "task": type(user_task(task)).__qualname__,
         **({name: options[name] for name in options if name.startswith("lora.")} if config.lora.rank else {}),
+        **({"model.load_in": config.model.load_in} if config.lora.rank else {}),
         **({name: options[name] for name in options if name.startswith("fp16.")} if config.precision == "fp16" else {}),
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         **evaluation,
@@ -231,7 +232,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
-    added["data.shuffle_shards"] = 0
+    added |= {"data.shuffle_shards": 0, "model.load_in": "full"}
     added["dataset_samples"] = before.get("samples")
     before = {"geometry": now.get("geometry")} | before  # that of the first start
     before, now = defaults | added | before, defaults | now
@@ -248,7 +249,7 @@ _FOLLOWS_FROM = {
     "samples": ("dataset_samples", "micro_batch_tokens"),
     "dataset_samples": ("data", *_DATA_SOURCES),
     "data": _DATA_SOURCES,
-    "model": ("task", "model_name", "lora.rank", "seq_len"),
+    "model": ("task", "model_name", "model.load_in", "lora.rank", "seq_len"),
     "micro_batch_size": ("batch_size", "model"),
     "eval_micro_batch_size": ("batch_size", "micro_batch_size", "model"),
     "eval_freq": ("steps", "batch_size", "samples"),

@@ -32,6 +32,7 @@ from lockstep.engines.registry import trained_set
 from lockstep.engines.wrappers import set_trained
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject
+from lockstep.models.quantized import quantized_layers, scales
 from lockstep.run_state import AdapterState, RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task
@@ -61,8 +62,9 @@ Say = Callable[[str], None]
 
 def base_tensor_names(model: nn.Module, state: RunState) -> frozenset[str]:
     """Return `model/NAME` of the base's tensors, which a checkpoint of adapters leaves out."""
-    lora = state.lora
-    return frozenset(f"model/{name}" for name in base_names(model, lora.modules_to_save)) if lora else frozenset()
+    if state.lora is None:
+        return frozenset()
+    return frozenset(f"model/{name}" for name in (*base_names(model, state.lora.modules_to_save), *scales(model)))
 
 
 def add_adapters(config: Config, task: Task, model: nn.Module, world: World, state: RunState, say: Say) -> bool:
@@ -77,7 +79,7 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
 
     Raises:
         ConfigError: nothing to adapt, no trained base, or peft is not installed.
-        ResumeError: the checkpoint's adapters are for another base.
+        ResumeError: the checkpoint's adapters are for another base, or for its weights in other bits.
     """
     stored = state.lora
     if not config.lora.rank:
@@ -87,6 +89,8 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
                 "--experiment-name"
             )
         return False
+    if stored:
+        _check_same_bits(config, state)
     base = stored or _find_base(config, world, say)  # of a new run: without a digest, unless the base has adapters
     source = base.base_from
     if not base.base:
@@ -130,6 +134,16 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
     _check_same_base(adapters.base, _digest(model, adapters.modules_to_save), CheckpointError)
     inject(model, Adapters.of(adapters), getattr(torch, adapters.dtype))
     return model
+
+
+def _check_same_bits(config: Config, state: RunState) -> None:
+    """Raise ResumeError if the adapters were trained beside weights of other bits."""
+    before, now = state.plan.get("model.load_in", "full"), config.model.load_in
+    if before != now:
+        raise ResumeError(
+            f"the adapters were trained with --model.load-in {before}, not {now}: give --model.load-in {before}, or "
+            "another --experiment-name"
+        )
 
 
 def _check_same_base(expected: str, actual: str, kind: type[Exception]) -> None:
@@ -215,6 +229,11 @@ def _load_base(model: nn.Module, source: Path) -> None:
     """Load the base's weights in their stored dtypes; under `meta_init` on rank 0 alone."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return
+    if any(True for _ in quantized_layers(model)):
+        raise ConfigError(
+            "--model.load-in does not go with --init-from of a whole model: run `lockstep export --format hf` on it, "
+            "and give that folder as --model-name"
+        )
     if not (source / "manifest.json").is_file():
         raise CheckpointError(f"the adapters' base is missing: {printable(str(source))}; restore that checkpoint")
     tensors = read_contents(source, read_manifest(source))
@@ -225,8 +244,10 @@ def _load_base(model: nn.Module, source: Path) -> None:
 
 
 def _digest(model: nn.Module, modules: Collection[str]) -> str:
-    """Hash the base's parameters, before adapters are added."""
-    return checkpoint.fingerprint_of({name: model.get_parameter(name).detach() for name in base_names(model, modules)})
+    """Hash the base's parameters, and the scales of quantized ones, before adapters are added."""
+    tensors = {name: model.get_parameter(name).detach() for name in base_names(model, modules)}
+    described = {name for name in scales(model) if ".quant_state." in name}  # as JSON, which a newer package may extend
+    return checkpoint.fingerprint_of(tensors | {n: t for n, t in scales(model).items() if n not in described})
 
 
 # --- trained set

@@ -390,8 +390,9 @@ def _check_trainer(trainer: Any) -> None:
         raise ConfigError("from_trainer: the Trainer has no train_dataset: pass one")
     if trainer.state.global_step:
         raise ConfigError("from_trainer: the Trainer has already trained: build a new one")
-    if getattr(trainer.model, "quantization_method", None) is not None:
-        raise ConfigError("from_trainer: the model is quantised, which is not supported: load it unquantised")
+    method = getattr(trainer.model, "quantization_method", None)
+    if method not in (None, "bitsandbytes"):
+        raise ConfigError(f"from_trainer: the model is quantised by {method}: use bitsandbytes, or load it unquantised")
     own = [method for method in LOOP if _is_own(trainer, method)]
     if own:
         way = "do it in the loop of lockstep.Run, or compute it in `compute_loss`"

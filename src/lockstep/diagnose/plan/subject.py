@@ -30,7 +30,7 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.task import Task, as_task
-from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside
+from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, quantization_of
 from lockstep.tasks.prepare import trained_size
 from lockstep.training.agreement import check_stream
 from lockstep.training.evaluation import sets_by_name
@@ -216,6 +216,7 @@ def _of_hub(config: Config, say: Say) -> Subject:
             sources={},
             loss_chunk=options.loss_chunk,
             inside=loss_inside(config),
+            quantization=quantization_of(config),
         )
         instance.defaults = "fine-tuning" if options.pretrained else "language-model"
         return instance

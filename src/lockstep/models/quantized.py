@@ -1,0 +1,231 @@
+"""Load a model's linear layers in 4 or 8 bits. Only this file needs `bitsandbytes`.
+
+    quantization = Quantization("4bit", torch.bfloat16)     # --model.load-in 4bit
+    model = AutoModelForCausalLM.from_pretrained(name, **quantization.arguments(transformers))
+    quantization.settle(model)
+
+4 bits are NF4 in blocks of 64 with quantized scales (Dettmers et al., "QLoRA", arXiv 2305.14314), 8 bits are LLM.int8()
+(arXiv 2208.07339). Weights are quantized on the host, so they have the same bits on every device. The layers are
+bitsandbytes' own; they are recognised by their module, so that a run without them does not load the package.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+
+__all__ = [
+    "Quantization",
+    "SizedLinear",
+    "bits_of",
+    "dequantized",
+    "hold_still",
+    "is_turned_over",
+    "quantized_layers",
+    "quiet",
+    "scales",
+]
+
+_FLAG = "--model.load-in"
+_BLOCK = 64  # weights that share a scale
+_NESTED = 256  # scales that share a scale of their own
+_OUTLIER = 6.0  # inputs above it are multiplied in float16, as the paper has it
+
+
+class Quantization(NamedTuple):
+    """How to load a base.
+
+    Attributes:
+        load_in: "4bit" or "8bit".
+        compute: dtype of autocast, in which 4-bit layers multiply; None: the dtype that the weights are stored in.
+    """
+
+    load_in: str
+    compute: torch.dtype | None
+
+    def check(self) -> None:
+        """Raise ConfigError if a package is missing."""
+        for package in ("bitsandbytes", "accelerate"):
+            if find_spec(package) is None:
+                raise ConfigError(
+                    f"{_FLAG} {self.load_in} needs the package {package}: pip install 'torch-lockstep[quantized]'"
+                )
+
+    def _config(self, transformers: Any) -> Any:
+        self.check()
+        quiet()
+        if self.load_in == "8bit":
+            return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=_OUTLIER)
+        return transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=self.compute or torch.float32,
+        )
+
+    def arguments(self, transformers: Any) -> dict[str, Any]:
+        """Return the arguments of `from_pretrained` of this package."""
+        return {"quantization_config": self._config(transformers), "device_map": {"": "cpu"}}
+
+    def settle(self, model: nn.Module) -> nn.Module:
+        """Choose the layers' dtype, and make sure that a forward leaves their tensors as they are."""
+        stored = getattr(model, "dtype", torch.float32)
+        for _, layer in quantized_layers(model):
+            if hasattr(layer, "compute_dtype"):
+                layer.compute_dtype, layer.compute_type_is_set = self.compute or stored, True
+        return hold_still(model)
+
+    def sized(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
+        """Replace layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.
+
+        Args:
+            layers: names of the linear layers to replace.
+            dtype: of the other parameters.
+        """
+        for name in layers:
+            model.set_submodule(name, SizedLinear(model.get_submodule(name), self.load_in, self.compute or dtype))
+        floating = {torch.float32: dtype}
+        moved: dict[Tensor, Tensor] = {}
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in tables:
+                for name, tensor in list(tensors.items()):
+                    if tensor is not None:
+                        new = torch.empty_like(tensor, dtype=floating.get(tensor.dtype, tensor.dtype), device="cpu")
+                        kind = isinstance(tensor, nn.Parameter)
+                        moved.setdefault(tensor, nn.Parameter(new, tensor.requires_grad) if kind else new)
+                        tensors[name] = moved[tensor]
+        return model
+
+
+def quiet() -> None:
+    """Silence the warnings of bitsandbytes: of kernels that it lacks, and of each forward of an 8-bit layer."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of bitsandbytes."""
+    return type(module).__module__.startswith("bitsandbytes.") and isinstance(module, nn.Linear)
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and layer of the quantized linear layers."""
+    return ((name, module) for name, module in model.named_modules() if is_quantized(module))
+
+
+class SizedLinear(nn.Linear):
+    """A layer that takes the memory and the work of a quantized one, without values: for a plan.
+
+    Args:
+        layer: on the meta device.
+        load_in: see `Quantization`.
+        compute: dtype of its products.
+    """
+
+    def __init__(self, layer: Any, load_in: str, compute: torch.dtype) -> None:
+        turned_over = type(layer).__name__ == "Conv1D"
+        rows, columns = reversed(layer.weight.shape) if turned_over else layer.weight.shape
+        super().__init__(columns, rows, bias=False, device="meta")
+        shape, scales = ((rows, columns), 4 * rows) if load_in == "8bit" else ((-(-rows * columns // 2), 1), 0)
+        if not scales:
+            blocks = -(-rows * columns // _BLOCK)
+            scales = blocks + 4 * -(-blocks // _NESTED)
+        dtype = torch.int8 if load_in == "8bit" else torch.uint8
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
+        self.bias = layer.bias
+        self.compute = compute
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _SizedProduct.apply(input.to(self.compute), self.in_features, self.out_features)  # type: ignore[no-untyped-call]
+        return (output if self.bias is None else output + self.bias.to(self.compute)).to(input.dtype)
+
+
+class _SizedProduct(torch.autograd.Function):
+    """A product with a weight that exists only while it is computed, as bitsandbytes' own."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, columns: int, rows: int) -> Tensor:
+        ctx.shape = rows, columns
+        return input @ input.new_empty(columns, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ grad.new_empty(ctx.shape), None, None
+
+
+def bits_of(layer: Any) -> str:
+    """Return the value of --model.load-in that makes such a layer."""
+    return "8bit" if hasattr(layer, "state") else "4bit"
+
+
+def hold_still(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """Make forwards leave the tensors of quantized layers unchanged. In place; a second call changes nothing.
+
+    bitsandbytes itself changes them in three places: on CPUs with AVX512-BF16 an evaluation packs 4-bit weights in
+    another order and rounds their scales; a bias takes the dtype of the input; and the scales of an 8-bit layer stay
+    where they were when the model around it moves.
+
+    Args:
+        device: that the weights will be moved to; their scales are moved now. None: they stay.
+    """
+    for _, layer in quantized_layers(model):
+        if bits_of(layer) == "8bit":
+            _follow(layer)
+            if _before_int8 not in layer._forward_pre_hooks.values():
+                layer.register_forward_pre_hook(_before_int8)
+            continue
+        layer.support_avx512bf16_for_cpu = False
+        if device is not None:
+            layer.weight.quant_state.to(device)
+        if layer.bias is not None and layer.compute_dtype is not None:
+            layer.bias.data = layer.bias.data.to(layer.compute_dtype)
+    return model
+
+
+def _before_int8(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    _follow(layer)
+    if layer.bias is None or inputs[0].dtype is layer.bias.dtype:
+        return None
+    return inputs[0].to(layer.bias.dtype), *inputs[1:]
+
+
+def _follow(layer: Any) -> None:
+    """Move the scales of an 8-bit layer to its weight's device."""
+    if layer.weight.CB is not None:
+        layer.init_8bit_state()
+    if layer.state.SCB is not None and layer.state.SCB.device != layer.weight.device:
+        layer.state.SCB = layer.state.SCB.to(layer.weight.device)  # once, after a move; waits for the device
+    layer.state.CB = layer.weight.data
+
+
+def scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a model's state has of its quantized layers besides parameters: scales, and how they are stored."""
+    found: dict[str, Tensor] = {}
+    for name, layer in quantized_layers(model):
+        own = {key for key, _ in layer.named_parameters()}
+        found |= {f"{name}.{key}": value for key, value in layer.state_dict().items() if key not in own}
+    return found
+
+
+def is_turned_over(layer: Any) -> bool:
+    """Whether the weight was [inputs, outputs] before the layer was quantized, as GPT-2's are."""
+    return getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+
+
+@torch.no_grad()
+def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return the weight of a quantized layer, [outputs, inputs]."""
+    from bitsandbytes import functional
+
+    if bits_of(layer) == "8bit":
+        _follow(layer)
+        weight: Tensor = functional.int8_vectorwise_dequant(layer.weight.data, layer.state.SCB)
+    else:
+        weight = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight.to(dtype)
