@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.adapters.hf_trainer.convert import TrainerTask, from_trainer
+from lockstep.adapters.hf_trainer.convert import from_trainer
 from lockstep.adapters.hf_trainer.data import of_transformers
 from lockstep.adapters.hf_trainer.flags import Script
+from lockstep.adapters.hf_trainer.task import TrainerTask
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, UsageError, error_origin
@@ -148,6 +149,8 @@ def _rename(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield _TRAINER_NAMES[name], value
         elif name.startswith("evaluation/"):
             yield f"eval_{name.removeprefix('evaluation/')}", value
+        elif name.startswith("train/"):
+            yield name.removeprefix("train/"), value
     if "epoch" in record:
         yield "epoch", record["epoch"] + record.get("epoch_progress", 0.0)
 
