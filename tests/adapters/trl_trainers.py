@@ -88,6 +88,17 @@ def model():
     return seeded(lambda: transformers.LlamaForCausalLM(sized()))
 
 
+def reference():
+    """Other weights than the model's, the same on every rank."""
+    torch.manual_seed(7)
+    return transformers.LlamaForCausalLM(sized())
+
+
+def experts():
+    config = transformers.MixtralConfig(**{**sized().to_dict(), "num_local_experts": 2, "model_type": "mixtral"})
+    return seeded(lambda: transformers.MixtralForCausalLM(config))
+
+
 def scored():
     return seeded(lambda: transformers.LlamaForSequenceClassification(sized(num_labels=1)))
 
@@ -118,16 +129,20 @@ def quiet():
 
 
 def sft(folder, data="text", **more):
-    kind = more.pop("kind", trl.SFTTrainer)
-    return made(folder, kind, trl.SFTConfig, model(), rows(data, 96 if more.get("packing") else 32), **more)
+    network = experts() if more.pop("experts", False) else model()
+    return made(folder, trl.SFTTrainer, trl.SFTConfig, network, rows(data, 96 if more.get("packing") else 32), **more)
 
 
 def dpo(folder, **more):
     kind = more.pop("kind", trl.DPOTrainer)
-    dtype = more.get("dtype", torch.float64)
-    if not more.get("peft") and "ref_model" not in more:
-        more["ref_model"] = model().to(dtype)
-    return made(folder, kind, trl.DPOConfig, model(), rows("pairs"), **{"beta": 0.5, **more})
+    network, dtype = model(), more.get("dtype", torch.float64)
+    if more.pop("adapted", False):  # a model with an adapter of its own, of which trl makes a copy as the reference
+        import peft
+
+        network = peft.get_peft_model(network, lora())
+    elif not more.get("peft") and "ref_model" not in more:
+        more["ref_model"] = reference().to(dtype)
+    return made(folder, kind, trl.DPOConfig, network, rows("pairs"), **{"beta": 0.5, **more})
 
 
 def reward(folder, **more):

@@ -13,6 +13,7 @@ __all__ = [
     "SAMPLING",
     "SINKS",
     "TRL",
+    "TRL_TRAINERS",
 ]
 
 
@@ -156,6 +157,7 @@ debug | refused | guards.nonfinite names what is not finite: leave it out
 sortish_sampler | refused | batches by length would depend on the data: leave it out
 """)
 
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # those that are served
 # Trainers of trl that generate samples between their steps; its others are refused without this reason.
 GENERATING = (
     *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.adapters.hf_trainer.data import Batching, PairBatching
-from lockstep.adapters.hf_trainer.refusals import BATCH_LOSSES, GENERATING, TRL
+from lockstep.adapters.hf_trainer.refusals import BATCH_LOSSES, GENERATING, TRL, TRL_TRAINERS
 from lockstep.adapters.hf_trainer.task import FINGERPRINT_ARGUMENTS, LabelledTrainerTask, TrainerTask
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _SFT, _DPO, _REWARD = (f"trl.trainer.{name}" for name in ("sft_trainer", "dpo_trainer", "reward_trainer"))
-_SERVED = {(_SFT, "SFTTrainer"), (_DPO, "DPOTrainer"), (_REWARD, "RewardTrainer")}
+_SERVED = set(zip((_SFT, _DPO, _REWARD), TRL_TRAINERS, strict=True))  # a class of trl.experimental has the same name
 _COUNTED = ("num_tokens",)  # a total of the process, not a number of the batch
 
 
@@ -45,8 +45,8 @@ def check_trl(trainer: Any) -> None:
         name = origin.__name__
         why = ", which generates samples between its steps," if name in GENERATING else f" ({origin.__module__})"
         raise ConfigError(
-            f"from_trainer: {name} of trl{why} is not supported: train it with trl alone; SFTTrainer, DPOTrainer and "
-            "RewardTrainer are supported"
+            f"from_trainer: {name} of trl{why} is not supported: train it with trl alone; "
+            f"{', '.join(TRL_TRAINERS)} are supported"
         )
     more = getattr(trainer.args, "gradient_checkpointing_kwargs", None) or {}
     if more.get("selective"):
