@@ -310,6 +310,22 @@ def test_a_loss_of_a_whole_batch_is_refused_where_a_step_has_several(tmp_path, k
     assert not (tmp_path / "1" / "checkpoints").exists()
 
 
+def test_the_program_of_the_document_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "hf-trainer.md").read_text(encoding="utf-8")
+    (program,) = [part for part in text.split("```") if part.startswith("python") and "DPOTrainer(" in part]
+    pairs = trl_trainers.rows("pairs")
+    names = {
+        "model": trl_trainers.model(),
+        "reference": trl_trainers.reference(),
+        "tokenizer": trl_trainers.tokenizer(),
+    }
+    names |= {"pairs": pairs, "held_out": pairs.select(range(8))}
+    exec(program.removeprefix("python\n"), names)
+    assert 0 <= names["result"].evaluation.metrics["rewards/accuracies"] <= 1
+    assert transformers.LlamaForCausalLM.from_pretrained("preferences").num_parameters() > 0
+
+
 def test_recomputing_a_part_of_a_block_is_refused(tmp_path):
     more = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}}
     with pytest.raises(ConfigError, match="'selective': True"):
