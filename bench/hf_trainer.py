@@ -4,7 +4,7 @@ Each has a tiny model and data that are made on the spot; none draws anything. A
 a step's loss, and the loss at the end. With `--accumulate 2` each step has two micro-batches: models that are told the
 number of labels and do not use it then have the Trainer's loss twice as large (docs/hf-trainer.md).
 
-`--trl` compares SFTTrainer, DPOTrainer and RewardTrainer of trl, and also times a step: `--rounds` runs of each in turns,
+`--trl` compares SFTTrainer, DPOTrainer and RewardTrainer of trl, and times a step: `--rounds` runs of each in turns,
 the median of the steps after the first three, and the median of the rounds' ratios (below 1: lockstep is faster).
 """
 
