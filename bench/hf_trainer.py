@@ -67,7 +67,7 @@ def compare_trl(folder: Path, asked: argparse.Namespace, more: dict[str, Any]) -
     kinds |= {"dpo": ("dpo", {}), "dpo, LoRA": ("dpo", {"peft": True}), "reward": ("reward", {})}
     print(f"{'kind':<12} {'largest difference':>18} {'trl, ms':>9} {'lockstep, ms':>13} {'ratio':>7}")
     for kind, (name, options) in kinds.items():
-        given = {**more, **options, "dtype": torch.float32, "held": False}
+        given = {**more, **options, "dtype": torch.float32, "held": False, "learning_rate": 1e-4}
         off, times = 0.0, list[tuple[float, float]]()
         for round_ in range(asked.rounds):
             with quiet():

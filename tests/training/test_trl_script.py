@@ -85,7 +85,7 @@ def test_the_scripts_of_trl_save_what_trl_would_have_trained(tmp_path, monkeypat
 def test_the_yaml_file_is_checked_before_torch_is_loaded(tmp_path):
     script = tmp_path / "run.py"
     script.touch()
-    for text, said in (("a: [", "is not a YAML file"), ("- 1", "one object of names")):
+    for text, said in (("a: [", "is not a YAML file"), ("- 1", "must be one JSON object")):
         (tmp_path / "args.yaml").write_text(text)
         with refuses(ConfigError, "--hf-args", said):
             asked({"hf_script": str(script), "hf_args": str(tmp_path / "args.yaml")}, {})

@@ -86,7 +86,7 @@ def _check_arguments(path: Path) -> None:
         raise ConfigError(f"--hf-args {path} is not a text file: {error}") from None
     content = _parse_yaml(path, text) if path.suffix in YAML else _parse_json(path, text)
     if not isinstance(content, dict):
-        raise ConfigError(f'--hf-args {path} must be one object of names, such as {{"output_dir": "out"}}')
+        raise ConfigError(f'--hf-args {path} must be one JSON object, such as {{"output_dir": "out"}}')
     if content.get("do_train") is False:
         raise ConfigError(f'--hf-args {path}: "do_train" is false, so there is nothing to train: set it to true')
 
