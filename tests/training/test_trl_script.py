@@ -64,7 +64,7 @@ def saved(folder):
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("dpo", {"use_peft": True, "lora_target_modules": ["q_proj"], "gradient_accumulation_steps": 2}),
+        ("dpo", {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "gradient_accumulation_steps": 2}),
         pytest.param("sft", {"packing": False}, marks=pytest.mark.slow),
         pytest.param("reward", {"center_rewards_coefficient": 0.01}, marks=pytest.mark.slow),
     ],

@@ -117,6 +117,7 @@ class _TrlTask(TrainerTask):
         """Context manager in which the trainer is alone, gathers nothing, and logs of this batch only."""
         accelerator = self.trainer.accelerator
         self._forget()
+        self.trainer.current_gradient_accumulation_steps = 1  # a router's loss, which is served in steps of one batch
         accelerator.gather = accelerator.gather_for_metrics = _unchanged
         try:
             with super()._alone():
