@@ -102,16 +102,18 @@ def test_a_trainer():
 
 
 def test_trainers_of_trl_and_subclasses_of_the_arguments():
-    text = """from trl import SFTTrainer, DPOTrainer, SFTConfig
+    text = """from trl import SFTTrainer, GRPOTrainer, SFTConfig, TrlParser
 SFTTrainer(model, SFTConfig(output_dir="a", packing=True, auto_find_batch_size=True)).train()
-DPOTrainer(model).train()
+GRPOTrainer(model).train()
+TrlParser(SFTConfig).parse_args_and_config()
 """
     kind, rows = told(text)
     assert kind == "a Hugging Face Trainer"
-    assert has(rows, 2, "stays", "its own methods read it")
+    assert has(rows, 2, "stays", "read by its data")
     assert has(rows, 2, "refused", "per_device_train_batch_size")
     assert has(rows, 2, "becomes", "from_trainer")
-    assert has(rows, 3, "stays", "only SFTTrainer is tested")
+    assert has(rows, 3, "refused", "SFTTrainer, DPOTrainer, RewardTrainer")
+    assert has(rows, 4, "stays", "--hf-args args.yaml")
 
 
 LIGHTNING = """import lightning as L

@@ -7,7 +7,17 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.adapters.hf_trainer.refusals import ARGUMENTS, CALLBACKS, EVALUATION, LOOP, OPTIMIZERS, SAMPLING, SINKS
+from lockstep.adapters.hf_trainer.refusals import (
+    ARGUMENTS,
+    CALLBACKS,
+    EVALUATION,
+    LOOP,
+    OPTIMIZERS,
+    SAMPLING,
+    SINKS,
+    TRL,
+    TRL_TRAINERS,
+)
 from lockstep.migrate.parsing import Site, constant, dotted, is_true, keyword
 from lockstep.migrate.plain import BECOMES, GOES, REFUSED, STAYS, MigrationRow, ParsedScript, shorten
 
@@ -50,13 +60,16 @@ def rows(script: ParsedScript) -> Iterator[MigrationRow]:
 def _trainer_rows(script: ParsedScript, trainers: list[Site]) -> Iterator[MigrationRow]:
     for site in trainers:
         full = script.view.full(site)
-        if full.startswith("trl.") and not full.endswith("SFTTrainer"):
-            yield script.row(site.call, STAYS, "of trl only SFTTrainer is tested; from_trainer refuses a custom loop")
+        if full.startswith("trl.") and (full.startswith("trl.experimental.") or not full.endswith(TRL_TRAINERS)):
+            yield script.row(site.call, REFUSED, f"of trl {', '.join(TRL_TRAINERS)} are supported: train it with trl")
         else:
             yield script.row(site.call, STAYS, "unchanged: lockstep uses its model, data, collator and methods")
     for site, full in script.call_names:
         if full.startswith("transformers.") and full.endswith("HfArgumentParser"):
             advice = "if it reads a JSON file, no edit is needed: lockstep train --hf-script FILE --hf-args args.json"
+            yield script.row(site.call, STAYS, advice)
+        elif full.startswith("trl.") and full.endswith("TrlParser"):
+            advice = "no edit is needed: lockstep train --hf-script FILE --hf-args args.yaml, the file of its --config"
             yield script.row(site.call, STAYS, advice)
 
 
@@ -97,7 +110,7 @@ def _classify_argument(name: str | None, value: ast.expr, exact: bool) -> tuple[
     if name in _RENAMED:
         action, advice = _classify_argument(_RENAMED[name], value, exact)
         return (REFUSED, advice) if action == REFUSED else (BECOMES, f"{_RENAMED[name]}=..., its new name, {advice}")
-    row, setting = ARGUMENTS.get(name), constant(value)
+    row, setting = ARGUMENTS.get(name) or TRL.get(name), constant(value)
     literal = isinstance(value, ast.Constant)
     if row is None:
         return (REFUSED, "unknown to lockstep: remove it") if exact else (STAYS, "its own methods read it")

@@ -3,7 +3,8 @@
     code = run_script(Script(Path("run_clm.py"), Path("args.json")), {"engine": "fsdp", "exact": True})
 
 The script reads its arguments from the JSON file, as the scripts of transformers' examples folder do if that is their
-only argument. It does everything else itself: data, tokenizer, model, and what is evaluated and saved afterwards.
+only argument, or from the YAML file behind `--config`, as those of trl do. It does everything else itself: data,
+tokenizer, model, and what is evaluated and saved afterwards.
 """
 
 import math
@@ -14,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep.adapters.hf_trainer.convert import TrainerTask, from_trainer
+from lockstep.adapters.hf_trainer.convert import from_trainer
 from lockstep.adapters.hf_trainer.data import of_transformers
-from lockstep.adapters.hf_trainer.flags import Script
+from lockstep.adapters.hf_trainer.flags import YAML, Script
+from lockstep.adapters.hf_trainer.task import TrainerTask
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, UsageError, error_origin
@@ -148,6 +150,8 @@ def _rename(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield _TRAINER_NAMES[name], value
         elif name.startswith("evaluation/"):
             yield f"eval_{name.removeprefix('evaluation/')}", value
+        elif name.startswith("train/"):
+            yield name.removeprefix("train/"), value
     if "epoch" in record:
         yield "epoch", record["epoch"] + record.get("epoch_progress", 0.0)
 
@@ -173,7 +177,8 @@ def _replace_train(trainers: Any, training: _TrainReplacement) -> Iterator[None]
 def _script_environment(script: Script) -> Iterator[None]:
     """Set `sys.argv` and `sys.path` as if Python had been started with the script."""
     argv, path = sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script.path), str(script.arguments)], [str(script.path.parent.absolute())]
+    flags = ["--config"] if script.arguments.suffix in YAML else []
+    sys.argv, sys.path[:0] = [str(script.path), *flags, str(script.arguments)], [str(script.path.parent.absolute())]
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.adapters.hf_trainer.refusals import ARGUMENTS, SAMPLING, SINKS
+from lockstep.adapters.hf_trainer.refusals import ARGUMENTS, SAMPLING, SINKS, TRL
 from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
@@ -43,7 +43,7 @@ def check_arguments(trainer: Any) -> None:
     args = trainer.args
     for spec in _argument_fields(args):
         setting = getattr(args, spec.name, None)
-        row = ARGUMENTS.get(spec.name)
+        row = ARGUMENTS.get(spec.name) or TRL.get(spec.name)
         if row and row.kind != "refused":
             continue
         if _is_set(spec, setting):
@@ -112,9 +112,10 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
 
 
 def _argument_fields(args: Any) -> list[Any]:
-    """Return the fields of TrainingArguments, plus the known fields of classes derived from it."""
-    base = next((kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments"), type(args))
-    own = {spec.name for spec in dataclasses.fields(base)}
+    """Return the fields of TrainingArguments or of trl's config, plus the known fields of classes derived from it."""
+    bases = [kind for kind in type(args).__mro__ if kind.__module__.startswith("trl.")]
+    bases += [kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments"]
+    own = {spec.name for spec in dataclasses.fields(next(iter(bases), type(args)))}
     return [spec for spec in dataclasses.fields(args) if spec.name in own or spec.name in ARGUMENTS]
 
 

@@ -274,10 +274,12 @@ class Events(Hooks):
         if record is None:
             logs = {"loss": step.loss, "grad_norm": step.norm}  # collective
             context.log({"loss": logs["loss"]})
+            numbers = step.numbers  # collective
         else:
             logs = {"loss": record["running_loss"], "grad_norm": record["grad_norm"]}
+            numbers = {name.removeprefix("train/"): each for name, each in record.items() if name.startswith("train/")}
         self._losses.append(logs["loss"])
-        self._log({**logs, "learning_rate": step.lr})
+        self._log({**logs, "learning_rate": step.lr, **numbers})
 
     def _log(self, logs: dict[str, float]) -> None:
         """Add to the history what is logged, and call `on_log`."""

@@ -26,6 +26,7 @@ from lockstep.tasks.regression import RowsMetric
 __all__ = [
     "Batching",
     "EpochShuffled",
+    "PairBatching",
     "Predictions",
     "collator_of",
     "labelled",
@@ -93,6 +94,22 @@ class Batching:
         """Count the labels of a batch in host memory."""
         labels = labelled(batch, shifts=self.shifts)
         return 0 if labels is None else int(labels)
+
+
+@final
+class PairBatching:
+    """Collator and item count of pairs: a batch has the rows of the chosen samples, then those of the rejected.
+
+    Args:
+        collator: a list of samples -> a batch.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collate = collator
+
+    def count(self, batch: Any) -> int:
+        """Count the pairs of a batch."""
+        return len(batch["input_ids"]) // 2
 
 
 @final

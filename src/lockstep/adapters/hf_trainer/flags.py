@@ -1,4 +1,4 @@
-"""Read and check `--hf-script FILE.py --hf-args FILE.json` of `lockstep train` before torch is loaded.
+"""Read and check `--hf-script FILE.py --hf-args FILE` of `lockstep train` before torch is loaded.
 
 parser = with_flags(options.make_parser(argv, "lockstep train"))
 values = vars(parser.read(argv))
@@ -17,18 +17,20 @@ from lockstep.config.task_options import OWN, is_option_of
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "YAML",
     "Script",
     "asked",
     "with_flags",
 ]
 
 
+YAML = (".yaml", ".yml")  # of a script that reads it by `--config`, with trl's parser
 _P = TypeVar("_P", bound=argparse.ArgumentParser)
 _ALSO = ("task", "preset")  # options of any task that select it, or that its script decides
 
 
 class Script(NamedTuple):
-    """A script that makes a Hugging Face Trainer, and the JSON file of its arguments."""
+    """A script that makes a Hugging Face Trainer, and the JSON or YAML file of its arguments."""
 
     path: Path
     arguments: Path
@@ -40,7 +42,9 @@ def with_flags(parser: _P) -> _P:
     group.add_argument(
         "--hf-script", metavar="FILE.py", default="", help="a script that constructs a transformers.Trainer"
     )
-    group.add_argument("--hf-args", metavar="FILE.json", default="", help="its arguments, which it reads itself")
+    group.add_argument(
+        "--hf-args", metavar="FILE", default="", help="its arguments, which it reads itself: JSON, or YAML for trl's"
+    )
     return parser
 
 
@@ -52,8 +56,8 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
         options: the options that the flags and the file set, by dotted name.
 
     Raises:
-        ConfigError: one of the two flags without the other, a file that does not exist or is no JSON object, or an
-            option that the script decides.
+        ConfigError: one of the two flags without the other, a file that does not exist or is no object, or an option
+            that the script decides.
     """
     script, arguments = values["hf_script"], values["hf_args"]
     if not script and not arguments:
@@ -61,7 +65,7 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
     if not script:
         raise ConfigError(f"--hf-args {arguments} needs the script that reads it: --hf-script run_clm.py")
     if not arguments:
-        raise ConfigError(f"--hf-script {script} needs its arguments as a JSON file: --hf-args args.json")
+        raise ConfigError(f"--hf-script {script} needs its arguments as a file: --hf-args args.json")
     path = Path(script)
     if path.suffix != ".py" or not path.is_file():
         raise ConfigError(f"--hf-script {script}: no such Python file; give a script that builds a Trainer")
@@ -72,18 +76,37 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
 
 
 def _check_arguments(path: Path) -> None:
-    if path.suffix != ".json":  # the scripts recognise it by its suffix
-        raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json")
+    if path.suffix not in (".json", *YAML):  # the scripts recognise it by its suffix
+        raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json, or in .yaml for a script of trl")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--hf-args {path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--hf-args {path} is not a JSON file: {str(error).splitlines()[0]}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--hf-args {path} is not a text file: {error}") from None
+    content = _parse_yaml(path, text) if path.suffix in YAML else _parse_json(path, text)
     if not isinstance(content, dict):
         raise ConfigError(f'--hf-args {path} must be one JSON object, such as {{"output_dir": "out"}}')
     if content.get("do_train") is False:
         raise ConfigError(f'--hf-args {path}: "do_train" is false, so there is nothing to train: set it to true')
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--hf-args {path} is not a JSON file: {str(error).splitlines()[0]}") from None
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(f"--hf-args {path} needs the package yaml: pip install 'torch-lockstep[hf]'") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--hf-args {path} is not a YAML file: {str(error).splitlines()[0]}") from None
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -1,15 +1,19 @@
-"""Tables of how `lockstep.from_trainer` treats a Trainer's arguments, callbacks and methods."""
+"""Tables of how `lockstep.from_trainer` treats a Trainer's arguments, callbacks and methods, and those of trl."""
 
 from lockstep.adapters.rows import rows
 
 __all__ = [
     "ARGUMENTS",
+    "BATCH_LOSSES",
     "CALLBACKS",
     "EVALUATION",
+    "GENERATING",
     "LOOP",
     "OPTIMIZERS",
     "SAMPLING",
     "SINKS",
+    "TRL",
+    "TRL_TRAINERS",
 ]
 
 
@@ -136,7 +140,6 @@ torch_compile_backend | refused | torch's own compiler is taken: leave it out
 torch_compile_mode | refused | torch's default mode is taken: leave it out
 use_liger_kernel | refused | it changes the model: apply it to the model yourself, before the Trainer is made
 liger_kernel_config | refused | apply it to the model yourself, before the Trainer is made
-activation_offloading | refused | activations are not offloaded: leave it out
 neftune_noise_alpha | refused | add the noise in the model's forward, or leave it out
 auto_find_batch_size | refused | set per_device_train_batch_size; lockstep.find_micro_batch finds one
 eval_delay | refused | evaluations begin with the first eval_steps: leave it out
@@ -152,4 +155,53 @@ fsdp_config | refused | leave it out: dataclasses.replace(config, engine=..., en
 deepspeed | refused | leave it out, and give the config its engine: dataclasses.replace(config, engine=...)
 debug | refused | guards.nonfinite names what is not finite: leave it out
 sortish_sampler | refused | batches by length would depend on the data: leave it out
+""")
+
+TRL_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # those that are served
+# Trainers of trl that generate samples between their steps; its others are refused without this reason.
+GENERATING = (
+    *("A2POTrainer", "AsyncDistillationTrainer", "AsyncGRPOTrainer", "DistillationTrainer", "GKDTrainer"),
+    *("GMPOTrainer", "GOLDTrainer", "GRPOTrainer", "IWOPDTrainer", "NashMDTrainer", "OnlineDPOTrainer", "PPOTrainer"),
+    *("RLOOTrainer", "SDFTTrainer", "SDPOTrainer", "ServerDistillationTrainer", "TPOTrainer", "XPOTrainer"),
+)
+BATCH_LOSSES = ("aot", "aot_unpaired", "sft")  # of DPO: sorted within a batch; a mean over tokens beside one over pairs
+
+# What SFTConfig, DPOConfig and RewardConfig of trl add to TrainingArguments.
+TRL = rows("""
+model_init_kwargs | task | its model
+trust_remote_code | task | its model
+disable_dropout | task | its model
+chat_template_path | task | its data
+dataset_text_field | task | its data
+dataset_kwargs | task | its data
+dataset_num_proc | task | its data
+eos_token | task | its data
+pad_token | task | its data
+max_length | task | its data
+truncation_mode | task | its data
+shuffle_dataset | task | its data
+packing | task | its data
+packing_strategy | task | its data
+padding_free | task | its data
+pad_to_multiple_of | task | its data
+eval_packing | task | its data
+precompute_ref_log_probs | task | its data
+precompute_ref_batch_size | task | its data
+completion_only_loss | task | its loss
+assistant_only_loss | task | its loss
+loss_type | task | its loss
+loss_weights | task | its loss
+router_aux_loss_coef | task | its loss
+beta | task | its loss
+label_smoothing | task | its loss
+ld_alpha | task | its loss
+f_divergence_type | task | its loss
+f_alpha_divergence_coef | task | its loss
+use_weighting | task | its loss
+discopop_tau | task | its loss
+center_rewards_coefficient | task | its loss
+ref_model_mixup_alpha | idle | nothing without sync_ref_model
+ref_model_sync_steps | idle | nothing without sync_ref_model
+sync_ref_model | refused | the reference does not change within a run: leave it out
+activation_offloading | refused | activations are not offloaded: leave it out
 """)
