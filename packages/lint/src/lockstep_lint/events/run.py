@@ -229,7 +229,8 @@ class _Runner:
         """The class of the object whose method is called."""
         if method.owner is None:
             return None
-        found = self.calls.class_of(receiver, scope) if isinstance(receiver, ast.Name | ast.Attribute) else None
+        known = isinstance(receiver, ast.Name | ast.Attribute | ast.Call)
+        found = self.calls.class_of(receiver, scope) if known and receiver is not None else None
         return found if found is not None else method.owner
 
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Guard, guards, inside, loops
-from lockstep_lint.analysis.evaluation import phased
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, parts
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.tensors import MADE
 from lockstep_lint.analysis.view import View
@@ -61,6 +60,14 @@ def asked_in_order(view: View, function: Scope, flag: str, depth: int) -> bool:
         if depth < 2 and name in caller.scope.params and asked_in_order(view, caller.scope, name, depth + 1):
             return True
     return False
+
+
+def phased(loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over the loader of a phase, one of which evaluates (`for x, y in loaders[phase]`)."""
+    outer = (each for each in loops(loop, scope.module) if isinstance(each, ast.For))
+    names = {dotted(each.target) for each in outer if any(map(EVALUATION.search, strings(each.iter)))} - {None}
+    chosen = (item.slice for item in walk(loop.iter) if isinstance(item, ast.Subscript))
+    return bool(names) and any(names & set(idents(item)) for item in chosen)
 
 
 # What makes one list of the ranks' lists.
