@@ -218,7 +218,7 @@ def without_graph(view: View, run: Run, event: Event) -> bool | None:
         return True
     if any(site.line < event.line or f is not event.scope for f in functions for n in SWITCHES for site in f.named(n)):
         return True
-    if view.effects.mentioned(event.module, *FROZEN) and not view.trainings.near(event.module):
+    if view.effects.mentioned(event.module, *FROZEN) and not (view.trainings.near(event.module) or run.of("step")):
         return True
     model, home = subject(event)
     owner = view.kinds.run_class(model, home) if isinstance(model, ast.Name | ast.Attribute) else None

@@ -260,7 +260,19 @@ def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
     mapped = (name for site in own if site.name == "map" for value in site.call.args[:1] for name in idents(value))
     if any(map(EXCHANGE.search, mapped)):
         return True  # `map(reduce_meter if distributed else plain, meters)`
-    return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
+    outer = (
+        {dotted(site.receiver) for site in view.effects.block(loop, scope)} - scope.binds.keys() - {*scope.params, None}
+    )
+    return any(
+        passes_on(caller, site) or (caller.scope is scope.parent and exchanges_of(view, site, outer))
+        for caller in view.calls.callers(scope)
+        for site in caller.scope.sites
+    )
+
+
+def exchanges_of(view: View, site: Site, names: set[str | None]) -> bool:
+    """Whether a call brings the ranks' values of an object together, which the loop fills (`top1.all_reduce()`)."""
+    return dotted(site.receiver) in names and any(EXCHANGE.search(each.name) for each in view.effects.below([site]))
 
 
 def seen(view: View, site: Site) -> bool:
