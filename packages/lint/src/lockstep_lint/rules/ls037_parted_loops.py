@@ -199,13 +199,18 @@ def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
 
 
 def exchanged(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
-    """Whether what a decision is made of comes from all ranks, by the calls that give it or one that changes it."""
-    if any(EXCHANGES.search(site.name) for site in view.effects.below(decided.sites)):
-        return True
-    near = (site for site in scope.sites if inside(site.stmt, loop, scope.module) and site not in decided.sites)
-    given = ((site, {name for each in site.call.args for name in _names(each)}) for site in near)
-    touching = [site for site, names in given if names & decided.names]
-    return any(EXCHANGES.search(site.name) for site in view.effects.below(touching))
+    """Whether ranks may tell each other what a decision is made of: by any call but a collective of something else."""
+    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
+    return any(
+        EXCHANGES.search(site.name) and not (site.scope is scope and of_other(view, site, decided))
+        for site in view.effects.below(near)
+    )
+
+
+def of_other(view: View, site: Site, decided: Slice) -> bool:
+    """Whether a call is a collective of torch that is given nothing of a decision (the gradients, say)."""
+    given = {name for each in site.call.args[:1] for name in _names(each)}
+    return view.effects.is_collective(site) and site not in decided.sites and not given & decided.names
 
 
 def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
