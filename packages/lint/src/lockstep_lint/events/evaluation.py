@@ -189,10 +189,12 @@ def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
     own = [mode for mode in modes if same(view, mode, event)]
     if own:
         return own[-1].kind != "train"
-    made = [each for each in things(view, *subject(event)) if isinstance(each, ast.Call)]
+    node, home = subject(event)
+    made = [each for each in things(view, node, home) if isinstance(each, ast.Call)]
+    own_name = isinstance(node, ast.Name) and node.id in home.binds  # nobody else has switched it
     if any(last(call) == "from_pretrained" for call in made) or any(mode.kind != "train" for mode in modes):
         return None  # it comes in eval mode, or another name may stand for it
-    if run.entry.kind == "module" or made or never_switched(view, event.scope):
+    if run.entry.kind == "module" or own_name or never_switched(view, event.scope):
         return False
     return None
 
