@@ -190,6 +190,7 @@ class Trainer:
     def fit(self, loader, val_loader, optimizer):
         self.model.train()
         self.run(loader, optimizer)
+        self.model.eval()
         with torch.no_grad():
             self.run(val_loader)
 
@@ -334,7 +335,7 @@ BUILT, LOADED = "torch.nn.Linear(4, 2)", "AutoModel.from_pretrained('x')"
     [
         (BUILT, "model.train()", "score(model, val_loader)", "[]", True),
         (BUILT, "model.train()", "score(model, train_loader)", "[]", False),
-        (BUILT, "model.train()", "score(model, train_loader); score(model, val_loader)", "[]", False),
+        (BUILT, "model.train()", "score(model, train_loader); score(model, val_loader)", "[]", True),
         (BUILT, "model.eval()", "score(model, val_loader)", "[]", False),
         (LOADED, "model.train()", "pass", "val_loader", True),
         (LOADED, "pass", "pass", "val_loader", False),

@@ -115,7 +115,7 @@ launch(work)
 
 @pytest.mark.parametrize(
     ("name", "train", "found"),
-    [("test", "model(x).sum().backward()", 1), ("test", "pass", 0), ("bounds", "model(x).sum().backward()", 0)],
+    [("test", "model(x).sum().backward()", 1), ("test", "pass", 0), ("bounds", "model(x).sum().backward()", 1)],
 )
 def test_a_caller_that_trains_keeps_no_graph_away(name, train, found):
     assert told(HANDED.format(name=name, train=train, result="model(x)"), "LS017") == found

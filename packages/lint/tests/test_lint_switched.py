@@ -40,7 +40,7 @@ def train(gen, critic, teacher, loader, valloader, optimizer):
         ("generator.eval()", "shape = eval('1, 2')", "gen", "pass", True),
         ("generator.eval()", "critic.train()", "critic", "pass", True),
         ("generator.eval()", "pass", "gen", "gen.train()", False),
-        ("generator.eval(); generator.train()", "pass", "gen", "pass", False),
+        ("generator.eval(); generator.train()", "pass", "gen", "gen.train()", True),  # it evaluates in training mode
         ("generator.eval()", "pass", "teacher", "pass", False),
         ("generator.eval()", "gen.eval()", "gen", "pass", False),
         ("net = torch.nn.Linear(2, 2); net.eval(); generator = net", "pass", "gen", "pass", False),
@@ -325,29 +325,3 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 def test_a_clip_of_what_is_cleared_next(lines, expected):
     text = STALE.format(lines="\n        ".join(lines))
     assert bool(check_text(text, configure({}, "LS011", ""))) == expected
-
-
-HANDED = """
-import torch
-
-def test(model, loader):
-    model.eval()
-    right = 0
-    for x, y in loader:
-        right += (model(x).argmax(1) == y).sum()
-    return right
-
-def run(rank):
-    return test(torch.nn.Linear(4, 2), [])
-
-def start(function):
-    {context}:
-        function(0)
-
-start(run)
-"""
-
-
-@pytest.mark.parametrize(("context", "expected"), [("if True", True), ("with torch.no_grad()", False)])
-def test_where_nothing_ever_keeps_a_graph_away(context, expected):
-    assert bool(check_text(HANDED.format(context=context), configure({}, "LS017", ""))) == expected

@@ -10,6 +10,7 @@ from lockstep_lint.analysis.index import Bind, Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
 
 __all__ = [
+    "TURN",
     "Guard",
     "Loop",
     "above",

@@ -298,11 +298,13 @@ class Trainings:
         yield from [forward] if forward is not None else []
 
     def overrides(self, site: Site) -> Iterator[Scope]:
-        """The methods that a call of the object's own method may run in classes that derive from this one."""
+        """The methods that a call of the object's own method may run in classes that derive from this one, which may
+        leave it to them.
+        """
         target = self.calls.target(site.call, site.scope) if dotted(site.receiver) == "self" else None
-        if target is not None and target.owner is not None:
-            for owner in self.calls.subclasses(target.owner):
-                yield from [owner.defs[target.name]] if target.name in owner.defs else []
+        owner = target.owner if target is not None else site.scope.owner if dotted(site.receiver) == "self" else None
+        for inner in self.calls.subclasses(owner) if owner is not None else ():
+            yield from [inner.defs[site.name]] if site.name in inner.defs else []
 
     def rare(self, stmt: ast.stmt, scope: Scope, within: ast.stmt | None) -> bool:
         """Whether a statement runs only now and then, or not for certain, in a turn of the loop `within`."""

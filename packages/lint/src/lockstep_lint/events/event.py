@@ -137,8 +137,8 @@ class Event:
         """The contexts that it happens in, outermost first."""
         return [block for block in self.path if isinstance(block, WithBlock)]
 
-    def within(self, loop: LoopBlock | None) -> tuple[Block, ...]:
-        """The blocks between a loop and the event."""
+    def within(self, loop: Block | None) -> tuple[Block, ...]:
+        """The blocks between a loop, or another block, and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop is not None else self.path
 
 

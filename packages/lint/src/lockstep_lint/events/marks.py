@@ -8,8 +8,6 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES, OF_MPI
 from lockstep_lint.analysis.context import every_so_often, loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
-from lockstep_lint.analysis.evaluation import MODELS, evaluations
-from lockstep_lint.analysis.evaluation import RUNS as RUNS_MODEL
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, is_none, keyword, last, walk
@@ -18,6 +16,7 @@ from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
 from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
+from lockstep_lint.events.forwards import MODELS, model_run
 from lockstep_lint.events.norms import normalises
 
 __all__ = ["Marks", "operands", "summed"]
@@ -128,7 +127,7 @@ class Marks:
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
         """Return the mark of a call, and the project's functions that it runs."""
         functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
-        functions += tuple(self.analysis.trainings.overrides(site)) if functions else ()
+        functions += tuple(self.analysis.trainings.overrides(site))
         functions = functions or tuple(self.analysis.trainings.forwards(site))
         found = list(self.read(site, any(function.name != "forward" for function in functions)))
         marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
@@ -137,8 +136,9 @@ class Marks:
     def read(self, site: Site, known: bool) -> Found:
         """Return a call's kinds of events; `known`: it runs functions of the project."""
         name = site.name
-        if site.call in self.evaluations(site.scope.module):
-            yield "evaluate", self.run_by(site), ""
+        model = model_run(self.analysis.view(site.module), site)
+        if model is not None:
+            yield "run", model, ""
         for reader in READERS.get(name, ()):
             yield from reader(self, site)
         if name.endswith(("Parallel", "DDP")):
@@ -176,16 +176,6 @@ class Marks:
             func = site.call.func
             if isinstance(func, ast.Name | ast.Attribute) and not full:
                 yield "forward", func, ""
-
-    @kept
-    def evaluations(self, module: Module) -> frozenset[ast.Call]:
-        """The calls of a file that evaluate."""
-        return frozenset(site.call for site in evaluations(self.analysis.view(module)))
-
-    def run_by(self, site: Site) -> ast.expr:
-        """The model that a call runs, itself or by a method."""
-        func = site.call.func
-        return func.value if isinstance(func, ast.Attribute) and RUNS_MODEL.search(func.attr) else func
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """Return the project's functions among the arguments of an unknown call, which may run them."""

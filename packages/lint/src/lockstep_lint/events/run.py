@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
@@ -19,12 +20,13 @@ from lockstep_lint.events.event import (
     Event,
     HandlerBlock,
     LoopBlock,
+    Mark,
     WithBlock,
 )
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Run", "literals", "outcome", "run_from", "runs"]
+__all__ = ["Reader", "Run", "literals", "outcome", "run_from", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -62,23 +64,34 @@ def runs(view: View) -> tuple[Run, ...]:
     return _programs(view.analysis).of(view.module)
 
 
-def run_from(view: View, entry: Scope) -> Run:
-    """The run of one function by itself."""
-    return _programs(view.analysis).run(entry)
+class Reader(Protocol):
+    """Says which events calls and statements are, and which functions a call runs."""
+
+    def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
+        """The marks of a call, and the project's functions that it runs."""
+
+    def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
+        """The marks of a statement."""
+
+
+def run_from(view: View, entry: Scope, reader: Reader | None = None) -> Run:
+    """The run of one function by itself, perhaps with the events of another reader."""
+    programs = _Programs(view.analysis, reader) if reader is not None else _programs(view.analysis)
+    return programs.run(entry)
 
 
 @kept
 def _programs(analysis: Analysis) -> "_Programs":
-    return _Programs(analysis)
+    return _Programs(analysis, Marks(analysis))
 
 
 class _Programs:
     """Makes the plans and runs of a project once."""
 
-    def __init__(self, analysis: Analysis) -> None:
+    def __init__(self, analysis: Analysis, marks: Reader) -> None:
         self.calls = analysis.calls
         self.project = analysis.project
-        self.marks = Marks(analysis)
+        self.marks = marks
         self.plans: dict[Scope, Plan] = {}
         self.loudness: dict[Scope, bool] = {}
         self.made: dict[Scope, Run] = {}
@@ -229,7 +242,8 @@ class _Runner:
         """The class of the object whose method is called."""
         if method.owner is None:
             return None
-        found = self.calls.class_of(receiver, scope) if isinstance(receiver, ast.Name | ast.Attribute) else None
+        known = isinstance(receiver, ast.Name | ast.Attribute | ast.Call)
+        found = self.calls.class_of(receiver, scope) if known and receiver is not None else None
         return found if found is not None else method.owner
 
 

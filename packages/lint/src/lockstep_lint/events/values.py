@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import passed, turns_off_gradients
 from lockstep_lint.analysis.context import loops, withs
-from lockstep_lint.analysis.evaluation import MODELS, RUNS
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import (
     Words,
@@ -25,6 +24,7 @@ from lockstep_lint.analysis.tensors import MADE, moves
 from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
+from lockstep_lint.events.forwards import MODELS, RUNS
 
 __all__ = ["HOST", "Value", "losses", "reads", "value_at", "value_in"]
 

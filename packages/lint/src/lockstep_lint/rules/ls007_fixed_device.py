@@ -20,6 +20,8 @@ __all__ = ["RULE"]
 
 # The rank among all processes, as launchers call it.
 RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+# What the number of a machine among others is called.
+NODE = Words(r"(^|_)(node(_?(rank|id|idx|index))?|nr|machine_?(rank|id)|host_?(rank|id))$", re.IGNORECASE)
 # What the Trainers of transformers and trl are told, which sets the device of the process when it is made.
 ARGUMENTS = re.compile(r"^transformers\.(\w+\.)*\w*TrainingArguments$|^trl\.(\w+\.)*(?!Model)\w+Config$")
 # What makes them of a command line or a file.
@@ -151,6 +153,8 @@ def of_one_process(view: View, origin: Origin) -> bool:
 
 def global_rank(view: View, origin: Origin, depth: int) -> bool:
     """Whether a value is the rank among all processes, or that plus or minus a number."""
+    if over_nodes(origin.node):
+        return True
     if isinstance(origin.node, ast.BinOp) and isinstance(origin.node.op, ast.Add | ast.Sub):
         return isinstance(constant(origin.node.right), int) and is_global(view, origin.node.left, origin.scope, depth)
     number = after_cuda(origin.node)
@@ -171,6 +175,16 @@ def global_rank(view: View, origin: Origin, depth: int) -> bool:
         return not origin.call.args and not origin.call.keywords
     reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
     return bool(reads) and bool(RANKS & set(strings(origin.node)))
+
+
+def over_nodes(node: ast.expr) -> bool:
+    """Whether a number counts the processes of all nodes (`node_rank * gpus + local_rank`)."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add):
+        return False
+    products = (
+        side for side in (node.left, node.right) if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mult)
+    )
+    return any(NODE.search(name) for side in products for name in idents(side))
 
 
 def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
@@ -235,7 +249,7 @@ def check(view: View) -> Iterator[Found]:
             done |= {place, site.scope.node}
     if not chosen and view.gpu:
         yield from batches(view, done)
-    if view.ranks.programs.spawned(view.module) is None and not view.cpu_only:
+    if not view.cpu_only:
         yield from by_global_rank(view)
     if (
         not chosen
@@ -334,12 +348,19 @@ def by_global_rank(view: View) -> Iterator[Found]:
     function.
     """
     done: set[Scope] = set()
+    own = view.ranks.programs.spawned(view.module) is not None  # which counts its processes itself: from 0 on a node
+
+    def is_wrong(number: ast.expr, scope: Scope) -> bool:
+        """Whether a number is that of all nodes' processes; where the script starts them, one that it works out."""
+        counted = any(over_nodes(origin.node) for origin in view.origins.of(number, scope))
+        return is_global(view, number, scope) and (counted or not own)
+
     for names in (("set_device", "set_device_index"), MOVES):
         for site in view.sites(*names) if not done else ():
             if site.scope in done or not view.ranks.several(site.stmt, site.scope):
                 continue
             number = index_of(view, site)
-            if number is not None and is_global(view, number, site.scope):
+            if number is not None and is_wrong(number, site.scope):
                 done.add(site.scope)
                 yield Found(renamed(number, site) or site.call, GLOBAL)
     for scope in view.scopes if not done else ():
@@ -349,7 +370,7 @@ def by_global_rank(view: View) -> Iterator[Found]:
                 number is not None
                 and RANK.search(last(number))
                 and view.ranks.several(bind.stmt, scope)
-                and is_global(view, number, scope)
+                and is_wrong(number, scope)
             ):
                 yield Found(bind.stmt, GLOBAL)
 

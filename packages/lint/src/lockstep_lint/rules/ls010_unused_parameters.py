@@ -4,10 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import above, guards
+from lockstep_lint.analysis.context import above, loops
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, dotted, has_star, idents, is_true, keyword, last, walk
+from lockstep_lint.analysis.nodes import argument, dotted, has_star, idents, is_true, keyword, last, targets, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event, Mark, apart
+from lockstep_lint.events.run import run_from
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -38,6 +40,31 @@ OTHER_WAYS = {
 }
 
 
+class Uses:
+    """Reads which attributes of `self` the calls and statements of a forward name: events of the kind `use`."""
+
+    def __init__(self, view: View) -> None:
+        self.calls = view.calls
+
+    def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
+        """The uses in a call, or of the layers that a loop around hands it one by one, and the methods that it runs."""
+        runs = tuple(function for function in self.calls.runs(site) if function.kind == "function")
+        names = () if isinstance(site.stmt, ast.For) else (*own(site.call), *turned(site))
+        return tuple(Mark("use", site.call, site.stmt, site.scope, None, name) for name in names), runs
+
+    def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
+        """The uses in a plain statement."""
+        value = getattr(stmt, "value", None)
+        return tuple(Mark("use", stmt, stmt, scope, None, name) for name in (own(value) if value is not None else ()))
+
+
+def turned(site: Site) -> Iterator[str]:
+    """The attributes that loops run over, of whose variables a call is one."""
+    for loop in loops(site.stmt, site.module):
+        if isinstance(loop, ast.For) and dotted(site.call.func) in {key for key, _ in targets(loop.target)}:
+            yield from own(loop.iter)
+
+
 def left_out(view: View, owner: Scope) -> tuple[str, int, bool] | None:
     """A layer of a model's class that some forwards do not use: its name, the line, and whether none does."""
     init, forward = owner.defs.get("__init__"), owner.defs.get("forward")
@@ -45,18 +72,20 @@ def left_out(view: View, owner: Scope) -> tuple[str, int, bool] | None:
         return None
     if any(True for _ in view.names.parents(owner)) or OTHER_WAYS & set(idents(owner.node)):
         return None
-    elsewhere = {name for method in owner.defs.values() if method not in (init, forward) for name in _own(method.node)}
-    copied = list(copies(view, init))
+    run = run_from(view, forward, Uses(view))
+    elsewhere = {
+        name for method in owner.defs.values() if method not in (init, *run.entered) for name in own(method.node)
+    }
+    copied, inits = list(copies(view, init)), list(own(init.node))
     for name, line in layers(view, init):
-        if name in elsewhere or sum(1 for other in _own(init.node) if other == name) - copied.count(name) > 1:
+        if name in elsewhere or inits.count(name) - copied.count(name) > 1:
             continue  # another method may use it; a layer that is named twice is tied, frozen or listed
-        uses = [stmt for stmt in forward.stmts if any(name == other for part in _parts(stmt) for other in _own(part))]
-        if not uses and name not in outside(view, owner):
+        uses = [event for event in run.of("use") if event.detail == name]
+        if not uses and name not in outside(view, owner) and name not in set(own(forward.node)):
             return name, line, True
-        if uses and all(isinstance(stmt, ast.For | ast.AsyncFor) for stmt in uses):
-            uses = [use for loop in uses for use in _turns(loop, forward)]
-        if uses and all(by_chance(view, stmt, forward) for stmt in uses) and not both_arms(uses, forward):
-            return name, uses[0].lineno, False
+        arms = any(apart(one, other) for one in uses for other in uses)
+        if uses and not arms and all(by_chance(view, event, forward) for event in uses):
+            return name, uses[0].line, False
     return None
 
 
@@ -65,7 +94,7 @@ def copies(view: View, init: Scope) -> Iterator[str]:
     for site in init.sites:
         if site.name in STACKS and view.full(site) == f"torch.nn.{site.name}":
             given = argument(site.call, 0, STACKS[site.name])
-            yield from _own(given) if given is not None else ()
+            yield from own(given) if given is not None else ()
 
 
 def layers(view: View, init: Scope) -> Iterator[tuple[str, int]]:
@@ -96,13 +125,13 @@ def outside(view: View, owner: Scope) -> set[str]:
     return found
 
 
-def by_chance(view: View, stmt: ast.stmt, forward: Scope) -> bool:
-    """Whether chance or data decide if a statement of a forward runs, there or in what its callers pass for a flag."""
-    for guard in guards(stmt, forward.module):
-        flag = dotted(guard.test)
+def by_chance(view: View, event: Event, forward: Scope) -> bool:
+    """Whether chance or data decide about an event of a forward, there or in what its callers pass for a flag."""
+    for test in (arm.node for arm in event.tests):
+        flag = dotted(test)
         if flag in forward.params and flag not in forward.binds and passed_by_chance(view, flag, forward):
             return True
-        if any(draws(node) or (last(node) in DATA and node is not guard.test) for node in calls_in(guard.test)):
+        if any(draws(node) or (last(node) in DATA and node is not test) for node in calls_in(test)):
             return True
     return False
 
@@ -124,37 +153,11 @@ def draws(call: ast.Call) -> bool:
     return last(call) in CHANCE
 
 
-def both_arms(uses: list[ast.stmt], forward: Scope) -> bool:
-    """Whether each arm of some test uses the layer."""
-    arms: dict[ast.stmt, set[str]] = {}
-    for stmt in uses:
-        for node, place in above(stmt, forward.module):
-            if isinstance(node, ast.If):
-                arms.setdefault(node, set()).add(place)
-    return any({"body", "orelse"} <= places for places in arms.values())
-
-
-def _own(node: ast.AST) -> Iterator[str]:
+def own(node: ast.AST) -> Iterator[str]:
     """The attributes of `self` that a piece of code names."""
     for item in walk(node):
         if isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self":
             yield item.attr
-
-
-def _parts(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """What a statement itself evaluates, without the statements in it."""
-    for _, value in ast.iter_fields(stmt):
-        items = value if isinstance(value, list) else [value]
-        yield from (item for item in items if isinstance(item, ast.expr | ast.withitem))
-
-
-def _turns(loop: ast.stmt, forward: Scope) -> Iterator[ast.stmt]:
-    """The statements of a loop over layers that call its variable."""
-    names = {n.id for n in walk(loop.target) if isinstance(n, ast.Name)} if isinstance(loop, ast.For) else set()
-    for stmt in forward.stmts:
-        inner = any(node is loop for node, _ in above(stmt, forward.module))
-        if inner and any(isinstance(n, ast.Call) and dotted(n.func) in names for p in _parts(stmt) for n in walk(p)):
-            yield stmt
 
 
 WRAPPERS = ("DistributedDataParallel", "DDP")

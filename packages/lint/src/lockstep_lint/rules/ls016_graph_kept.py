@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Loop, inside, loops
-from lockstep_lint.analysis.evaluation import without_graph
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.evaluation import evaluates as is_evaluated
+from lockstep_lint.events.evaluation import without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, turn
 from lockstep_lint.events.marks import summed
 from lockstep_lint.events.run import Run, runs
@@ -88,8 +89,8 @@ def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
     for loop in reversed(event.loops):
         if any(turn(run.events, loop, "backward")):
             return loop if not any(map(evaluates, event.tests)) else None
-        sites = [each.mark.site for each in turn(run.events, loop, "evaluate")]
-        if any(site is not None and without_graph(view, site) is False for site in sites):
+        models = [each for each in turn(run.events, loop, "run") if is_evaluated(view, run, each)]
+        if any(without_graph(view, run, each) is False for each in models):
             return loop
     return None
 

@@ -1,24 +1,15 @@
 """LS017: evaluation without eval() or no_grad, or train mode not restored."""
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.evaluation import (
-    evaluations,
-    foreign,
-    forward_of_phases,
-    is_forward,
-    run_model,
-    shields,
-    without_graph,
-)
+from lockstep_lint.analysis.context import TURN, above
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, last, mentions, walk
-from lockstep_lint.analysis.origins import default, truth
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, strings, walk
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.evaluation import evaluates, in_eval_mode, looped, span, trains, without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import same, subject, things
 from lockstep_lint.events.run import Run, runs
@@ -27,234 +18,89 @@ from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-
-# How many functions hand the flag on.
-MAX_HANDS = 3
-
-
-def idle_calls(view: View, backward: Site) -> Iterator[Site]:
-    """The calls for which a test before a backward comes out so that it is not made (`optimizer=None`), nor another."""
-    function, names = backward.scope, tested(backward)
-    others = [site for site in function.sites if view.steps.backwards(site)] if names else []
-    for name in names:
-        for call, value in values(view, function, name, 0):
-            if not any(made(site, name, value) for site in others):
-                yield call
-
-
-def tested(backward: Site) -> set[str]:
-    """The parameters that decide alone whether a backward is made."""
-    function = backward.scope
-    found = (
-        {name for name in idents(guard.test) if name in function.params}
-        for guard in guards(backward.stmt, backward.module)
-    )
-    return {names.pop() for names in found if len(names) == 1} - function.binds.keys()
-
-
-def made(backward: Site, name: str, value: ast.Constant) -> bool:
-    """Whether a backward is made for a value of a parameter, as far as is known."""
-    call = ast.Call(ast.Name(backward.scope.name), [], [ast.keyword(name, value)])
-    entry = (call, backward.scope)
-    return all(
-        truth(guard.test, backward.scope, entry) is not (not guard.when)
-        for guard in guards(backward.stmt, backward.module)
-    )
-
-
-def values(view: View, function: Scope, name: str, depth: int) -> Iterator[tuple[Site, ast.Constant]]:
-    """The calls of a function with the literals that they give for a parameter, or the calls that hand it on."""
-    for site in view.calls.callers(function) if depth <= MAX_HANDS else ():
-        value = passed(site, function, name) or default(function, name, site.call)
-        if isinstance(value, ast.Constant):
-            yield site, value
-        elif isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
-            yield from values(view, site.scope, value.id, depth + 1)
-
-
 # A copy of the model, or another one, which stays in eval mode rightly.
 OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
-
-
 # What the model is called, also under its wrapper.
 TRAINED = Words(
     r"^(model|net|network|ddp_model|self)$|^(raw|unwrapped|bare)_(model|net)$"
     r"|^(model|net|network)_(without|wo|no)_(ddp|dp|parallel)$"
 )
-
-
-TRAINS = Words(r"^(is_)?train$|^training$")
+EVAL, NO_GRAD = "model.eval()", "torch.no_grad()"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the loops that evaluate, and at training loops that evaluate in between."""
+    """Looks at the calls of models that evaluate, and at training loops that evaluate in between."""
+    answers: dict[Site, dict[str, set[bool | None]]] = {}
+    for run in runs(view):
+        for event, site in evaluations(view, run):
+            asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
+            asked[EVAL].add(in_eval_mode(view, run, event))
+            asked[NO_GRAD].add(without_graph(view, run, event))
+        for event, site in (*shared(view, run), *phases(view, run)):
+            asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
+            asked[EVAL].add(in_eval_mode(view, run, event) if site is not event.mark.site else None)
+            asked[NO_GRAD].add(without_graph(view, run, event) is True)  # what calls it trains, and keeps graphs
     done: set[Scope] = set()
-    for site in evaluations(view):
-        if site.scope in done:
-            continue
-        missing = [
-            what
-            for what, present in (
-                ("model.eval()", seen(view, site)),
-                ("torch.no_grad()", without_graph(view, site)),
-            )
-            if present is False
-        ]
-        if missing:
+    for site in sorted(answers, key=lambda each: each.line):
+        missing = [what for what, found in answers[site].items() if False in found and None not in found]
+        if missing and site.scope not in done and site.module is view.module:
             done.add(site.scope)
             yield at(site, f"evaluates without {' and '.join(missing)}")
-    yield from by_flag(view)
-    yield from by_phase(view)
-    yield from without_training(view)
     yield from not_restored(view)
 
 
-def seen(view: View, site: Site) -> bool | None:
-    """Whether the programs that make a call do so in eval mode, or what its file says without any."""
-    programs = [run for run in runs(view) if run.entry.kind == "module"]
-    found = {in_mode(view, run, e) for run in programs for e in run.of("evaluate") if e.node is site.call}
-    if not found or None in found:
-        return in_eval_mode(view, site)
-    return False not in found
+def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
+    """Yield the calls of models that evaluate, as their loops make them."""
+    for event in run.of("run"):
+        site = in_loop(run, event)
+        if site is not None and site.module is view.module and evaluates(view, run, event):
+            yield event, site
 
 
-def in_mode(view: View, run: Run, event: Event) -> bool | None:
-    """Whether the model that an event evaluates is in eval mode; None where that cannot be seen."""
-    modes = [m for m in run.of("eval", "train", "mode") if m.place < event.place and not apart(m, event)]
-    own = [m for m in modes if same(view, m, event)]
-    if own:
-        return own[-1].kind != "train"
-    if any(isinstance(made, ast.Call) and last(made) == "from_pretrained" for made in things(view, *subject(event))):
-        return None  # it comes in eval mode, and stays so
-    return None if any(m.kind != "train" for m in modes) else False
+def in_loop(run: Run, event: Event) -> Site | None:
+    """The call that runs the model in the loop that evaluates: its own, or that of a function that loops share."""
+    loop = event.loops[-1] if event.loops and not trains(span(run, event.loops[-1])) else None
+    inner = event.within(loop) if loop is not None else ()
+    return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
 
 
-def by_flag(view: View) -> Iterator[Found]:
-    """`self.run(loader, train=False)` where the shared loop never calls eval(), or nothing keeps it from a graph."""
-    switched = any(
-        site.name in ("eval", "train") and site.receiver is not None and is_mode(view, site)
-        for site in view.sites("eval", "train")
-    )
-    for site in view.sites():
-        flag = says_so(site)
-        target = view.calls.target(site.call, site.scope) if flag is not None else None
-        if target is None or flag is None:
-            continue
-        below = [s for s in view.effects.below(target.sites) if s.module is view.module and forwards(view, s)]
-        if not below:
-            continue
-        if not switched and TRAINS.search(flag):
-            yield at(below[0], f"also evaluates, for line {site.line}, without model.eval()")
-        elif (
-            switched
-            and any(view.steps.backwards(s) and asks(s, flag) for s in target.sites)
-            and not view.effects.mentioned_in(below[0].scope, "grad_enabled")
-            and not view.effects.mentioned_in(below[0].scope, "no_grad")
-            and without_graph(view, below[0]) is False
-        ):
-            yield at(below[0], f"also evaluates, for line {site.line}, without torch.no_grad()")
+def shared(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
+    """Yield the calls of a function that evaluate by their arguments, where others train (`epoch(loader, False)`)."""
+    calls: dict[Scope, dict[CallBlock, None]] = defaultdict(dict)
+    for event in run.of("run", "backward"):
+        for block in event.path:
+            if isinstance(block, CallBlock):
+                calls[block.function][block] = None
+    trained = {back for event in run.of("backward") for back in event.path}
+    idle = [block for blocks in calls.values() if trained & blocks.keys() for block in blocks if block not in trained]
+    for block in idle:
+        models = [e for e in span(run, block) if e.kind == "run" and looped(e.within(block))]
+        inner = any(outer in idle for outer in models[0].path[: models[0].path.index(block)]) if models else True
+        if not inner and not evaluates(view, run, models[0]):
+            yield models[0], block.site
 
 
-def by_phase(view: View) -> Iterator[Found]:
-    """A loop over phases whose evaluating phase builds the graph too."""
-    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
-        forward = forward_of_phases(view, backward)
-        if forward is not None:
-            yield at(forward, "also evaluates, in another phase, without torch.no_grad()")
+def phases(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
+    """Yield the calls of the model in a loop over phases, of which only the training one computes gradients."""
+    for event in run.of("run"):
+        for loop in event.loops if event.mark.site is not None and event.module is view.module else ():
+            phase = dotted(getattr(loop.node, "target", None)) or ""
+            over = getattr(loop.node, "iter", None)
+            if over is not None and any(map(EVALUATION.search, strings(over))):
+                backs = list(turn(run.events, loop, "backward"))
+                apart_from = any(mentions(arm.node, phase) for arm in event.tests)
+                site = event.mark.site
+                if backs and site is not None and not apart_from and all(in_training(back, phase) for back in backs):
+                    yield event, site
 
 
-def without_training(view: View) -> Iterator[Found]:
-    """`self.run(loader)` or `self.run(loader, optimizer=None)` where the shared loop trains only with an optimizer."""
-    for backward in (site for site in view.sites("backward") if view.steps.backwards(site)):
-        for call in idle_calls(view, backward):
-            if call.module is not view.module or says_so(call) is not None or without_graph(view, call) is not False:
-                continue
-            sites = list(view.effects.below([call]))
-            below = [site for site in sites if forwards(view, site)]
-            trains = any(view.steps.backwards(s) and s.scope is not backward.scope for s in sites)
-            flagged = any(shields(s) or view.effects.mentioned_in(s.scope, "grad_enabled") for s in below)
-            flagged = flagged or runs_shielded(view, backward.scope)
-            if below and not trains and not flagged:
-                yield at(call, "evaluates without torch.no_grad()")
-
-
-def runs_shielded(view: View, scope: Scope) -> bool:
-    """Whether a function runs the model without a graph too, on another of its ways."""
-    shielded = [site for site in scope.sites if shields(site)]
-    return any(forwards(view, site) for site in view.effects.below(shielded))
-
-
-def says_so(site: Site) -> str | None:
-    """The flag by which a call asks a shared loop to evaluate (`train=False`, `validate=True`)."""
-    for item in site.call.keywords:
-        value, name = constant(item.value), item.arg or ""
-        if (value is False and TRAINS.search(name)) or (value is True and EVALUATION.search(name)):
-            return name
-    return None
-
-
-def asks(site: Site, flag: str) -> bool:
-    """Whether a call is made by a test of a flag."""
-    return any(flag in idents(guard.test) for guard in guards(site.stmt, site.module))
-
-
-def is_mode(view: View, site: Site) -> bool:
-    """Whether `x.train(...)` or `x.eval()` sets a module's mode rather than running a method of the project."""
-    return site.name == "eval" or (
-        view.calls.target(site.call, site.scope) is None and view.kinds.is_model(site.receiver, site.scope)
-    )
-
-
-def forwards(view: View, site: Site) -> bool:
-    """Whether a call runs the model."""
-    return is_forward(view, site) or (site.name == "forward" and view.kinds.is_model(site.receiver, site.scope))
-
-
-def in_eval_mode(view: View, site: Site) -> bool | None:
-    """Whether eval() is called before, here or by the callers; None where that cannot be seen."""
-    if any(
-        full.endswith("from_pretrained") or last(call) == "from_pretrained"
-        for call, _, full in view.origins.calls_of(site.call.func, site.scope)
-    ) and not any(dotted(s.receiver) == run_model(site) for s in site.scope.named("train")):
-        return None  # comes in eval mode, and stays so
-    if site.scope.binds.get(run_model(site) or "") and site.scope.kind == "function":  # no caller has it
-        return view.effects.find([s for s in site.scope.sites if s.line <= site.line], switches) is not None
-    found = present(view, site.scope, site.line, 0)
-    return False if found is None and never_switched(view, site.scope) else found
-
-
-def never_switched(view: View, scope: Scope) -> bool:
-    """Whether no file of the programs switches any mode, and nothing that runs a method is out of sight."""
-    owner = scope.owner
-    if owner is None or any(name != "object" for name in foreign(view, owner)) or view.project.unseen(view.module):
-        return False
-    return not any(
-        switches(site) for member in view.project.family(view.module) for site in member.sites("eval", "train")
-    )
-
-
-def switches(site: Site) -> bool:
-    """Whether a call is `model.eval()` or `model.train(False)`, or `train(mode)`."""
-    return site.receiver is not None and (site.name == "eval" or (site.name == "train" and len(site.call.args) == 1))
-
-
-def present(view: View, scope: Scope, line: int, depth: int, call: ast.Call | None = None) -> bool | None:
-    """Whether a switch comes before a line: in the function, in what it calls, or in all that call it; `call` is the
-    one that led to the function that was asked before, which does not count with what stands in it further down.
-    """
-    if view.effects.find([s for s in scope.sites if s.line <= line and s.call is not call], switches) is not None:
-        return True
-    if scope.kind != "function":
-        return False
-    callers = view.calls.callers(scope) or view.calls.by_base(scope)
-    if not callers or depth > 4:
-        return None
-    answers = [present(view, c.scope, c.line, depth + 1, c.call) for c in callers[:6]]
-    if depth == 0 and False in answers:
-        return False  # evaluated in eval mode too, but not everywhere
-    if any(answer is True for answer in answers):
-        return True
-    return None if None in answers else False
+def in_training(event: Event, phase: str) -> bool:
+    """Check whether a test of the phase keeps an event to the training."""
+    for arm in event.tests:
+        test = arm.node
+        if isinstance(test, ast.Compare) and mentions(test, phase) and "train" in strings(test):
+            return arm.when is isinstance(test.ops[0], ast.Eq)
+    return False
 
 
 STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
@@ -280,17 +126,30 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
     """
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
+    arms: set[tuple[object, bool]] = set()
     for turns in range(2):
         for event in events:
             if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
                 return mode, event
             if event.kind in ("train", "mode"):
-                mode = None
+                half = one_arm(mode, event) if mode is not None else None
+                if half is None or (half.branch, not half.when) in arms:
+                    mode = None
+                else:
+                    arms.add((half.branch, half.when))
             elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
                 mode = event
         if turns == 0 and mode is not None and made_anew(mode, loop):
             mode = None
     return None
+
+
+def one_arm(switch: Event, back: Event) -> ArmBlock | None:
+    """The test of data, no count of turns, that decides whether a model is switched back (`if length < limit:`)."""
+    arms = (block for block in back.tests if block not in switch.path and isinstance(block.node, ast.Compare))
+    bounds = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    asks = (arm for arm in arms if isinstance(arm.node, ast.Compare) and isinstance(arm.node.ops[0], bounds))
+    return next((arm for arm in asks if not any(map(TURN.search, idents(arm.node)))), None)
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Guard, guards, inside, loops
-from lockstep_lint.analysis.evaluation import phased
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, parts
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.tensors import MADE
 from lockstep_lint.analysis.view import View
@@ -61,6 +60,14 @@ def asked_in_order(view: View, function: Scope, flag: str, depth: int) -> bool:
         if depth < 2 and name in caller.scope.params and asked_in_order(view, caller.scope, name, depth + 1):
             return True
     return False
+
+
+def phased(loop: ast.For, scope: Scope) -> bool:
+    """Whether a loop runs over the loader of a phase, one of which evaluates (`for x, y in loaders[phase]`)."""
+    outer = (each for each in loops(loop, scope.module) if isinstance(each, ast.For))
+    names = {dotted(each.target) for each in outer if any(map(EVALUATION.search, strings(each.iter)))} - {None}
+    chosen = (item.slice for item in walk(loop.iter) if isinstance(item, ast.Subscript))
+    return bool(names) and any(names & set(idents(item)) for item in chosen)
 
 
 # What makes one list of the ranks' lists.
@@ -253,7 +260,19 @@ def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
     mapped = (name for site in own if site.name == "map" for value in site.call.args[:1] for name in idents(value))
     if any(map(EXCHANGE.search, mapped)):
         return True  # `map(reduce_meter if distributed else plain, meters)`
-    return any(passes_on(caller, site) for caller in view.calls.callers(scope) for site in caller.scope.sites)
+    outer = (
+        {dotted(site.receiver) for site in view.effects.block(loop, scope)} - scope.binds.keys() - {*scope.params, None}
+    )
+    return any(
+        passes_on(caller, site) or (caller.scope is scope.parent and exchanges_of(view, site, outer))
+        for caller in view.calls.callers(scope)
+        for site in caller.scope.sites
+    )
+
+
+def exchanges_of(view: View, site: Site, names: set[str | None]) -> bool:
+    """Whether a call brings the ranks' values of an object together, which the loop fills (`top1.all_reduce()`)."""
+    return dotted(site.receiver) in names and any(EXCHANGE.search(each.name) for each in view.effects.below([site]))
 
 
 def seen(view: View, site: Site) -> bool:

@@ -11,7 +11,7 @@ from lockstep_lint.analysis.engines import shared_out
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, Event, LoopBlock
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, turn
 from lockstep_lint.events.query import side
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -36,8 +36,10 @@ class Slice:
     names: set[str] = field(default_factory=set)
 
 
-def made_of(tests: list[ast.expr], loop: Loop, scope: Scope) -> Slice:
-    """What the loop computes for some tests in it, by its values and by the tests around them."""
+def made_of(tests: list[ast.expr], loop: Loop, scope: Scope, fed: bool = True) -> Slice:
+    """What the loop computes for some tests in it, by its values and by the tests around them; `fed`: also by calls of
+    an object that they ask.
+    """
     found = Slice()
     asked = {name for test in tests for name in _names(test)}
     queue = list(asked)
@@ -47,7 +49,7 @@ def made_of(tests: list[ast.expr], loop: Loop, scope: Scope) -> Slice:
         if name in found.names:
             continue
         found.names.add(name)
-        for stmt in (*_bound(name, loop, scope), *(_fed(name, sites) if name in asked else ())):
+        for stmt in (*_bound(name, loop, scope), *(_fed(name, sites) if fed and name in asked else ())):
             WORK.spend(4)
             if not any(stmt is seen for seen in found.stmts):
                 found.stmts.append(stmt)
@@ -150,7 +152,7 @@ def check(view: View) -> Iterator[Found]:
         for event in run.of("leave"):
             loop = event.loops[-1] if event.loops else None
             if loop in loops and loop.scope is event.scope and event.module is view.module:
-                message = apart(view, event, loop)
+                message = apart(view, run, event, loop)
                 if message:
                     found.setdefault(event.node, Found(event.node, message))
         for loop in loops:
@@ -174,7 +176,7 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
     return found
 
 
-def apart(view: View, event: Event, block: LoopBlock) -> str:
+def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
     """Explain why ranks leave a loop apart: only some reach the exit, or each decides by itself."""
     loop, scope = block.node, block.scope
     assert isinstance(loop, Loop)
@@ -185,9 +187,12 @@ def apart(view: View, event: Event, block: LoopBlock) -> str:
         name = own_flag(view, test.node, loop, scope)
         if name:
             return f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
-    if own_loss(view, [test.node for test in tests], loop, scope):
-        return "each rank decides by the loss of its own batch, so some leave the loop before others: reduce it first"
-    if own_score(view, made_of([test.node for test in tests], loop, scope), loop, scope):
+    decided = made_of([test.node for test in tests], loop, scope)
+    if exchanged(view, decided, loop, scope):
+        return ""
+    values = made_of([test.node for test in tests], loop, scope, fed=False).sites
+    models = any(each.mark.site in values for each in turn(run.events, block, "run"))
+    if models or own_score(view, decided, loop, scope):
         return (
             "each rank decides by the score of its own shard, so some leave the loop before others: reduce the score "
             "over all ranks first"
@@ -195,20 +200,23 @@ def apart(view: View, event: Event, block: LoopBlock) -> str:
     return ""
 
 
-def own_loss(view: View, tests: list[ast.expr], loop: Loop, scope: Scope) -> bool:
-    """Whether a test asks the loss that each turn of its loop computes the gradients of, as one rank has it."""
-    backwards = [training.backward for training in view.training if training.loop is loop]
-    losses = {dotted(view.steps.loss_of(site)) for site in backwards if site.scope is scope} - {None}
-    asked = any(dotted(node) in losses for test in tests for node in walk(test))
-    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)] if asked else []
-    return asked and not any(EXCHANGES.search(site.name) for site in view.effects.below(near))
+def exchanged(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
+    """Whether ranks may tell each other what a decision is made of: by any call but a collective of something else."""
+    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
+    return any(
+        EXCHANGES.search(site.name) and not (site.scope is scope and of_other(view, site, decided))
+        for site in view.effects.below(near)
+    )
+
+
+def of_other(view: View, site: Site, decided: Slice) -> bool:
+    """Whether a call is a collective of torch that is given nothing of a decision (the gradients, say)."""
+    given = {name for each in site.call.args[:1] for name in _names(each)}
+    return view.effects.is_collective(site) and site not in decided.sites and not given & decided.names
 
 
 def own_score(view: View, decided: Slice, loop: Loop, scope: Scope) -> bool:
-    """Whether a decision comes from a rank's own shard of the data, and no rank tells another anything on the way."""
-    near = [site for site in scope.sites if inside(site.stmt, loop, scope.module)]
-    if any(EXCHANGES.search(site.name) for site in view.effects.below(near)):
-        return False
+    """Whether a decision comes from a rank's own shard of the data."""
     for stmt in (stmt for stmt in decided.stmts if not counts(stmt, loop, scope)):
         nest = loops(stmt, scope.module)
         inner = nest[: nest.index(loop)] if loop in nest else []
@@ -243,11 +251,11 @@ def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
         binds = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module)]
         sets = [(b.stmt, view.ranks.side(b.stmt, scope)) for b in binds]
         if key != root:  # an object that one rank alone feeds: `if rank == 0: stopper(loss)`, then `if stopper.stop`
-            fed = [s for s in scope.sites if inside(s.stmt, loop, scope.module) and feeds(s, root)]
-            sets += [(s.stmt, view.ranks.side(s.stmt, scope)) for s in fed]
+            feeding = [s for s in scope.sites if inside(s.stmt, loop, scope.module) and feeds(s, root)]
+            sets += [(s.stmt, view.ranks.side(s.stmt, scope)) for s in feeding]
         lone = [stmt for stmt, side in sets if side == 1]
         shared = [stmt for stmt, side in sets if side != 1 and not constant_start(stmt)]
-        if lone and not shared and not told(scope, root, lone[-1].lineno, test.lineno):
+        if lone and not shared and not shared_between(scope, root, lone[-1].lineno, test.lineno):
             return key
     return ""
 
@@ -265,7 +273,7 @@ def constant_start(stmt: ast.stmt) -> bool:
     return isinstance(stmt, ast.Assign | ast.AnnAssign) and isinstance(stmt.value, ast.Constant)
 
 
-def told(scope: Scope, name: str, start: int, end: int) -> bool:
+def shared_between(scope: Scope, name: str, start: int, end: int) -> bool:
     """Whether something between two lines may tell a value to all ranks."""
     return any(start <= site.line <= end and TELLS.search(site.name) for site in scope.sites) or any(
         TELLS.search(last(b.value)) for b in scope.binds.get(name, []) if isinstance(b.value, ast.Call)
@@ -286,7 +294,7 @@ def counted(view: View, loop: Loop, scope: Scope) -> Iterator[Found]:
             continue
         rest = [b.stmt for b, side in zip(binds, sides, strict=True) if side == 0]
         lone = next(b.stmt for b, side in zip(binds, sides, strict=True) if side == 1)
-        if all(constant_start(stmt) and stmt.lineno < lone.lineno for stmt in rest) and not told(
+        if all(constant_start(stmt) and stmt.lineno < lone.lineno for stmt in rest) and not shared_between(
             scope, name, lone.lineno, loop.lineno
         ):
             yield Found(

@@ -1,0 +1,248 @@
+"""Say which calls run a model, where a run evaluates one, and in which mode and with which gradients."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import passed, turns_off_gradients
+from lockstep_lint.analysis.context import withs
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER
+from lockstep_lint.analysis.nodes import Words, dotted, element_of, idents, last, walk
+from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Block, CallBlock, Event, LoopBlock, apart
+from lockstep_lint.events.query import given_as, same, subject, things
+from lockstep_lint.events.run import Run
+
+__all__ = ["evaluates", "holds_out", "in_eval_mode", "looped", "span", "trains", "without_graph"]
+
+# What held-out data is called that a model is given as a whole, without a loop.
+HELD_OUT = Words(
+    r"^([xX]|inputs?|data|features?|images?)_(val|valid|validation|test|eval|dev)(_tensor|_t|_torch)?$"
+    r"|^(val|valid|validation|test|eval|dev)_(x|X|inputs?|data|features?|images?)(_tensor|_t|_torch)?$"
+    r"|^[xX](val|valid|test)$"
+)
+# What is counted beside held-out data, says which of its rows count, or may be something else.
+BESIDE = Words(
+    r"loss|acc|score|metric|hist|best|result|curve|perf|auc|f1|time|name|path|file|dir|mode|iou|psnr|log|every|freq"
+    r"|interval|step|mask|len|num|count|size|valid(?!ation|_(set|data|x|y|im|in|lab))|^(val|dev|eval|infer(ence)?)$",
+    re.IGNORECASE,
+)
+COUNTS = {"range", "trange"}
+# What says that a program without a training needs no gradients at all.
+FROZEN = ("requires_grad = False", "requires_grad_(False)")
+SWITCHES = ("set_grad_enabled", "enter_context")
+
+
+@kept
+def span(run: Run, block: Block) -> tuple[Event, ...]:
+    """The events that happen under a block, in order."""
+    return tuple(event for event in run.events if block in event.path)
+
+
+def evaluates(view: View, run: Run, event: Event) -> bool:
+    """Check whether a call of a model evaluates: where held-out data or eval mode says so and nothing is trained."""
+    site, owner = event.mark.site, event.scope.owner
+    part = (
+        owner is not None
+        and (dotted(event.mark.subject) or "").startswith("self.")
+        and view.kinds.is_module_class(owner)
+    )
+    if site is None or part or event.scope.name == "forward" or unit_test(event.module):
+        return False
+    if any(last(block.node) == "enable_grad" for block in event.withs):
+        return False
+    own = any(loop.scope is event.scope for loop in event.loops)
+    if not own and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call:
+        return False  # nothing is done with what the model gives: its layers are shown or measured
+    graph = without_graph(view, run, event) is not True
+    if graph and needs_graph(run, event):
+        return False
+    if given_whole(site):
+        return graph and not trained_on(view, site)
+    blocks = list(says_so(view, run, event))
+    if any(block is None or not trains(span(run, block)) for block in blocks):
+        return True
+    return not blocks and in_own_mode(view, run, event)
+
+
+def needs_graph(run: Run, event: Event) -> bool:
+    """Check whether gradients are asked for beside an event, or cleared in its turn: an attack on the model, say."""
+    turns = span(run, event.loops[-1]) if event.loops else ()
+    scopes = {event.scope, *(loop.scope for loop in event.loops[-1:])}
+    cleared = not trains(turns) and any(
+        each.kind == "zero" and OPTIMIZER.search(last(each.mark.subject)) for each in turns
+    )
+    return cleared or any(scope.named("grad") for scope in scopes)
+
+
+def trains(events: tuple[Event, ...] | list[Event]) -> bool:
+    """Check whether gradients are computed in some events."""
+    return any(event.kind == "backward" for event in events)
+
+
+def says_so(view: View, run: Run, event: Event) -> Iterator[Block | None]:
+    """Yield the blocks that say an event evaluates: loops over held-out data, functions by name; None for a run."""
+    for place, block in enumerate(event.path):
+        if isinstance(block, LoopBlock):
+            if holds_out(view, event, block):
+                yield block
+        elif isinstance(block, CallBlock) and EVALUATION.search(block.function.name) and looped(event.path[place:]):
+            yield block
+    if EVALUATION.search(run.entry.name) and event.loops and not trains(run.events):
+        yield None
+    site = event.mark.site
+    if site is not None and event.loops and counts(event.loops[-1]):
+        yield from event.loops[-1:] if any(rows(each, event.scope) for each in site.call.args) else ()
+
+
+def looped(blocks: tuple[Block, ...]) -> bool:
+    """Check whether one of some blocks is a loop."""
+    return any(isinstance(block, LoopBlock) for block in blocks)
+
+
+def given_whole(site: Site) -> bool:
+    """Check whether all that a call is given is held-out data by its name (`model(X_test)`)."""
+    names = [last(value) for value in site.call.args]
+    return bool(names) and not site.call.keywords and all(HELD_OUT.search(name) for name in names)
+
+
+def trained_on(view: View, site: Site) -> bool:
+    """Check whether a gradient may be computed of what a call gives, here or where its function gives it back."""
+    names = {bind.key for bind in site.scope.bound(site.stmt)}
+    for stmt in sorted(site.scope.stmts, key=lambda each: each.lineno):
+        if stmt.lineno > site.line and isinstance(stmt, ast.Assign | ast.AugAssign) and names & set(idents(stmt)):
+            names |= {bind.key for bind in site.scope.bound(stmt)}
+    backs = [s.call for s in site.scope.sites if s.line >= site.line and (view.steps.backwards(s) or s.name == "grad")]
+    used = [*backs, *(value for value in site.scope.returns() if value.lineno > site.line)]
+    if view.effects.mentioned_in(site.scope, "grad_fn"):
+        return True  # its graph is shown
+    return any(names & set(idents(node)) for node in used) or not (names or isinstance(site.stmt, ast.Expr))
+
+
+def counts(loop: LoopBlock) -> bool:
+    """Check whether a loop counts (`while i < n`, `for i in tqdm(range(n))`)."""
+    over = walk(loop.node.iter) if isinstance(loop.node, ast.For) else ()
+    return isinstance(loop.node, ast.While) or any(isinstance(p, ast.Call) and last(p) in COUNTS for p in over)
+
+
+def rows(node: ast.expr, scope: Scope, depth: int = 3) -> bool:
+    """Check whether an expression takes rows of held-out data by a number that is worked out (`x_test[i:i + 32]`)."""
+    for part in walk(node):
+        if isinstance(part, ast.Subscript) and any(isinstance(each, ast.Name) for each in walk(part.slice)):
+            name = last(part.value) if isinstance(part.value, ast.Name | ast.Attribute) else ""
+            if EVALUATION.search(name) and not BESIDE.search(name):
+                return True
+        elif isinstance(part, ast.Name) and depth:
+            made = [v for b in scope.binds.get(part.id, []) if b.how == "assign" for v in element_of(b.value, b.path)]
+            if made and all(rows(value, scope, depth - 1) for value in made):
+                return True
+    return False
+
+
+def holds_out(view: View, event: Event, loop: LoopBlock) -> bool:
+    """Check whether a loop around an event runs over held-out data, by the names that its header has or is given."""
+    if not isinstance(loop.node, ast.For | ast.comprehension):
+        return False
+    over = view.kinds.iterated(loop.node.iter, loop.scope)
+    ends = [block.function for block in event.path if isinstance(block, CallBlock)]
+    given = (given_as(event, over, loop.scope, function)[0] for function in (*ends, None))
+    named = any(EVALUATION.search(name) for node in (over, *given) if node is not None for name in idents(node))
+    return named or kept_held_out(view, dotted(over) or "", loop.scope)
+
+
+@kept
+def kept_held_out(view: View, key: str, scope: Scope) -> bool:
+    """Check whether all who make an object give it held-out data for an attribute (`self.loader = loader`)."""
+    init = scope.owner.defs.get("__init__") if scope.owner is not None and key.startswith("self.") else None
+    binds = init.binds.get(key, []) if init is not None else []
+    names = [dotted(next(element_of(bind.value, bind.path), None)) or "" for bind in binds]
+    if init is None or any(name not in init.params for name in names):
+        return False
+    given = [passed(site, init, name) for site in view.calls.callers(init) for name in names]
+    return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
+
+
+def in_own_mode(view: View, run: Run, event: Event) -> bool:
+    """Check whether an event's function puts the model into eval mode and trains nothing until the next switch."""
+    own = [mode for mode in run.of("eval", "train", "mode") if same(view, mode, event) and not apart(mode, event)]
+    before = [mode for mode in own if mode.place < event.place]
+    if not before or before[-1].kind != "eval":
+        return False
+    switch, after = before[-1], next((mode.place for mode in own if mode.place > event.place), len(run.events))
+    calls = [block for block in switch.path if isinstance(block, CallBlock)]
+    if any(block not in event.path for block in calls) or (switch.scope is not event.scope and not event.loops):
+        return False
+    if switch.scope.kind == "module" and not event.loops and not trains(run.events[: switch.place]):
+        return False  # a file that predicts only
+    around = switch.loops[-1].end if switch.loops else len(run.events)
+    ends = (block for block in calls[-1:])
+    end = min(after, around, *(span(run, block)[-1].place + 1 for block in ends))
+    return not trains(run.events[switch.place : end])
+
+
+def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
+    """Check whether the model that an event runs is in eval mode; None where that cannot be seen."""
+    modes = [m for m in run.of("eval", "train", "mode") if m.place < event.place and not apart(m, event)]
+    own = [mode for mode in modes if same(view, mode, event)]
+    if own:
+        return own[-1].kind != "train"
+    node, home = subject(event)
+    made = [each for each in things(view, node, home) if isinstance(each, ast.Call)]
+    own_name = isinstance(node, ast.Name) and node.id in home.binds  # nobody else has switched it
+    if any(last(call) == "from_pretrained" for call in made) or any(mode.kind != "train" for mode in modes):
+        return None  # it comes in eval mode, or another name may stand for it
+    if run.entry.kind == "module" or own_name or never_switched(view, event.scope):
+        return False
+    return None
+
+
+def never_switched(view: View, scope: Scope) -> bool:
+    """Check whether no file of the programs of a class switches any mode, and nothing that does is out of sight."""
+    if scope.owner is None or any(foreign(view, scope.owner)) or view.project.unseen(view.module):
+        return False
+    members = view.project.family(view.module)
+    return not any(site.receiver is not None for member in members for site in member.sites("eval", "train"))
+
+
+def foreign(view: View, owner: Scope) -> Iterator[str]:
+    """Yield a class's bases outside the project."""
+    known = {parent.name for parent in view.names.parents(owner)} | {"object"}
+    yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
+
+
+def without_graph(view: View, run: Run, event: Event) -> bool | None:
+    """Check whether an event keeps no graph: by a context, a decorator, or a switch; None if a caller may see to it."""
+    functions = [run.entry, *(block.function for block in event.path if isinstance(block, CallBlock))]
+    if any(turns_off_gradients(block.node) for block in event.withs):
+        return True
+    if any(site.line < event.line or f is not event.scope for f in functions for n in SWITCHES for site in f.named(n)):
+        return True
+    if view.effects.mentioned(event.module, *FROZEN) and not (view.trainings.near(event.module) or run.of("step")):
+        return True
+    model, home = subject(event)
+    owner = view.kinds.run_class(model, home) if isinstance(model, ast.Name | ast.Attribute) else None
+    if "volatile=True" in event.module.text or (owner is not None and view.effects.mentioned_in(owner, "no_grad")):
+        return True  # of a torch before no_grad; of a model that sees to it itself
+    handed = [block for block in event.path if isinstance(block, CallBlock) and block.handed]
+    if run.entry.kind == "module" and not handed:
+        return False
+    if trains(span(run, handed[-1]) if handed else run.events):
+        return False  # whoever calls what trains keeps graphs
+    switched = any(mode.place < event.place for mode in run.of("eval"))
+    return False if switched and event.loops and not handed and unnamed(view, run.entry) else None
+
+
+def unnamed(view: View, scope: Scope) -> bool:
+    """Check whether nothing in sight names a function, so that nobody keeps the graph away for it."""
+    if scope.decorators or scope.name.startswith("test_"):
+        return False
+    if scope.parent is scope.module.top:
+        return sum(member.words[scope.name] for member in view.project.family(scope.module)) == 1
+    owner = scope.owner
+    if owner is None or scope.parent is not owner or any(foreign(view, owner)):
+        return False
+    around = (each for site in view.calls.namesakes(scope) for each in withs(site.stmt, site.module))
+    return not any(map(turns_off_gradients, around))

@@ -1,0 +1,68 @@
+"""Say which calls run a model."""
+
+import ast
+
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.kinds import OPTIMIZER
+from lockstep_lint.analysis.nodes import Words, dotted, last
+from lockstep_lint.analysis.view import View
+
+__all__ = ["MODELS", "RUNS", "model_run"]
+
+MODELS = Words(
+    r"^(model|net|netG|generator|encoder|classifier|ddp_model|network|unet|vae|detector|segmenter|student)$"
+    r"|^(?!(get|load|build|create|make|save|init|setup|wrap|prepare|convert|export|print|log|reset"
+    r"|unwrap|initiali[sz]e|instantiate|construct|define|restore|fetch|copy|clone|freeze|unfreeze|compile|summari[sz]e"
+    r"|count|register|quantize|fuse|shard|parallelize|sync)_).*_(model|net)$"
+)
+# Methods of a model that run it.
+RUNS = Words(r"^forward|(^|_)loss(es)?$")
+# Methods of a model that do more than run it, which its name at their end does not make a model of.
+DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sample|score|check|set|apply|reset)_")
+
+
+def model_run(view: View, site: Site) -> ast.expr | None:
+    """Return the model that a call runs: itself, by a method (`model.module.get_loss(x)`), or a part of one."""
+    func = site.call.func
+    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
+        return None
+    if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
+        return func.value if is_run(view, func.value, site.scope) else None
+    if view.full(site) or view.names.definition(func, site.scope) is not None:
+        return None
+    if isinstance(func, ast.Attribute) and DOES.search(func.attr) and dotted(func.value) != "self":
+        return None  # `model.eval_model(batch)`
+    part_of = func.value if isinstance(func, ast.Attribute) and switched(func.value, site.scope) else None
+    if MODELS.search(last(func)) or switched(func, site.scope) or view.kinds.module_class(func, site.scope) is not None:
+        return part_of or func
+    return part_of if part_of is not None and runs_layers(view, part_of, site) else None
+
+
+def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
+    """Check whether the object of a method that runs a model is one, and no module of functions."""
+    if isinstance(receiver, ast.Attribute) and receiver.attr == "module":
+        receiver = receiver.value
+    if dotted(receiver) in (None, "self") or view.names.qualify(receiver, scope):
+        return False
+    return MODELS.search(last(receiver)) or view.kinds.module_class(receiver, scope) is not None
+
+
+def switched(node: ast.expr, scope: Scope) -> bool:
+    """Check whether a function puts an object into eval mode, or gives its parameters to an optimizer."""
+    name = dotted(node)
+    modules = [*scope.named("eval"), *(s for s in scope.named("parameters") if optimized(s))]
+    return name not in (None, "self") and any(dotted(site.receiver) == name for site in modules)
+
+
+def optimized(site: Site) -> bool:
+    """Check whether the parameters that a call gives go to an optimizer."""
+    return any(OPTIMIZER.search(bind.key) for bind in site.scope.bound(site.stmt))
+
+
+def runs_layers(view: View, receiver: ast.expr, site: Site) -> bool:
+    """Check whether a call is of a method of a project's model that runs its layers."""
+    owner = view.kinds.module_class(receiver, site.scope)
+    method = owner.defs.get(site.name) if owner is not None else None
+    funcs = [each.call.func for each in method.sites] if method is not None else []
+    keys = [dotted(func.value if isinstance(func, ast.Subscript) else func) or "" for func in funcs]
+    return any(key.startswith("self.") and owner is not None and key[5:] not in owner.defs for key in keys)
