@@ -163,7 +163,8 @@ def test_an_interrupt_that_the_import_of_torch_has_lost_ends_the_command(script,
     # As the C code of torch that imports numpy loses it, or as numpy's extension fails in place of it.
     (script / "torch.py").write_text(LOST_INTERRUPT)
     monkeypatch.setenv("FAILS", fails)
-    assert cli.dispatch(["goodput", "--out", "mine", "--", sys.executable, "-c", "import torch; print('trains')"]) == 130
+    command = [sys.executable, "-c", "import torch; print('trains')"]
+    assert cli.dispatch(["goodput", "--out", "mine", "--", *command]) == 130
     out, err = capfd.readouterr()
     assert "trains" not in out
     (line,) = err.splitlines()
