@@ -412,7 +412,9 @@ class Life(Hooks):
     def _note_best(self, context: RunContext) -> None:
         """Give ModelCheckpoints the path and the score of the run's best, once it is saved."""
         best = context.best if self.trainer.checkpoint_callbacks else None
-        for each in self.trainer.checkpoint_callbacks if best else ():
+        if best is None:
+            return
+        for each in self.trainer.checkpoint_callbacks:
             each.best_model_path, each.best_model_score = best.path, torch.tensor(best.value)
 
     def training_values(self) -> dict[str, float]:
