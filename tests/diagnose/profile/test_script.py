@@ -178,6 +178,7 @@ def test_the_real_interpreter_is_attached_to(script, capfd):
     assert "Finished: 20 steps" in page
     versions = json.loads((script / "mine" / "environment.json").read_text())["versions"]
     assert versions["torch"] in page[page.index("Environment") :]
+    assert "Proof" not in page  # a script has neither guards nor checkpoints of lockstep
 
 
 def test_bad_input_is_one_line(script, monkeypatch, capfd):
