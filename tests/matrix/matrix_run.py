@@ -150,7 +150,7 @@ def resumes_at(case: Case) -> int:
     # An evaluation that is the best so far is saved too.
     every = (_SAVES, evaluates(case.task)) if case.task == "lightning" else (_SAVES,)
     # A step that runs out of memory is saved before, unless its forwards may have changed the task's state.
-    before = BAD if case.fault == "oom" and BAD < stop and case.task != "own" else 0
+    before = BAD if case.fault == "oom" and stop > BAD and case.task != "own" else 0
     return max(before, *((stop - 1) // steps * steps for steps in every))
 
 
