@@ -126,6 +126,17 @@ def test_a_task_imports_its_own_neighbours_before_others_of_that_name(tmp_path, 
     assert load_task(f"{tmp_path}/mine/tasked.py:Mine").value == 1
 
 
+def test_a_method_that_is_missing_is_named_before_the_task_is_made(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import lockstep\nclass A(lockstep.Task):\n    def model(self): ...\nclass B(A):\n    datset = A.model\n"
+    )
+    with refuses(ConfigError, "A", "`dataset`"):
+        load_task(f"{file}:A")
+    with refuses(ConfigError, "B", "`datset`", "`dataset`"):
+        load_task(f"{file}:B")
+
+
 def test_a_task_from_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("from toys import Ragged\nclass Mine(Ragged):\n    pass\nclass Needs(Ragged):\n    model = None\n")

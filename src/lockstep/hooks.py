@@ -23,6 +23,10 @@ class RunContext(Protocol):
     state: dict[str, Any]
     log_freq: int
 
+    @property
+    def best(self) -> Any:
+        """The run's best step so far, a `lockstep.records.Best`, as `Run.best`; None before the first."""
+
     def log(self, values: Mapping[str, float]) -> None:
         """Log numbers of the current step to every sink. Only those of rank 0 are used."""
 
@@ -31,6 +35,12 @@ class RunContext(Protocol):
 
     def stop(self) -> None:
         """Save and end the run after the current step. Every rank must call it."""
+
+    def compare(self, metric: str, value: float, *, higher: bool) -> bool:
+        """Make the current step the run's best if `value` is better than the best so far, and return whether it is.
+
+        For a metric of the training, in a run without evaluations. Every rank calls it with the same value.
+        """
 
 
 class Due(NamedTuple):
@@ -69,8 +79,12 @@ class Hooks:
     def before_run(self, context: RunContext, done: int) -> None:
         """Called before the first step, once the checkpoint is loaded; `done` steps are trained."""
 
-    def after_step(self, context: RunContext, done: int) -> None:
-        """Called after each step, once it is recorded and, if due, evaluated."""
+    def after_step(self, context: RunContext, done: int) -> bool | None:
+        """Called after each step, once it is recorded and, if due, evaluated.
+
+        Returns:
+            Whether to save the step, even if no save is due; the same on every rank.
+        """
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
         """Called after each step, before it is evaluated and saved.

@@ -40,6 +40,7 @@ __all__ = [
     "Order",
     "Task",
     "as_task",
+    "check_class",
     "has_mean_loss",
     "has_own",
     "has_step_loss",
@@ -328,6 +329,15 @@ class _WrappedTask(Task):
         raise NotImplementedError
 
 
+def check_class(kind: type[Any]) -> None:
+    """Check that a class lacks no method that would keep it from being made. Raises ConfigError."""
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        _check_names(kind)
+        purpose = _REQUIRED.get(missing[0], "its base class asks for it")
+        raise ConfigError(f"the task {kind.__name__} has no method `{missing[0]}`: {purpose}")
+
+
 def as_task(task: Any) -> Task:
     """Check a task, and wrap it if it is an object of another class.
 
@@ -337,7 +347,7 @@ def as_task(task: Any) -> Task:
     if isinstance(task, type):
         raise ConfigError(f"the task is the class {task.__name__}; give an object: {task.__name__}()")
     name = type(task).__name__
-    _check_names(task)
+    _check_names(type(task))
     for method, purpose in _REQUIRED.items():
         if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {purpose}")
@@ -430,17 +440,17 @@ def items_of_a_sample(task: Task) -> int | None:
     return task.items_per_sample or (None if has_own(task, "count") or has_own(task, "collate") else 1)
 
 
-def _check_names(task: Any) -> None:
+def _check_names(kind: type[Any]) -> None:
     """Check for methods that resemble one of Task and are never called. Raises ConfigError."""
-    own = [name for kind in type(task).__mro__ if kind is not Task for name in vars(kind) if callable(vars(kind)[name])]
-    missing = [name for name in METHODS if getattr(type(task), name, None) in (None, getattr(Task, name))]
+    own = [name for base in kind.__mro__ if base is not Task for name in vars(base) if callable(vars(base)[name])]
+    missing = [name for name in METHODS if getattr(kind, name, None) in (None, getattr(Task, name))]
     for name in own:
         if name.startswith("_") or name in METHODS:
             continue
-        close = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(name, missing, n=1, cutoff=0.75)
         similar = close[0] if close else _FOREIGN_NAMES.get(name, "")
         if similar in missing:
             raise ConfigError(
-                f"the task {type(task).__name__} has a method `{name}`, which is never called; rename it `{similar}`, "
+                f"the task {kind.__name__} has a method `{name}`, which is never called; rename it `{similar}`, "
                 f"or `_{name}` if it is a helper"
             )

@@ -315,3 +315,40 @@ def test_a_run_that_goes_back_to_its_start_takes_the_states_of_the_start():
     callback.steps = 5
     served.load(None)
     assert callback.steps == 0
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("logs", [{}, {"on_step": True, "on_epoch": True}])
+def test_values_of_the_training_are_monitored_as_in_lightning(tmp_path, logs, validates):
+    class Monitored(autoencoder(L)):
+        def training_step(self, batch, batch_idx):
+            loss = torch.nn.functional.mse_loss(self.decoder(self.encoder(batch[0])), batch[0])
+            self.log("train_loss", loss, **logs)
+            return loss
+
+    class Validated(Monitored):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", torch.nn.functional.mse_loss(self(batch[0]), batch[0]))
+
+        def forward(self, x):
+            return self.decoder(self.encoder(x))
+
+    kind, data = (Validated, loaders()) if validates else (Monitored, loaders()[:1])
+    made = []
+    for folder in ("theirs", "ours"):
+        saving = L.callbacks.ModelCheckpoint(tmp_path / folder, monitor="train_loss", save_top_k=1)
+        callbacks = [L.callbacks.EarlyStopping("train_loss", mode="max", patience=2), saving]
+        made.append(trainer(L, max_epochs=6, enable_checkpointing=True, callbacks=callbacks))
+    theirs, ours = made
+    theirs.fit(seeded(kind), *data)
+    assert theirs.current_epoch < 6  # it was stopped
+    config, task = lockstep.from_lightning(seeded(kind), data if validates else data[0], ours)
+    result = lockstep.train(dataclasses.replace(config, save_dir=str(tmp_path / "run"), report=False), task)
+    assert (result.status, result.global_step) == ("stopped", theirs.global_step)
+    assert task.trainer.checkpoint_callback is ours.checkpoint_callback
+    assert float(ours.checkpoint_callback.best_model_score) == pytest.approx(
+        float(theirs.checkpoint_callback.best_model_score), rel=1e-5
+    )
+    step = int(theirs.checkpoint_callback.best_model_path.split("step=")[1].split("-")[0].removesuffix(".ckpt"))
+    assert ours.checkpoint_callback.best_model_path == result.best.path
+    assert result.best.step == step

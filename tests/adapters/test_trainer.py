@@ -463,8 +463,8 @@ def test_trainers_that_cannot_be_served_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=said):
             lockstep.from_trainer(trainer)
 
-    foreign = type("MLflowCallback", (transformers.TrainerCallback,), {"__module__": "transformers.integrations"})
-    refused(causal(tmp_path / "a", callbacks=[foreign()]), r"callback MLflowCallback .*trainer.remove_callback\(MLf")
+    foreign = type("CometCallback", (transformers.TrainerCallback,), {"__module__": "transformers.integrations"})
+    refused(causal(tmp_path / "a", callbacks=[foreign()]), r"callback CometCallback .*trainer.remove_callback\(Com")
     refused(causal(tmp_path / "a", kind=OwnStep), "OwnStep .*`training_step`")
     refused(causal(tmp_path / "a", kind=OwnLoader), "`get_train_dataloader`.*_get_train_sampler")
     refused(causal(tmp_path / "a", kind=OwnEvaluation, eval_strategy="epoch"), "`evaluate`.*eval_strategy='no'")
@@ -549,3 +549,12 @@ def test_the_order_is_that_of_accelerates_sampler(size, seed, start, count):
 def test_the_document_names_every_argument():
     text = (Path(__file__).parents[2] / "docs" / "hf-trainer.md").read_text(encoding="utf-8")
     assert [name for name in TABLE if f"`{name}`" not in text] == []
+
+
+def test_reports_go_to_the_sinks_that_there_are(tmp_path):
+    made = causal(tmp_path, report_to=["mlflow", "tensorboard"])
+    config, _ = lockstep.from_trainer(made)
+    assert (config.mlflow, config.tensorboard, config.wandb) == (True, True, False)
+    made.args.report_to = ["comet_ml"]
+    with refuses(ConfigError, "report_to", "comet_ml"):
+        lockstep.from_trainer(made)

@@ -265,7 +265,7 @@ def test_bytes_are_split():
 
 def test_the_line_on_bytes():
     line = described("zero", [[2048, 1024, 100], [2048, 1024, 3 * 2**20]])
-    assert line == "--engine zero holds per rank: parameters 2 KiB, gradients 1 KiB, optimizer states 100 B to 3 MiB"
+    assert line == "engine zero holds per rank: parameters 2 KiB, gradients 1 KiB, optimizer states 100 B to 3 MiB"
 
 
 def test_engines_serve_a_loop_of_ones_own():

@@ -100,6 +100,18 @@ def test_a_mistake_in_a_task_is_one_line_before_step_1(tmp_path, what, line):
     assert re.search(line, refused(tmp_path, Broken(what)))
 
 
+def test_a_loss_that_is_not_finite_is_refused_as_such(tmp_path):
+    class NotFinite(Ragged):
+        reduction = "auto"
+
+        def loss(self, model, batch):
+            return super().loss(model, batch) * float("nan")
+
+    line = refused(tmp_path, NotFinite())
+    assert "not finite" in line
+    assert "reduction" not in line
+
+
 @pytest.mark.parametrize("what", ["negative", "infinite", "not a number", "text"])
 def test_a_count_that_is_no_positive_number_is_refused(tmp_path, what):
     assert "`count`" in refused(tmp_path, Broken(what), UsageError)

@@ -95,19 +95,28 @@ def run_attached(
     """
     paths = [str(_ATTACH), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        process = subprocess.Popen(program, env=environment)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"lockstep {name}: '{printable(program[0])}' cannot be started: {why}") from error
+    processes: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # signals that came before the process was there
+    interrupts: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
+        for process in processes:
+            process.send_signal(number)
+        if not processes:
+            early.append(number)
 
-    interrupts: list[int] = []
+    def interrupt(number: int, _: FrameType | None) -> None:
+        interrupts.append(number)
+        if not processes:
+            early.append(number)
+
     before: dict[int, Any] = {number: signal.signal(number, forward) for number in _SIGNALS}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
+        process = _start(name, program, environment)
+        processes.append(process)
+        for number in early:
+            process.send_signal(number)
         while tick is not None and process.poll() is None:
             tick()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,4 +126,14 @@ def run_attached(
         for number, handler in before.items():
             signal.signal(number, handler)
     code = code if code >= 0 else 128 - code
+    if interrupts and code == 1:  # torchrun's code after Ctrl-C, and that of a Python that was still starting
+        code = 128 + signal.SIGINT
     return Exit(code, bool(interrupts) or code == 128 + signal.SIGINT)
+
+
+def _start(name: str, program: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(program, env=environment)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"lockstep {name}: '{printable(program[0])}' cannot be started: {why}") from error

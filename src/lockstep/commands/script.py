@@ -64,19 +64,25 @@ def script_command(name: str, argv: list[str]) -> int:
     }
     try:
         code, interrupted = run_attached(name, program, variables, traces.look if traces else None)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         _remove(folder, created)
         raise
-    if code:
+    if code and not interrupted:
         _say(name, f"the command ended with exit code {code}")
     problem = _end(folder, created, "interrupted" if interrupted else "failed" if code else "finished")
+    if problem and interrupted and code:
+        _say(name, "interrupted before the first step; nothing is recorded")
+        return code
     if not problem:
-        _say(name, f"records: {printable(out)}")
+        if not interrupted:
+            _say(name, f"records: {printable(out)}")
         problem = _RESULTS[name](folder, args, traces)
     if problem and not code:
         raise ConfigError(f"lockstep {name}: {problem}")
     if problem:
         _say(name, problem)
+    if interrupted:
+        _say(name, f"interrupted; records: {printable(out)}")
     return code
 
 

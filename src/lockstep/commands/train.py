@@ -16,6 +16,7 @@ from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError
+from lockstep.trace.record.imports import keep_interrupts
 from lockstep.training.run_dir import RunFolder
 
 __all__ = ["command", "config_and_task", "import_training"]
@@ -108,8 +109,9 @@ def import_training() -> Any:
     """
     gc.disable()
     try:
-        importlib.import_module("torch._dynamo")
-        return importlib.import_module("lockstep.training.run")
+        with keep_interrupts():
+            importlib.import_module("torch._dynamo")
+            return importlib.import_module("lockstep.training.run")
     finally:
         gc.freeze()
         gc.enable()

@@ -174,7 +174,7 @@ FOREIGN: dict[str, str] = {
     "early_stopping": "{patience}",
     "early_stop": "{patience}",
     "early_stopping_threshold": "{min_delta}",
-    "report_to": "{wandb} or {tensorboard}",
+    "report_to": "{wandb}, {tensorboard} or {mlflow}",
     "with_tracking": "{wandb} or {tensorboard}",
     "logger": "{wandb} or {tensorboard}",
     "wandb_run_name": "{experiment_name}",

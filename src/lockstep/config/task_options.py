@@ -7,6 +7,7 @@ The tasks of an option: `option(..., tasks="images, classification")`; builtin=T
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -186,6 +187,8 @@ def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
     if task not in ("", *TASKS) and ":" not in task and "." not in task and "/" not in task:
         close = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.5)
         advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)},"
+        if os.path.isfile(f"{task}.py"):
+            advice = f"did you mean a class of {task}.py, {task}.py:CLASS?"
         raise FieldError(FieldName("task"), f" is '{task}': {advice} or give your own task, FILE.py:CLASS")
     kind = kind_of(task)
     if kind == OWN:

@@ -238,8 +238,9 @@ def note_interrupt(line: str | None) -> None:
 
 
 def report_interrupt() -> None:
-    """Print that Ctrl-C ended this process, unless the launcher or another rank of this node does."""
-    line = _INTERRUPT[-1] if _INTERRUPT else "interrupted"
+    """Print that Ctrl-C ended this process, unless the launcher, `lockstep trace|profile|...` or another rank does."""
+    attached = any(name in os.environ for name in ("LOCKSTEP_TRACE", "LOCKSTEP_RECORDER"))
+    line = _INTERRUPT[-1] if _INTERRUPT else "" if attached else "interrupted"
     if line and FOLDER_VARIABLE not in os.environ and not _is_printed(KeyboardInterrupt()):
         print(f"lockstep: {line}", file=sys.stderr)
 

@@ -98,7 +98,7 @@ def described(name: str, ranks: list[Any]) -> str:
     for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
         low, high = min(sizes), max(sizes)
         parts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
-    return f"--engine {name} holds per rank: {', '.join(parts)}"
+    return f"engine {name} holds per rank: {', '.join(parts)}"
 
 
 _RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`

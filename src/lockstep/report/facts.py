@@ -260,6 +260,7 @@ class RunFacts:
         warned: the number of such lines.
         account: the wall time by part; None if the run has no timeline.
         notes: files that could not be read.
+        is_script: recorded of a command that lockstep does not run, so without settings, guards and checkpoints.
     """
 
     folder: Path
@@ -269,6 +270,7 @@ class RunFacts:
     state: RunState = field(default_factory=RunState)
     ended: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    is_script: bool = False
     config: dict[str, str] = field(default_factory=dict)
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
@@ -384,6 +386,7 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     facts.state.selection.best = evaluated.best or facts.state.selection.best
     facts.ended = _small_json(folder / "ended.json", notes)
     facts.environment = _small_json(folder / "environment.json", notes)
+    facts.is_script = (folder / "command.json").is_file()  # written by lockstep.commands.script
     _read_config(facts)
     try:
         facts.account = goodput(folder / "timeline.jsonl")

@@ -332,6 +332,7 @@ def _run_values(facts: RunFacts, rows: int, place: int) -> dict[str, Any]:
         "name": facts.name,
         "colour": place,
         "status": facts.status,
+        "is_script": facts.is_script,
         "verdict": facts.verdict(),
         "key": (key := _key_figures(facts)),
         "key_columns": next((n for n in (3, 4, 2) if len(key) % n == 0), len(key)),

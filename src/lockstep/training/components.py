@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from lockstep import checkpoint
 from lockstep.clock import make_clock, trace_mark
 from lockstep.data.batches import StepLoader, StepPlan
 from lockstep.distributed.exchange import INTERRUPT, SAVE_AND_END, BusySeconds, StepExchange
@@ -29,7 +28,7 @@ from lockstep.guards.watchdog import Heartbeats, all_do, read_alone, waited_for
 from lockstep.hooks import Due
 from lockstep.logging import Sinks
 from lockstep.loop import StepControl, StepOutOfMemory, seeder
-from lockstep.records import Best, Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
+from lockstep.records import Step, StepRecord, exact_sums, fill_numbers, flatten_numbers, mean_numbers, merge_sums
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import RunParts
 from lockstep.training.build_engine import choose_kernels
@@ -37,7 +36,7 @@ from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter
 from lockstep.training.profiler import StepProfiler
 from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
-from lockstep.training.session import HookContext, ReadNumbers, Session
+from lockstep.training.session import HookContext, ReadNumbers, Session, update_best
 from lockstep.training.trainable import store_body_change
 
 __all__ = [
@@ -55,7 +54,6 @@ __all__ = [
     "record_step",
     "save",
     "save_and_evaluate",
-    "update_best",
 ]
 
 
@@ -347,13 +345,3 @@ def _log_memory(built: RunParts) -> None:
     """Log each rank's memory. Collective."""
     footprints = built.world.gather(footprint(built.engine))  # collective
     _LOG.info(described(name_of(built.config.engine, built.world), footprints))
-
-
-def update_best(session: Session) -> None:
-    """Set the session's best evaluation from the run's state."""
-    built = session.built
-    best = built.state.selection.best if built else None
-    if built and best:
-        path = checkpoint.path_of(built.folder.path, best.step)
-        exists = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
-        session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

@@ -454,6 +454,12 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
     is_whole = training.step_plan.micro_batches == 1 and trial.config.on_oom == "stop"
     kinds, evidence = classify(measurements, 0, trial.limit), describe_measurement(measurements, 0)
     if task.reduction == "auto":
+        is_finite = all(math.isfinite(value) for each in measurements for value in each.values(0))
+        if kinds is None and not is_finite and not is_whole:
+            raise ConfigError(
+                f"the task's `loss` is not finite on the first samples, before step 1: {evidence}; correct the loss, "
+                "or these samples"
+            )
         _set_reduction(trial, kinds, evidence, is_whole, alone=training.size == 1 and not has_own(task, "count"))
     else:
         _check_declaration(task, kinds, evidence, is_whole)

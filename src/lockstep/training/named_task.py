@@ -14,7 +14,7 @@ from lockstep.config.sections import Data
 from lockstep.config.task_options import LIGHTNING, OWN, kind_of
 from lockstep.errors import ConfigError
 from lockstep.models.gpt import PRESETS
-from lockstep.task import Task, as_task
+from lockstep.task import Task, as_task, check_class
 from lockstep.task_file import import_class
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, corpus_for, hub_task, loss_inside
 from lockstep.text.token_store import TokenizerToTrain
@@ -67,6 +67,8 @@ def load_task(name: str) -> Task:
         module: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(name)
         return module
     kind = import_class(name, "--task")
+    if isinstance(kind, type):
+        check_class(kind)
     try:
         task = kind()
     except Exception as error:

@@ -61,14 +61,17 @@ _NAMES = {
 _GIT_TIMEOUT = 2.0  # seconds: a repository on a slow network disk must not delay a run
 
 
-def describe_process(argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def describe_process(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None, *, devices: bool = True
+) -> dict[str, Any]:
     """Describe this process: versions, machine, devices, git commit, command line, environment.
 
-    Imports torch, and initialises CUDA if there is a device.
+    Imports torch.
 
     Args:
         argv: the command line; None: this process's.
         environ: the environment; None: this process's.
+        devices: list CUDA's devices, which initialises CUDA.
 
     Returns:
         JSON values with secrets masked. Memory is in bytes; a part that does not exist (CUDA, git) is None.
@@ -78,7 +81,7 @@ def describe_process(argv: Sequence[str] | None = None, environ: Mapping[str, st
     return {
         "versions": _versions(),
         "machine": _machine(),
-        "devices": _devices(),
+        "devices": _devices() if devices else [],
         "git": _git(),
         "command": mask_args(sys.argv if argv is None else argv, variables),
         "environment": values,
@@ -124,7 +127,7 @@ def _versions() -> dict[str, str | None]:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
-        "lockstep": sys.modules["lockstep"].__version__,
+        "lockstep": getattr(sys.modules["lockstep"], "__version__", None),  # the script's Python may lack it
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": _package_version("numpy"),

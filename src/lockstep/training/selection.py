@@ -23,6 +23,7 @@ from lockstep.run_state import BestEvaluation, PatienceCount, PlateauCount, Sele
 from lockstep.training.evaluation import MORE_NAMES
 
 __all__ = [
+    "Criterion",
     "abbreviate_best",
     "check_criteria",
     "criterion_of",
@@ -32,6 +33,7 @@ __all__ = [
     "out_of_patience",
     "plateau_drops",
     "select_best",
+    "select_value",
     "update_plateau",
 ]
 
@@ -123,6 +125,13 @@ def select_best(config: Config, selection: Selection, record: EvaluationRecord) 
         selection.patience = PatienceCount(best, 0 if improved else before.since + 1)
     else:
         selection.patience = None
+    return better
+
+
+def select_value(selection: Selection, criterion: Criterion, step: int, value: float) -> bool:
+    """Update the best by a value of the training, in a run without evaluations; return whether it is the best."""
+    record = EvaluationRecord(step, value, 0.0, {criterion.metric: value})
+    better, selection.best = _compare(criterion, selection.best, record)
     return better
 
 

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from lockstep import checkpoint
 from lockstep.checkpoint import Saver
 from lockstep.checkpoint.upload import Uploader
 from lockstep.config.schema import Config
@@ -25,6 +26,7 @@ from lockstep.records import Best, EvaluationRecord, Step
 from lockstep.report.goodput import Timeline
 from lockstep.run_state import RunState
 from lockstep.training.build import RunParts
+from lockstep.training.selection import Criterion, select_value
 
 __all__ = [
     "HookContext",
@@ -172,9 +174,28 @@ class HookContext:
     def stop(self) -> None:
         self._session.wants_stop = True
 
+    def compare(self, metric: str, value: float, *, higher: bool) -> bool:
+        built, step = self._built, self._session.global_step
+        return select_value(built.state.selection, Criterion(metric, 1 if higher else -1, 0.0), step, value)
+
+    @property
+    def best(self) -> Best | None:
+        update_best(self._session)
+        return self._session.best
+
 
 def hook_state(state: RunState) -> dict[str, Any]:
     """Return the hooks' own part of a run's state, made if missing."""
     if state.hooks is None:
         state.hooks = {}
     return state.hooks
+
+
+def update_best(session: Session) -> None:
+    """Set the session's best evaluation from the run's state."""
+    built = session.built
+    best = built.state.selection.best if built else None
+    if built and best:
+        path = checkpoint.path_of(built.folder.path, best.step)
+        exists = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
+        session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

@@ -51,7 +51,6 @@ from lockstep.training.components import (
     record_step,
     save,
     save_and_evaluate,
-    update_best,
 )
 from lockstep.training.guards import name_and_memory, skips_file
 from lockstep.training.open_run import (
@@ -83,7 +82,7 @@ from lockstep.training.recovery import (
 from lockstep.training.resolve import with_micro_batch_size
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
-from lockstep.training.session import HookContext, Session
+from lockstep.training.session import HookContext, Session, update_best
 
 __all__ = [
     "Training",
@@ -539,7 +538,7 @@ def _train_steps(session: Session, built: RunParts) -> Training:
                 garbage.freeze()
             saves = save_and_evaluate(session, built, ongoing, step, is_last)
             if hooks and context:
-                hooks.after_step(context, step.global_step)
+                saves = hooks.after_step(context, step.global_step) or saves
             if session.has_body:
                 recorder.saver.order()  # the body may write the tensors that a save still copies
                 timeline.enter(BODY)

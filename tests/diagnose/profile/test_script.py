@@ -141,15 +141,44 @@ def test_goodput_tells_evaluations_and_keeps_a_failure(script, capfd):
 
 def test_an_interrupted_command_leaves_what_it_had(script, capfd):
     assert cli.dispatch(["profile", "--out", "mine", "--", warm.python(), "train.py", "interrupted"]) == 130
+    assert names(capfd.readouterr().err.splitlines()[-1], "interrupted", "records: mine")
     assert verdict_of(script / "mine")["steps"] == [6, 9]
     assert json.loads((script / "mine" / "ended.json").read_text()) == {"status": "interrupted", "step": 9}
     assert cli.dispatch(["report", "mine", "-o", "page.html"]) == 0
     assert "Interrupted after 9 steps" in (script / "page.html").read_text()
 
 
+LOST_INTERRUPT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    if os.environ.get("FAILS"):
+        raise ImportError("cannot load module more than once per process")
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "1"])
+def test_an_interrupt_that_the_import_of_torch_has_lost_ends_the_command(script, monkeypatch, capfd, fails):
+    # As the C code of torch that imports numpy loses it, or as numpy's extension fails in place of it.
+    (script / "torch.py").write_text(LOST_INTERRUPT)
+    monkeypatch.setenv("FAILS", fails)
+    command = [sys.executable, "-c", "import torch; print('trains')"]
+    assert cli.dispatch(["goodput", "--out", "mine", "--", *command]) == 130
+    out, err = capfd.readouterr()
+    assert "trains" not in out
+    (line,) = err.splitlines()
+    assert names(line, "interrupted", "nothing is recorded")
+    assert not (script / "mine").exists()
+
+
 def test_the_real_interpreter_is_attached_to(script, capfd):
     assert cli.dispatch(["report", "--out", "mine", "--", sys.executable, "train.py"]) == 0
-    assert "Finished: 20 steps" in (script / "mine" / "report.html").read_text()
+    page = (script / "mine" / "report.html").read_text()
+    assert "Finished: 20 steps" in page
+    versions = json.loads((script / "mine" / "environment.json").read_text())["versions"]
+    assert versions["torch"] in page[page.index("Environment") :]
+    assert "Proof" not in page  # a script has neither guards nor checkpoints of lockstep
 
 
 def test_bad_input_is_one_line(script, monkeypatch, capfd):

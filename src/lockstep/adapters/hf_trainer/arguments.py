@@ -57,7 +57,7 @@ def check_arguments(trainer: Any) -> None:
     unknown = [name for name in getattr(args, "report_to", None) or [] if name not in SINKS]
     if unknown:
         raise _unsupported(
-            "report_to", unknown, "the sinks are tensorboard and wandb: log to others in the loop of lockstep.Run"
+            "report_to", unknown, f"the sinks are {', '.join(SINKS)}: log to others in the loop of lockstep.Run"
         )
 
 

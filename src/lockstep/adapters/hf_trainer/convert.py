@@ -39,7 +39,7 @@ _REPLACED_BY_RUN = (
     *("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback"),
     *("JITCheckpointCallback", "RichProgressCallback"),
 )
-_SINKS = {"TensorBoardCallback": "tensorboard", "WandbCallback": "wandb"}
+_SINKS = {"TensorBoardCallback": "tensorboard", "WandbCallback": "wandb", "MLflowCallback": "mlflow"}
 _EARLY_STOPPING = "EarlyStoppingCallback"
 
 

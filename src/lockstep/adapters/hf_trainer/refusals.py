@@ -25,11 +25,12 @@ LOOP = (
 EVALUATION = ("evaluate", "evaluation_loop", "get_eval_dataloader")  # of a run that evaluates
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 SAMPLING = ("random", "sequential", "group_by_length")
-SINKS = ("tensorboard", "wandb")
+SINKS = ("tensorboard", "wandb", "mlflow")
 CALLBACKS = {
     "EarlyStoppingCallback": "patience and min_delta of the Config",
     "TensorBoardCallback": "tensorboard of the Config",
     "WandbCallback": "wandb of the Config",
+    "MLflowCallback": "mlflow of the Config",
     "DefaultFlowCallback": "done by the run",
     "PrinterCallback": "done by the run",
     "ProgressCallback": "done by the run",
@@ -75,7 +76,7 @@ dataloader_drop_last | becomes | limit_train_batches: whole steps of each epoch
 ddp_timeout | becomes | timeout
 full_determinism | becomes | exact
 use_cpu | becomes | device
-report_to | becomes | tensorboard, wandb
+report_to | becomes | tensorboard, wandb, mlflow
 lr_scheduler_type | task | its schedule; a plateau optim.schedule
 lr_scheduler_kwargs | task | its schedule
 warmup_steps | task | its schedule

@@ -9,6 +9,7 @@ Lightning's own callbacks become settings (`hooks.settings_of`), but for `Lambda
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from typing import Any, final
 
 from lockstep.adapters.lightning.package import PACKAGES, kind_of, own_methods, written
@@ -74,14 +75,18 @@ class Served:
 
     Args:
         callbacks: of the Trainer; those that become settings are left out.
+        stoppers: Lightning's EarlyStoppings that monitor the training; `Life` calls them, and their state is kept too.
     """
 
-    def __init__(self, callbacks: list[Any]) -> None:
+    def __init__(self, callbacks: list[Any], stoppers: Sequence[Any] = ()) -> None:
+        self.stoppers = stoppers
         self._callbacks = [each for each in callbacks if is_served(each)]
         self._by_hook: dict[str, list[Any]] = {}
         for each in self._callbacks:
             for name in own_methods(each):
                 self._by_hook.setdefault(name, []).append(each)
+        for name in ("state_dict", "load_state_dict") if stoppers else ():
+            self._by_hook.setdefault(name, []).extend(stoppers)
         self._first: list[Any] | None = None
 
     def __bool__(self) -> bool:

@@ -127,7 +127,7 @@ def from_lightning(
     stand_in = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
     describe(stand_in, trainer, devices)
     module.trainer = stand_in
-    stand_in.callbacks = callbacks_of(module, trainer)
+    stand_in.take_callbacks(callbacks_of(module, trainer))
     loaders = begun(module, datamodule, stand_in)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()

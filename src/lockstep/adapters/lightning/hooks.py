@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +58,7 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
     changes: dict[str, Any] = {}
     for each in callbacks:
         name = type(each).__name__
-        if is_served(each):
+        if is_served(each) or (name == "EarlyStopping" and not config.eval_freq):  # the latter is a monitor of `Life`
             continue
         if name == "EarlyStopping":
             if "patience" in changes:
@@ -72,10 +73,8 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
             raise ConfigError(f"from_lightning: the callback {name} is not supported: {way}")
     if trainer is not None and not trainer.checkpoint_callbacks:
         changes["ckpt_freq"] = 0
-    if changes.get("patience") and not config.eval_freq:
-        raise ConfigError(
-            "from_lightning: EarlyStopping needs evaluations, and the module has no validation: leave it out"
-        )
+    if not config.eval_freq:  # `Life` compares the steps
+        changes.pop("best_metric", None)
     if "patience" in changes and "best_metric" not in changes:  # no ModelCheckpoint judges: one best for both
         changes["best_metric"] = changes.pop("patience_metric")
     return dataclasses.replace(config, **changes)
@@ -121,7 +120,7 @@ def _checkpoints(each: Any, config: Config) -> dict[str, Any]:
         fields["ckpt_freq"] = int(each._every_n_train_steps)
     elif each._every_n_epochs and each._every_n_epochs > 1:
         fields["ckpt_freq"] = f"{each._every_n_epochs}epochs"
-    if each.monitor is not None and config.eval_freq:
+    if each.monitor is not None:
         fields["best_metric"] = f"{each.monitor}:{each.mode}"
     return fields
 
@@ -163,12 +162,16 @@ class Turn(NamedTuple):
 class Life(Hooks):
     """Caller of a module's hooks over the life of a run.
 
+    Args:
+        evaluates: there is a validation; else callbacks that monitor a value of the training do so at the end of each
+            epoch.
+
     Attributes:
         module: the module that is trained.
         rates: the schedule of its optimizer, once that is made.
     """
 
-    def __init__(self, module: Any, trainer: Standing, logged: Logged) -> None:
+    def __init__(self, module: Any, trainer: Standing, logged: Logged, *, evaluates: bool = True) -> None:
         self.module, self.trainer, self.logged = module, trainer, logged
         self.rates: Rates | None = None
         self._turn: Turn | None = None
@@ -179,8 +182,17 @@ class Life(Hooks):
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
         self._epoch = -1  # the current one; -1: none
+        self._tried: set[str] = set()  # names that a tried training_step logged
         self._tries, self._starts, self._is_started, self._log_freq = False, False, True, 1
-        self.served = Served(trainer.callbacks)
+        stoppers = [] if evaluates else trainer.early_stopping_callbacks
+        self.served = Served(trainer.callbacks, stoppers)
+        monitored = {
+            each.monitor for each in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)
+        }
+        self._monitored = monitored - {None}  # also those of an evaluation
+        self._compared = (
+            None if evaluates else next((each for each in trainer.checkpoint_callbacks if each.monitor), None)
+        )
         self._written_hooks = own_methods(module)
         self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
 
@@ -189,6 +201,8 @@ class Life(Hooks):
         self._samples, self._size = samples, size
         self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
         self._tries, self._is_started = True, False
+        for each in self.served.stoppers:
+            each.setup(self.trainer, self.module, "fit")
         self._pending_ends.clear()
 
     def attach(self) -> None:
@@ -278,7 +292,8 @@ class Life(Hooks):
         if turn is None:
             with Leavings.undone(self.module), apart("training_step"):
                 yield outputs
-            self.logged.taken()
+            for entry in self.logged.taken():
+                self._tried |= {entry.epoch_name if entry.on_epoch else entry.step_name, entry.plain_name}
             return
         self.trainer.is_last_batch = turn.batch_idx + 1 >= self.trainer.num_training_batches
         for batch_idx in turn.begins:
@@ -353,15 +368,66 @@ class Life(Hooks):
                 self.served.call("on_load_checkpoint", self.trainer, self.module, checkpoint)
         self.served.load(state.get("callbacks"))
 
-    def after_step(self, context: RunContext, done: int) -> None:
+    def after_step(self, context: RunContext, done: int) -> bool:
         if done % context.log_freq == 0:
             values = together(context.gather(self._steps.plain()))  # collective
             self._record(context, self._publish(values, steps=True), done)
+        elif self._monitored and self._ends_epoch(done):
+            self._publish(together(context.gather(self._steps.plain())), steps=True)  # collective
         self._steps.clear()
-        if done * self._size // self._samples > (done - 1) * self._size // self._samples:
+        saves = False
+        if self._ends_epoch(done):
             self._record(context, self._end_epoch(context), done)
+            saves = self._monitor(context)
+        self._note_best(context)
         if self.trainer.should_stop:
             context.stop()
+        return saves
+
+    def _ends_epoch(self, done: int) -> bool:
+        return done * self._size // self._samples > (done - 1) * self._size // self._samples
+
+    def _monitor(self, context: RunContext) -> bool:
+        """Let callbacks look at what the training logged, after the hooks at the end of its epoch, as in Lightning.
+
+        Returns:
+            Whether to save: the best epoch so far, by a ModelCheckpoint's monitor.
+
+        Raises:
+            ConfigError: nothing of the monitor's name was logged.
+        """
+        metrics, judge = self.trainer.callback_metrics, self._compared
+        for each in (*self.served.stoppers, *filter(None, [judge])):
+            if each.monitor not in metrics:
+                raise ConfigError(
+                    f"from_lightning: {type(each).__name__} monitors '{each.monitor}', which nothing logs; there is "
+                    f"{', '.join(metrics) or 'nothing'}"
+                )
+        for each in self.served.stoppers:
+            each.on_train_epoch_end(self.trainer, self.module)  # collective
+        return judge is not None and context.compare(
+            judge.monitor, float(metrics[judge.monitor]), higher=judge.mode == "max"
+        )
+
+    def _note_best(self, context: RunContext) -> None:
+        """Give ModelCheckpoints the path and the score of the run's best, once it is saved."""
+        best = context.best if self.trainer.checkpoint_callbacks else None
+        if best is None:
+            return
+        for each in self.trainer.checkpoint_callbacks:
+            each.best_model_path, each.best_model_score = best.path, torch.tensor(best.value)
+
+    def training_values(self) -> dict[str, float]:
+        """Return what callbacks monitor of the training: means over the epoch so far, else of this step. Collective."""
+        if not self._monitored:
+            return {}
+        if self._tries:
+            values = dict.fromkeys(self._tried, math.nan)
+        else:
+            gather = self.trainer.strategy.gather
+            values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
+        plain = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in values.items()}
+        return {name: value for name, value in (plain | values).items() if name in self._monitored}
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
         self._log_metrics(metrics, done)
@@ -427,6 +493,7 @@ class Life(Hooks):
     def after_run(self, context: RunContext, done: int) -> None:
         stops = self.served and any(context.gather(self.trainer.should_stop))  # collective
         self._record(context, self._end_epoch(context if stops else None), done)
+        self._note_best(context)
         self.trainer.current_epoch = done * self._size // self._samples  # epochs that are complete, as in Lightning
         for name in ("on_train_end", "on_fit_end"):
             self.hook(name)
@@ -505,7 +572,7 @@ class Life(Hooks):
     def _collect(self, counts: bool, log_step: bool = True) -> None:
         """Add what was logged since the last call to the totals.
 
-        Step values are added only if the step is recorded.
+        Step values are added only if the step is recorded, or a callback monitors them.
         """
         for entry in self.logged.taken():
             if not counts:
@@ -519,7 +586,7 @@ class Life(Hooks):
                 if entry.on_step and getattr(entry.value, "_forward_cache", None) is not None:
                     self._steps.add(entry.step_name, entry.value._forward_cache, entry.weight, "mean")
                 continue
-            if entry.on_step and log_step:
+            if entry.on_step and (log_step or {entry.plain_name, entry.step_name} & self._monitored):
                 self._steps.add(entry.step_name, entry.value, entry.weight, entry.reduce)
             if entry.on_epoch:
                 self._epochs.add(entry.epoch_name, entry.value, entry.weight, entry.reduce)

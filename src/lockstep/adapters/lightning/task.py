@@ -188,7 +188,7 @@ class LightningTask(Task):
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
-        self.hooks = self.life = Life(module, trainer, self._logged)
+        self.hooks = self.life = Life(module, trainer, self._logged, evaluates=bool(self._sets))
         self._factors: list[float] = []
         self._step = 0  # the step of the factors
 
@@ -209,7 +209,7 @@ class LightningTask(Task):
         self.trainer.take(settings)
         self.trainer._results = self._logged
         self.module.trainer = self.trainer
-        self.hooks = self.life = Life(self.module, self.trainer, self._logged)
+        self.hooks = self.life = Life(self.module, self.trainer, self._logged, evaluates=bool(self._sets))
 
     # Called by the run.
 
@@ -425,6 +425,8 @@ class LightningTask(Task):
             with torch.no_grad():
                 for name in ("epoch_end", "end", "model_train"):
                     self.life.hook(f"on_{self._hook}_{name}")
+            if self._hook == "validation":
+                numbers.update({k: v for k, v in self.life.training_values().items() if k not in numbers})
             for entry in self._logged.taken():
                 value = entry.value.compute() if hasattr(entry.value, "compute") else entry.value
                 numbers[entry.name] = float(value)

@@ -145,6 +145,17 @@ class Standing:
     def evaluating(self) -> bool:
         return self.stage in ("validate", "test")
 
+    def take_callbacks(self, callbacks: list[Any]) -> None:
+        """Set the callbacks, and those of a kind, as the Trainer's properties give them."""
+
+        def of_kind(name: str) -> list[Any]:
+            return [each for each in callbacks if any(kind.__name__ == name for kind in type(each).__mro__)]
+
+        self.callbacks, self.checkpoint_callbacks = callbacks, of_kind("Checkpoint")
+        self.early_stopping_callbacks = of_kind("EarlyStopping")
+        self.checkpoint_callback = next(iter(self.checkpoint_callbacks), None)
+        self.early_stopping_callback = next(iter(self.early_stopping_callbacks), None)
+
     def settings(self) -> dict[str, Any]:
         """Return the plain values that another process needs to make the same stand-in."""
         return {name: value for name, value in vars(self).items() if isinstance(value, bool | int | float | str)}

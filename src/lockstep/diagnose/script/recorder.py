@@ -4,10 +4,12 @@
     recorder.enter("backward")                          # from now on the time is the backward's
     recorder.close()                                    # at the end of the process
 
-A step lasts from one step of the first optimizer to its next. Rank 0 writes timeline.jsonl and metrics.jsonl into the
-folder, other ranks their times into ranks/rank-R.jsonl. Every rank writes profile/6-15/rank-R.json.gz for `profile`.
+A step lasts from one step of the first optimizer to its next. Rank 0 writes timeline.jsonl, metrics.jsonl and
+environment.json into the folder, other ranks their times into ranks/rank-R.jsonl. Every rank writes
+profile/6-15/rank-R.json.gz for `profile`.
 """
 
+import contextlib
 import functools
 import gc
 import json
@@ -26,6 +28,7 @@ import torch
 from lockstep.clock import Clock, StepMarks, make_clock
 from lockstep.diagnose.profile.tracing import StepTrace, peak_memory
 from lockstep.report.goodput import ENDING, EVALUATION, SAVES, START, TRAINING, Timeline
+from lockstep.training.run_dir import describe_process, write_description
 
 __all__ = ["ScriptRecorder"]
 
@@ -186,6 +189,9 @@ class ScriptRecorder:
         self.rank, self._world_size = _ranks()
         if self.rank == 0:
             self._timeline.open(self._folder / "timeline.jsonl", self._before, self._world_size)
+            with contextlib.suppress(OSError):  # the report then lacks its environment
+                described = describe_process(devices=self._device.type == "cuda")
+                write_description(self._folder / "environment.json", described)
         if self._span is not None:
             self._trace = StepTrace(self._device, self._world_size, self._marks)
         self._due = time.perf_counter()

@@ -8,6 +8,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 from types import ModuleType
 
@@ -47,6 +48,9 @@ if __name__ == "sitecustomize":
     if os.environ.get("LOCKSTEP_TRACE") or os.environ.get("LOCKSTEP_RECORDER"):
         try:
             _attach()
+        except KeyboardInterrupt:  # Python would end with a traceback of its own start, and code 1
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
         except Exception as error:  # the script runs all the same
             print(f"lockstep: this process is not recorded: {error!r}", file=sys.stderr)
     _run_user_sitecustomize()

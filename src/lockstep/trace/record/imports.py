@@ -3,16 +3,19 @@
 watch()         # at the start of a process; costs nothing if torch is never imported
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.util
+import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 
 __all__ = [
+    "keep_interrupts",
     "watch",
 ]
 
@@ -23,6 +26,37 @@ _TARGETS = {
     "accelerate.accelerator": ("lockstep.trace.record.hooks", "accelerate"),
     "deepspeed.runtime.engine": ("lockstep.trace.record.hooks", "deepspeed"),
 }
+
+
+@contextlib.contextmanager
+def keep_interrupts() -> Iterator[None]:
+    """Raise the KeyboardInterrupt that an import within has lost.
+
+    One that comes while torch imports numpy is cleared in C; one within an extension module becomes an ImportError.
+    Another thread than the main one, and a handler of the user's own, are left alone.
+    """
+    handler = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not handler:
+        yield
+        return
+    interrupts: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if interrupts:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is note:  # else the import has set its own
+            signal.signal(signal.SIGINT, handler)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 def watch(targets: Mapping[str, tuple[str, str]] = _TARGETS) -> None:
@@ -52,15 +86,20 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_and_attach(module: ModuleType) -> None:
-            execute(module)
-            # Here and not above: transformers looks for torch with find_spec, without importing it.
-            recorder, function = self._pending.pop(name, ("", ""))
-            if not recorder:
-                return
-            try:
-                getattr(importlib.import_module(recorder), function)(module)
-            except Exception as error:  # the script runs all the same
-                print(f"lockstep: {name} is not recorded: {error!r}", file=sys.stderr)
+            with keep_interrupts():
+                execute(module)
+            with keep_interrupts():
+                self._attach(module, name)
 
         spec.loader.exec_module = exec_and_attach  # type: ignore[method-assign]
         return spec
+
+    def _attach(self, module: ModuleType, name: str) -> None:
+        # Not in find_spec: transformers looks for torch with it, without importing it.
+        recorder, function = self._pending.pop(name, ("", ""))
+        if not recorder:
+            return
+        try:
+            getattr(importlib.import_module(recorder), function)(module)
+        except Exception as error:  # the script runs all the same
+            print(f"lockstep: {name} is not recorded: {error!r}", file=sys.stderr)
