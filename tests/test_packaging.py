@@ -22,6 +22,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 NAMED = {
     "PIL": "pillow",
     "mlflow": "mlflow-skinny",
+    "yaml": "pyyaml",
     "sklearn": "scikit-learn",
     "pynvml": "nvidia-ml-py",
 }  # what is imported -> its distribution, where they differ
