@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import RandomSampler
 
 from lockstep.adapters.hf_trainer.arguments import value
@@ -33,10 +32,10 @@ from lockstep.adapters.hf_trainer.data import (
     of_transformers,
     samples_of,
 )
+from lockstep.adapters.hf_trainer.schedule import DrivenSchedule, schedule_of
 from lockstep.config.schema import Config
 from lockstep.data.sampler import Sequential
 from lockstep.errors import ConfigError
-from lockstep.optim.schedule import torch_schedule
 from lockstep.task import Order, Task
 
 __all__ = [
@@ -55,8 +54,6 @@ FINGERPRINT_ARGUMENTS = (
     *("label_smoothing_factor", "data_seed", "train_sampling_strategy"),
 )
 
-Rates = Callable[[int, int], float]
-
 
 class TrainerTask(Task):
     """A Trainer as a task; batch losses are averaged by samples.
@@ -74,7 +71,7 @@ class TrainerTask(Task):
     def __init__(self, trainer: Any, batching: Batching | PairBatching, training: Any, *, evaluates: bool) -> None:
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
-        self._rates, self._recipe = _schedule_of(trainer), _optimizer_factory(trainer)
+        self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
@@ -150,12 +147,14 @@ class TrainerTask(Task):
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
         self.trainer.optimizer = optimizer
+        if isinstance(self._schedule, DrivenSchedule):
+            self._schedule.attach(optimizer)
         if self.events:
             self.events.planned(config, optimizer)
         return optimizer
 
     def schedule(self, step: int, steps: int) -> float | None:
-        return None if self._rates is None else self._rates(step, steps)
+        return None if self._schedule is None else self._schedule(step, steps)
 
     def order(self, samples: int, seed: int) -> Order | None:
         """Return the Trainer's sample order: a permutation per epoch, the order of the data, or its own sampler's."""
@@ -249,39 +248,6 @@ def _create_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
         trainer.model = former
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
-
-
-def _schedule_of(trainer: Any) -> Rates | None:
-    """Return the schedule, (step, steps) -> factor of the base rates; None for a plateau.
-
-    A plateau depends on the evaluations too, so it is no function of the step.
-
-    Raises:
-        ConfigError: the Trainer has a scheduler that is no function of the step.
-    """
-    scheduler = trainer.lr_scheduler
-    if scheduler is not None:
-        if not isinstance(scheduler, LambdaLR) or any(
-            each is not scheduler.lr_lambdas[0] for each in scheduler.lr_lambdas
-        ):
-            raise ConfigError(
-                f"from_trainer: the Trainer's scheduler, {type(scheduler).__name__}, is not supported: pass a LambdaLR "
-                "with one function, or set lr_scheduler_type"
-            )
-        rate = scheduler.lr_lambdas[0]
-        return lambda step, steps: float(rate(step))
-    if value(trainer.args.lr_scheduler_type) == "reduce_lr_on_plateau":
-        return None
-
-    def make(optimizer: Optimizer, steps: int) -> Any:
-        former = trainer.optimizer
-        trainer.optimizer, trainer.lr_scheduler = optimizer, None
-        try:
-            return trainer.create_scheduler(steps, optimizer)
-        finally:
-            trainer.optimizer, trainer.lr_scheduler = former, None
-
-    return torch_schedule(make, lr=float(trainer.args.learning_rate) or 1.0)
 
 
 def _sampler_of(trainer: Any, training: Any) -> Any:

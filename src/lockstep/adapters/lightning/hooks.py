@@ -22,11 +22,11 @@ import torch
 
 from lockstep.adapters.lightning.callbacks import Served, is_served
 from lockstep.adapters.lightning.logging import Logged, Totals, number, together
-from lockstep.adapters.lightning.optimizers import Rates
 from lockstep.adapters.lightning.package import calls, own_methods, written
 from lockstep.adapters.lightning.refusals import WAYS
 from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, unpacked
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.rates import Rates
 from lockstep.adapters.turns import turn_ranges
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept

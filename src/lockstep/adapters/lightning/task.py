@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 from lockstep.adapters.lightning.data import LoaderParts, Loaders, Placed, Sampled, predicted, tested
 from lockstep.adapters.lightning.hooks import Life, Turn, own_dtype
 from lockstep.adapters.lightning.logging import Logged, LoggedValue, number, together
-from lockstep.adapters.lightning.optimizers import Configured, EpochPosition, Rates, read
+from lockstep.adapters.lightning.optimizers import Configured, read
 from lockstep.adapters.lightning.package import calls, written
 from lockstep.adapters.lightning.state import (
     is_metric,
@@ -34,6 +34,7 @@ from lockstep.adapters.lightning.state import (
     was_updated,
 )
 from lockstep.adapters.lightning.trainer import Standing
+from lockstep.adapters.rates import EpochPosition, Rates
 from lockstep.adapters.turns import plan_of
 from lockstep.config.schema import Config
 from lockstep.counts import samples_in
@@ -189,12 +190,10 @@ class LightningTask(Task):
         self._logged = Logged()
         trainer._results = self._logged
         self.hooks = self.life = Life(module, trainer, self._logged, evaluates=bool(self._sets))
-        self._factors: list[float] = []
-        self._step = 0  # the step of the factors
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects that a run has made: the other process makes its own."""
-        state = self.__dict__ | {"_epochs": [], "_config": None, "_factors": [], "_in_evaluation": False}
+        state = self.__dict__ | {"_epochs": [], "_config": None, "_in_evaluation": False}
         for name in ("module", "trainer", "_first", "_entry", "hooks", "life"):
             state.pop(name, None)
         # As bytes: multiprocessing would share the tensors' memory, and the other process trains them.
@@ -302,10 +301,7 @@ class LightningTask(Task):
         return optimizer
 
     def schedule(self, step: int, steps: int) -> float | None:
-        if self.life.rates is None:
-            return None
-        self._factors, self._step = self.life.rates.factors(step), step
-        return self._factors[0]
+        return None if self.life.rates is None else self.life.rates.factors(step)[0]
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return Lightning's name of what was logged; the numbers of a set itself are `SET/loss` and `SET/items`."""
@@ -453,15 +449,8 @@ class LightningTask(Task):
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Set per-group rates and momenta just before the optimizer steps."""
-        rates = self.life.rates
-        assert rates is not None, "they were made with the optimizer"
-        momenta = rates.momenta(self._step)
-        if momenta is not None:
-            for group, values in zip(optimizer.param_groups, momenta, strict=True):
-                group.update(values)
-        if any(factor != self._factors[0] for factor in self._factors):
-            for group, base, factor in zip(optimizer.param_groups, rates.base, self._factors, strict=True):
-                group["lr"] = base * factor
+        assert self.life.rates is not None, "they were made with the optimizer"
+        self.life.rates.apply(optimizer)
         self.life.before_update(optimizer)
 
 
