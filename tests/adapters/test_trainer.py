@@ -484,9 +484,6 @@ def test_trainers_that_cannot_be_served_are_refused(tmp_path):
     refused(
         transformers.Trainer(model, args, padded, causal_rows(), optimizers=(optimizer, None)), r"model\.parameters\(\)"
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stepped = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    refused(transformers.Trainer(model, args, padded, causal_rows(), optimizers=(optimizer, stepped)), "StepLR")
 
 
 def test_an_evaluation_of_ones_own_is_left_to_the_script(tmp_path):
