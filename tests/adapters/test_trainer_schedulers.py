@@ -56,6 +56,8 @@ def trainer(folder, make, kind=transformers.Trainer, **more):
     groups = [{"params": model.body.parameters(), "lr": 0.03}, {"params": model.head.parameters()}]
     made = torch.optim.AdamW(groups, lr=0.01)
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, **more}
+    if make in (plateau, greedy):
+        settings = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1, **settings}
     args = transformers.TrainingArguments(**arguments(folder, **settings))
     return kind(model, args, stacked, rows(), rows()[:8], optimizers=(made, make and make(made)))
 
@@ -86,6 +88,13 @@ def watched_groups():
         handle.remove()
 
 
+def same_groups(ours, theirs):
+    """Rates are a base rate times a factor here, so that they differ in the last bit; momenta do not."""
+    for step, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert [rate for rate, _ in own] == pytest.approx([rate for rate, _ in other], rel=1e-14), step
+        assert [betas for _, betas in own] == [betas for _, betas in other], step
+
+
 def one_cycle(optimizer):
     return lr_scheduler.OneCycleLR(optimizer, [0.1, 0.3], total_steps=STEPS)
 
@@ -113,8 +122,18 @@ def by_group(optimizer):
     return lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 1 / (1 + step)])
 
 
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.2, min_lr=[0.005, 0.0])
+
+
+def greedy(optimizer):
+    return transformers.optimization.GreedyLR(optimizer, factor=0.5, patience=1, min_lr=0.001, max_lr=1.0)
+
+
 @pytest.mark.parametrize(
-    "make", [one_cycle, cosine, in_steps, in_sequence, chained, by_group], ids=lambda make: make.__name__
+    "make",
+    [one_cycle, cosine, in_steps, in_sequence, chained, by_group, plateau, greedy],
+    ids=lambda make: make.__name__,
 )
 def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_path, make):
     theirs = trainer(tmp_path / "theirs", make)
@@ -123,13 +142,84 @@ def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_p
     losses, weights, groups = trained(tmp_path / "whole", make)
     logged = [entry["loss"] for entry in theirs.state.log_history if "loss" in entry]
     assert losses == pytest.approx(logged, rel=1e-6)
-    for step, (ours, wanted) in enumerate(zip(groups, seen, strict=True)):
-        for (rate, betas), (other, others) in zip(ours, wanted, strict=True):
-            assert rate == pytest.approx(other, rel=1e-14), step
-            assert betas == others, step
+    same_groups(groups, seen)
     for name, tensor in theirs.model.state_dict().items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-12, atol=1e-14)
     begun, _, _ = trained(tmp_path / "parts", make, stop_at=4)
     rest, resumed, _ = trained(tmp_path / "parts", make)
     assert begun + rest == losses
     assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.items())
+    assert len(set(map(tuple, groups))) > 2  # it does change them
+
+
+class OwnCycle(transformers.Trainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self.lr_scheduler = lr_scheduler.OneCycleLR(optimizer or self.optimizer, [0.1, 0.3], num_training_steps)
+        return self.lr_scheduler
+
+
+def test_a_scheduler_that_a_subclass_creates_cycles_the_momentum_of_each_group(tmp_path):
+    _, given, groups = trained(tmp_path / "given", one_cycle)
+    _, weights, own_groups = trained(tmp_path / "own", None, kind=OwnCycle)
+    same_groups(own_groups, groups)
+    for name, tensor in given.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_the_script_keeps_its_own_scheduler_and_callbacks_hear_of_evaluations(tmp_path):
+    heard = []
+
+    class Listening(transformers.TrainerCallback):
+        def on_evaluate(self, args, state, control, **more):
+            heard.append(state.global_step)
+
+    def listened(folder):
+        made = trainer(folder, plateau)
+        made.add_callback(Listening())
+        return made
+
+    _, weights, _ = trained(tmp_path / "alone", plateau)
+    made = listened(tmp_path / "heard")
+    optimizer, scheduler = made.optimizer, made.lr_scheduler
+    for _ in range(2):
+        config, task = lockstep.from_trainer(made)
+    with lockstep.Run(dataclasses.replace(config, exact=True), task) as run:
+        for _ in run:
+            pass
+    assert heard == list(range(1, STEPS + 1))
+    assert scheduler.last_epoch == 0
+    assert scheduler.optimizer is optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.03, 0.01]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in run.model.state_dict().items())
+
+
+def test_schedulers_that_cannot_be_served_are_refused(tmp_path):
+    def stepped(optimizer):
+        made = chained(optimizer)
+        optimizer._opt_called = True
+        made.step()
+        return made
+
+    def of_another(optimizer):
+        return lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3)
+
+    def too_short(optimizer):
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS - 2)
+
+    class OwnPlateau(transformers.Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            return plateau(optimizer)
+
+    for make, more, *said in (
+        (stepped, {}, "ChainedScheduler", "(1 times)"),
+        (of_another, {}, "StepLR", "another optimizer"),
+        (lambda optimizer: object(), {}, "a object", "lr_scheduler_type"),
+        (plateau, {"metric_for_best_model": None}, "ReduceLROnPlateau", "metric_for_best_model"),
+    ):
+        with refuses(ConfigError, *said):
+            trained(tmp_path / "a", make, **more)
+    with refuses(ConfigError, "`create_scheduler` of OwnPlateau", "ReduceLROnPlateau"):
+        trained(tmp_path / "a", None, kind=OwnPlateau)
+    with refuses(ConfigError, f"total steps is {STEPS - 2}", f"{STEPS} steps"):
+        trained(tmp_path / "a", too_short)
+    assert not list((tmp_path / "a").iterdir())

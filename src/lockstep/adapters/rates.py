@@ -76,6 +76,7 @@ class Rates:
         place: step -> its position among the epochs.
         step_scheduler: (scheduler, value) -> None; the module's own `lr_scheduler_step`, if it has one.
         caller: of lockstep's functions, for errors.
+        base: rates of the groups that the factors multiply; None: the groups' initial rates.
 
     Attributes:
         watched: names of the values that plateaus follow.
@@ -88,11 +89,12 @@ class Rates:
         place: Callable[[int], EpochPosition],
         step_scheduler: Callable[[Any, Any], None] | None = None,
         caller: str = "from_lightning",
+        base: list[float] | None = None,
     ) -> None:
         self._optimizer, self._schedulers, self._place = optimizer, schedulers, place
         self._step, self._caller = step_scheduler or _step_scheduler, caller
         groups = optimizer.param_groups
-        self.base = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self.base = base or [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.watched = [each.monitor for each in schedulers if each.monitor]
         self._momentum_names = [[name for name in _MOMENTA if name in group] for group in groups]
         self._now = self._values()
@@ -102,8 +104,8 @@ class Rates:
         self._initial_values = [dict(row) for row in self._now]
         self._cycles, self._cycle_start = False, 0
         self._asked, self._asked_factors = 0, [1.0] * len(self.base)
-        for group, base in zip(groups, self.base, strict=True):
-            group["lr"] = base
+        for group, rate in zip(groups, self.base, strict=True):
+            group["lr"] = rate
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
 
     def factors(self, step: int) -> list[float]:

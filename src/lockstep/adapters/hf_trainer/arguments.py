@@ -19,6 +19,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "best_metric",
     "check_arguments",
     "config_of",
     "value",
@@ -86,7 +87,7 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
         "micro_batch_size": args.per_device_train_batch_size,
         "eval_micro_batch_size": args.per_device_eval_batch_size,
         **_frequencies(args),
-        **_best_metric(trainer),
+        **best_metric(trainer),
         "precision": _precision(trainer),
         "matmul_precision": "high" if args.tf32 else "highest",
         "activation_checkpointing": _checkpointing(args),
@@ -184,7 +185,7 @@ def _span(steps: float) -> int | str:
     return f"{100 * steps:.6f}".rstrip("0").rstrip(".") + "%"
 
 
-def _best_metric(trainer: Any) -> dict[str, Any]:
+def best_metric(trainer: Any) -> dict[str, Any]:
     """Return the Config field for the best metric.
 
     The Trainer's name starts with `eval_`, and with the name of the set if there are several.

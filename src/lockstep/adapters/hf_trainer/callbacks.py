@@ -80,12 +80,14 @@ class Events(Hooks):
 
     Args:
         samples: of an epoch.
+        evaluations: of a scheduler that follows them; called too.
     """
 
     reads_steps = True
 
-    def __init__(self, trainer: Any, callbacks: list[Any], samples: int) -> None:
+    def __init__(self, trainer: Any, callbacks: list[Any], samples: int, evaluations: Hooks | None = None) -> None:
         self._trainer, self._callbacks, self._samples = trainer, callbacks, samples
+        self._evaluations = evaluations or Hooks()
         self._by_event: dict[str, list[Any]] = {}
         for each in callbacks:
             for name in _written(each):
@@ -161,6 +163,7 @@ class Events(Hooks):
         )
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
+        self._evaluations.after_evaluation(context, done, metrics)
         if not self._reports_evaluations:
             return False
         sets = self._trainer.eval_dataset if isinstance(self._trainer.eval_dataset, dict) else {}
@@ -189,6 +192,7 @@ class Events(Hooks):
     # Of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
+        self._evaluations.before_run(context, done)
         trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
         stored = context.state.get("trainer", {})
         trainer.state.log_history = list(stored.get("log_history", []))

@@ -121,7 +121,9 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     trainer.args._n_gpu = 1  # or it would divide counts among GPUs that lockstep gives a process each
     kind, batching = adapt(trainer, collator_of(trainer)) or _adapt(trainer, training)
     task = kind(trainer, batching, training, evaluates=evaluates)
-    task.hooks = task.events = Events(trainer, callbacks, len(training)) if callbacks else None
+    evaluations = task.hooks  # of a scheduler that follows them
+    if callbacks:
+        task.hooks = task.events = Events(trainer, callbacks, len(training), evaluations)
     return config, task
 
 

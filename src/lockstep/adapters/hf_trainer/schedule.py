@@ -1,22 +1,24 @@
 """Turn a Trainer's scheduler into a schedule: (step, steps) -> factor of the base rates.
 
-    schedule = schedule_of(trainer)     # None: a plateau, which the config's schedule follows
+    schedule = schedule_of(trainer)     # None: lr_scheduler_type is a plateau, which the config's schedule follows
     schedule.attach(optimizer)          # a DrivenSchedule sets momenta and the rates of unlike groups too
+    schedule.hooks                      # of a scheduler that follows evaluations, else None
 
 The module does not import transformers.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.adapters.hf_trainer.arguments import value
+from lockstep.adapters.hf_trainer.arguments import best_metric, value
 from lockstep.adapters.rates import EpochPosition, Rates, Scheduler
 from lockstep.errors import ConfigError
+from lockstep.hooks import Hooks, RunContext
 from lockstep.optim.schedule import TorchSchedule, torch_schedule
 
 __all__ = [
@@ -32,15 +34,20 @@ Make = Callable[[Optimizer, int], Any]
 class DrivenSchedule:
     """The schedule of a scheduler that the user made: (step, steps) -> factor of the first group's base rate.
 
-    A copy of the scheduler is stepped once per optimizer step, as the Trainer does, on an optimizer without parameters
-    of the model. The user's own scheduler and optimizer do not change.
+    A copy of the scheduler is stepped as the Trainer does, once per optimizer step or once per evaluation, on an
+    optimizer without parameters of the model. The user's own scheduler and optimizer do not change.
 
     Args:
         make: (optimizer with the groups of the run's, steps) -> a new scheduler, and the optimizer that it changes.
+        metric: of an evaluation, which the scheduler follows; "": it is a function of the step.
+
+    Attributes:
+        hooks: tell the scheduler of evaluations; None for a function of the step.
     """
 
-    def __init__(self, make: Make) -> None:
-        self._make = make
+    def __init__(self, make: Make, metric: str = "") -> None:
+        self._make, self.metric = make, metric
+        self.hooks = _Evaluations(self) if metric else None
         self._groups: Optimizer | None = None
         self._rates: Rates | None = None
         self._steps = 0
@@ -49,30 +56,73 @@ class DrivenSchedule:
         """Return the factor of `step` (0-based) in a plan of `steps`; after the plan's end, that of its last step.
 
         Raises:
-            ConfigError: the scheduler is not one of torch's, depends on more than the step, or gives no finite rate.
+            ConfigError: the scheduler is not one of torch's, gives no finite rate, or failed, as OneCycleLR does after
+                its `total_steps`.
         """
         if self._rates is None or steps != self._steps:
-            assert self._groups is not None, "an optimizer is made before rates are asked for"
-            scheduler = self._make(copy.deepcopy(self._groups), steps)
-            served = [Scheduler(scheduler, interval="step")]
-            self._rates, self._steps = Rates(scheduler.optimizer, served, _each_step, caller="from_trainer"), steps
-        return self._rates.factors(min(step, steps - 1))[0]
+            self._rates, self._steps = self._initial_rates(steps), steps
+        try:
+            return self._rates.factors(min(step, steps - 1))[0]
+        except ConfigError:
+            raise
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise ConfigError(
+                f"from_trainer: the Trainer's scheduler failed in one of the run's {steps} steps: "
+                f"{type(error).__name__}: {line}: make it for {steps} steps"
+            ) from error
 
     def attach(self, optimizer: Optimizer) -> None:
         """Set the momenta and the rates of unlike groups of a new optimizer before each of its steps."""
         self._groups, self._rates = _without_parameters(optimizer, optimizer), None
         optimizer.register_step_pre_hook(self._before_update)
 
+    def watch(self, done: int, number: float) -> None:
+        """Step the scheduler with the metric of the evaluation after `done` steps."""
+        assert self._rates is not None, "rates are asked for before an evaluation"
+        self._rates.watch(done, self.metric, number)
+
+    def replay(self, watched: list[list[float]], done: int) -> None:
+        """Begin anew, and step the scheduler with each (step, metric) up to `done` steps."""
+        self._rates = self._initial_rates(self._steps)
+        for at, number in watched:
+            self._rates.watch(int(at), self.metric, number)
+        self._rates.drive_to(done)
+
+    def _initial_rates(self, steps: int) -> Rates:
+        assert self._groups is not None, "an optimizer is made before rates are asked for"
+        scheduler = self._make(copy.deepcopy(self._groups), steps)
+        served = [Scheduler(scheduler, interval="step", monitor=self.metric or None)]
+        base = [float(group["lr"]) for group in self._groups.param_groups]  # a scheduler sets its own initial_lr
+        return Rates(scheduler.optimizer, served, _each_step, caller="from_trainer", base=base)
+
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._rates is not None:
             self._rates.apply(optimizer)
 
 
+@final
+class _Evaluations(Hooks):
+    """Steps a scheduler after each evaluation; the metrics that it got are kept in the run's state."""
+
+    def __init__(self, schedule: DrivenSchedule) -> None:
+        self._schedule = schedule
+
+    def before_run(self, context: RunContext, done: int) -> None:
+        self._schedule.replay(context.state.get("watched", []), done)
+
+    def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
+        number = float(metrics[self._schedule.metric])  # the metric of the best model, which a run has checked
+        self._schedule.watch(done, number)
+        context.state.setdefault("watched", []).append([done, number])
+        return False
+
+
 def schedule_of(trainer: Any) -> DrivenSchedule | TorchSchedule | None:
-    """Return the Trainer's schedule; None for a plateau, which depends on the evaluations too.
+    """Return the Trainer's schedule; None if `lr_scheduler_type` is a plateau, which the config's schedule is.
 
     Raises:
-        ConfigError: the Trainer has a scheduler that is no function of the step, or has been stepped.
+        ConfigError: the Trainer has a scheduler that is not served, or that has been stepped.
     """
     if trainer.lr_scheduler is not None:
         return _given(trainer)
@@ -103,11 +153,19 @@ def _given(trainer: Any) -> DrivenSchedule:
     """Return the schedule of the scheduler that the Trainer was given.
 
     Raises:
-        ConfigError: it is no function of the step, belongs to another optimizer, has been stepped or cannot be copied.
+        ConfigError: it is not one of torch's or transformers', belongs to another optimizer, follows a metric without a
+            name, has been stepped or cannot be copied.
     """
     scheduler, what = trainer.lr_scheduler, "the Trainer's scheduler is"
-    name = type(scheduler).__name__
-    _check(scheduler, trainer.optimizer, what)
+    name, metric = type(scheduler).__name__, ""
+    _check(scheduler, trainer.optimizer, what, may_follow=True)
+    if _follows(scheduler):
+        metric = str(best_metric(trainer).get("best_metric", "")).partition(":")[0]
+        if not metric:
+            raise ConfigError(
+                f"from_trainer: {what} a {name}, which follows the evaluations' metric_for_best_model: set it, and "
+                "eval_strategy"
+            )
     if _steps_taken(scheduler):
         raise ConfigError(
             f"from_trainer: {what} a {name} that has been stepped already ({_steps_taken(scheduler)} times): pass a "
@@ -121,22 +179,28 @@ def _given(trainer: Any) -> DrivenSchedule:
             f"from_trainer: {what} a {name} that cannot be copied ({line}): make it in `create_scheduler` of a Trainer "
             "of your own"
         ) from error
-    return DrivenSchedule(lambda _, steps: copy.deepcopy(initial))
+    return DrivenSchedule(lambda _, steps: copy.deepcopy(initial), metric)
 
 
-def _check(scheduler: Any, optimizer: Optimizer, what: str) -> None:
-    """Check that it is a scheduler of `optimizer` that depends on the step alone.
+def _follows(scheduler: Any) -> bool:
+    """Whether the Trainer steps it with the metric of each evaluation."""
+    kinds = [kind for kind in type(scheduler).__mro__ if kind.__module__.startswith("transformers.")]
+    return isinstance(scheduler, ReduceLROnPlateau) or any(kind.__name__ == "GreedyLR" for kind in kinds)
+
+
+def _check(scheduler: Any, optimizer: Optimizer, what: str, *, may_follow: bool = False) -> None:
+    """Check that it is a scheduler of `optimizer`, and unless it may follow evaluations a function of the step.
 
     Raises:
         ConfigError: it is not.
     """
     name = type(scheduler).__name__
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if _follows(scheduler) and not may_follow:
         raise ConfigError(
-            f"from_trainer: {what} a {name}, which depends on evaluations, not on the step: set "
-            "lr_scheduler_type='reduce_lr_on_plateau' and lr_scheduler_kwargs"
+            f"from_trainer: {what} a {name}, which depends on evaluations, not on the step: pass it to the Trainer, "
+            "optimizers=(optimizer, scheduler)"
         )
-    if not isinstance(scheduler, LRScheduler):
+    if not isinstance(scheduler, LRScheduler) and not _follows(scheduler):
         raise ConfigError(
             f"from_trainer: {what} a {name}, which is not supported: take one of torch.optim.lr_scheduler, or set "
             "lr_scheduler_type"

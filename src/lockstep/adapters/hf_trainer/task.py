@@ -72,6 +72,7 @@ class TrainerTask(Task):
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
         self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
+        self.hooks = self._schedule.hooks if isinstance(self._schedule, DrivenSchedule) else None
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
