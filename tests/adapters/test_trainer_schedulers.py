@@ -5,6 +5,8 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run as on_ranks
 from refusals import refuses
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -37,7 +39,7 @@ class Regression(torch.nn.Module):
         self.double()
 
     def forward(self, x, labels):
-        found = self.head(self.body(x).tanh()).squeeze(-1)
+        found = self.head(self.body(x).tanh()).sum(-1)
         return {"loss": (found - labels).square().mean(), "logits": found}
 
 
@@ -62,10 +64,10 @@ def trainer(folder, make, kind=transformers.Trainer, **more):
     return kind(model, args, stacked, rows(), rows()[:8], optimizers=(made, make and make(made)))
 
 
-def trained(folder, make, stop_at=0, engine="auto", **more):
+def trained(folder, make, stop_at=0, engine="auto", devices=1, **more):
     """The losses of lockstep's steps, the weights after them, and (rate, betas) of each group in each step."""
-    config, task = lockstep.from_trainer(trainer(folder, make, **more))
-    changes = {"exact": True, "stop_at": stop_at, "engine": engine}
+    config, task = lockstep.from_trainer(trainer(folder, make, **more), devices)
+    changes = {"exact": True, "stop_at": stop_at, "engine": engine, "report": False}
     with watched_groups() as seen, lockstep.Run(dataclasses.replace(config, **changes), task) as run:
         losses = [step.loss for step in run]
     return losses, {name: whole(tensor) for name, tensor in run.model.state_dict().items()}, seen
@@ -150,6 +152,22 @@ def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_p
     assert begun + rest == losses
     assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.items())
     assert len(set(map(tuple, groups))) > 2  # it does change them
+
+
+def split(world, folder):
+    """Weights after one cycle under two engines, and after a plateau."""
+    world.leave()
+    kinds = [("zero", one_cycle), ("fsdp", one_cycle), ("ddp", plateau)]
+    found = [trained(folder / f"{engine}-{make.__name__}", make, 0, engine, 2) for engine, make in kinds]
+    dist.destroy_process_group()  # accelerate's
+    return [{name: tensor.tolist() for name, tensor in weights.items()} for _, weights, _ in found]
+
+
+def test_two_ranks_have_the_bits_of_one(tmp_path):
+    alone = [trained(tmp_path / make.__name__, make, devices=2)[1] for make in (one_cycle, plateau)]
+    cycled, stopped = ({name: tensor.tolist() for name, tensor in weights.items()} for weights in alone)
+    for weights in on_ranks(split, 2, tmp_path / "two", timeout=180.0):
+        assert weights == [cycled, cycled, stopped]
 
 
 class OwnCycle(transformers.Trainer):
