@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -157,6 +158,7 @@ def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_p
 def split(world, folder):
     """Weights after one cycle under two engines, and after a plateau."""
     world.leave()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     kinds = [("zero", one_cycle), ("fsdp", one_cycle), ("ddp", plateau)]
     found = [trained(folder / f"{engine}-{make.__name__}", make, 0, engine, 2) for engine, make in kinds]
     dist.destroy_process_group()  # accelerate's
