@@ -20,10 +20,9 @@ from lockstep.errors import ConfigError
 
 pytest.importorskip("lightning")
 
-torchmetrics = pytest.importorskip("torchmetrics")
-
 from lightning_modules import autoencoder, loaders, rows, seeded, trainer
 
+torchmetrics = importlib.import_module("torchmetrics")  # lightning needs it
 L = importlib.import_module("lightning.pytorch")
 pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
 
@@ -397,7 +396,7 @@ def test_a_metric_of_the_training_is_monitored_also_by_an_evaluation_that_a_resu
     saving = [L.callbacks.ModelCheckpoint(tmp_path / "t", monitor="error")]
     theirs = trainer(L, max_epochs=3, enable_checkpointing=True, callbacks=saving)
     theirs.fit(seeded(Judged), *loaders())
-    whole, ours = fitted(tmp_path / "a", Judged, loaders(), [L.callbacks.ModelCheckpoint(tmp_path, monitor="error")])
+    whole, _ = fitted(tmp_path / "a", Judged, loaders(), [L.callbacks.ModelCheckpoint(tmp_path, monitor="error")])
     assert whole.best.value == pytest.approx(float(theirs.checkpoint_callback.best_model_score), rel=1e-5)
     assert "evaluation loss" not in capsys.readouterr().out
     assert {record["evaluation/loss"] for record in evaluations(whole)} == {None}  # there is no loss

@@ -220,7 +220,7 @@ def started(world, what):
 
 @pytest.mark.parametrize(
     ("what", "line"),
-    [("weights", "model/weight"), ("reference", "ref_model/weight"), ("order", "data order ("), ("nothing", "")],
+    [("weights", " in model/bias"), ("reference", " in ref_model/bias"), ("order", "data order ("), ("nothing", "")],
 )
 def test_ranks_that_begin_differently_are_refused(what, line):
     said = run(started, 2, what)
