@@ -114,6 +114,8 @@ class Task(ABC):
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
+    evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records
+    fixed_models: Mapping[str, nn.Module] = {}  # that the loss reads, by name; compared between the ranks at the start
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return the name of a number of one of several evaluation sets, as in records and `best_metric`."""

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytest.importorskip("lightning")
 
 from lightning_modules import autoencoder, loaders, rows, seeded, trainer
 
+torchmetrics = importlib.import_module("torchmetrics")  # lightning needs it
 L = importlib.import_module("lightning.pytorch")
 pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
 
@@ -352,3 +354,69 @@ def test_values_of_the_training_are_monitored_as_in_lightning(tmp_path, logs, va
     step = int(theirs.checkpoint_callback.best_model_path.split("step=")[1].split("-")[0].removesuffix(".ckpt"))
     assert ours.checkpoint_callback.best_model_path == result.best.path
     assert result.best.step == step
+
+
+def fitted(folder, kind, data, callbacks, stops_before=0, **more):
+    """Train by a run; a request to stop comes before the step `stops_before`, which is the last one then."""
+    ours = trainer(L, max_epochs=3, enable_checkpointing=True, callbacks=callbacks, **more)
+    config, task = lockstep.from_lightning(seeded(kind), data, ours)
+    with lockstep.Run(dataclasses.replace(config, save_dir=str(folder), report=False), task) as run:
+        for step in run:
+            if step.global_step == stops_before - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return run.result, ours
+
+
+class Judged(autoencoder(L)):
+    """Logs the training's error as a metric with a state, and a metric alone in validation: it has no loss there."""
+
+    def __init__(self):
+        super().__init__()
+        self.error, self.held = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        output = self.decoder(self.encoder(batch[0]))
+        self.error.update(output.detach(), batch[0])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        loss = torch.nn.functional.mse_loss(output, batch[0])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.held.update(self.decoder(self.encoder(batch[0])), batch[0])
+        self.log("held", self.held)
+
+
+def evaluations(result):
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "evaluation/items" in record]
+
+
+def test_a_metric_of_the_training_is_monitored_also_by_an_evaluation_that_a_resume_makes_up_for(tmp_path, capsys):
+    saving = [L.callbacks.ModelCheckpoint(tmp_path / "t", monitor="error")]
+    theirs = trainer(L, max_epochs=3, enable_checkpointing=True, callbacks=saving)
+    theirs.fit(seeded(Judged), *loaders())
+    whole, _ = fitted(tmp_path / "a", Judged, loaders(), [L.callbacks.ModelCheckpoint(tmp_path, monitor="error")])
+    assert whole.best.value == pytest.approx(float(theirs.checkpoint_callback.best_model_score), rel=1e-5)
+    assert "evaluation loss" not in capsys.readouterr().out
+    assert {record["evaluation/loss"] for record in evaluations(whole)} == {None}  # there is no loss
+
+    for stops_before in (16, 0):
+        callbacks = [L.callbacks.ModelCheckpoint(tmp_path, monitor="error")]
+        result, _ = fitted(tmp_path / "b", Judged, loaders(), callbacks, stops_before)
+        assert result.global_step == (stops_before or 24)
+    assert evaluations(result) == evaluations(whole)
+
+
+def test_a_monitor_is_looked_at_every_few_steps_as_in_lightning(tmp_path):
+    data = loaders()[0]
+    found = []
+    for folder in ("theirs", "ours"):
+        saving = L.callbacks.ModelCheckpoint(tmp_path / folder, monitor="train_loss", every_n_train_steps=3)
+        found.append([saving, L.callbacks.EarlyStopping("nothing", strict=False)])
+    theirs = trainer(L, max_epochs=3, enable_checkpointing=True, callbacks=found[0])
+    theirs.fit(seeded(Judged), data)
+    result, ours = fitted(tmp_path / "run", Judged, data, found[1])
+    wanted = theirs.checkpoint_callback
+    assert f"step={result.best.step}" in wanted.best_model_path
+    assert float(ours.checkpoint_callback.best_model_score) == pytest.approx(float(wanted.best_model_score), rel=1e-5)

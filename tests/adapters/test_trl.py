@@ -338,3 +338,9 @@ def test_a_loader_process_counts_pairs(tmp_path, kind):
     data = task.dataset("train")
     batching = pickle.loads(pickle.dumps(task))
     assert batching.count(batching.collate([data[place] for place in range(3)])) == 3
+
+
+def test_a_reference_model_is_compared_between_the_ranks(tmp_path):
+    trainer = dpo(tmp_path / "a")
+    _, task = lockstep.from_trainer(trainer)
+    assert task.fixed_models == {"ref_model": trainer.ref_model}  # what guards/startup.py compares

@@ -209,7 +209,9 @@ def test_the_fingerprint_sees_positions():
 def started(world, what):
     torch.manual_seed(world.rank if what == "weights" else 0)
     try:
-        check_weights(world, nn.Linear(3, 3))
+        model = nn.Linear(3, 3)
+        torch.manual_seed(world.rank if what == "reference" else 0)
+        check_weights(world, {"model": model, "ref_model": nn.Linear(3, 3)})
         check_programs(world, object(), [1, 2, world.rank if what == "order" else 0])
     except LockstepError as error:
         return str(error)
@@ -218,7 +220,7 @@ def started(world, what):
 
 @pytest.mark.parametrize(
     ("what", "line"),
-    [("weights", "before step 1: the initial weights differ"), ("order", "data order ("), ("nothing", "")],
+    [("weights", " in model/bias"), ("reference", " in ref_model/bias"), ("order", "data order ("), ("nothing", "")],
 )
 def test_ranks_that_begin_differently_are_refused(what, line):
     said = run(started, 2, what)

@@ -255,7 +255,7 @@ def begun(world, metas, differ):
         for parameter in model.parameters():
             parameter.fill_(1.0 + differ * world.rank)
     try:
-        check_weights(world, model)
+        check_weights(world, {"model": model})
     except DifferenceError as error:
         return str(error)
     return ""

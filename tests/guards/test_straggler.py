@@ -122,7 +122,7 @@ class Drawn(nn.Module):
 def _began(world, own):
     numpy.random.seed(world.rank if own else 0)
     try:
-        check_weights(world, Drawn())
+        check_weights(world, {"model": Drawn()})
     except LockstepError as error:
         return str(error)
     return ""

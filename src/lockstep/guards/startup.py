@@ -1,7 +1,7 @@
 """Check that all ranks start equal: programs, data order, weights.
 
     check_programs(world, task, order)          # LockstepError: the differing key and the rank
-    check_weights(world, model)                 # DifferenceError: the tensor and the rank
+    check_weights(world, {"model": model})      # DifferenceError: the tensor and the rank
 
 Configuration and plan are compared elsewhere.
 """
@@ -9,6 +9,7 @@ Configuration and plan are compared elsewhere.
 import hashlib
 import inspect
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,23 @@ def program(task: Task) -> dict[str, str]:
     }
 
 
-def check_weights(world: World, model: nn.Module) -> None:
+def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     """Compare the ranks' initial weights. Collective.
+
+    Args:
+        models: the trained model, and those that its loss reads, by name.
 
     Raises:
         DifferenceError: they differ; tensor and rank are named.
     """
-    weights = {f"model/{name}": value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if world.size == 1:
         return
+    weights = {
+        f"{kind}/{name}": value
+        for kind, model in models.items()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
     replicas = desync.Replicas(weights, world)
 
     def compare(ranks: list[Any]) -> None:

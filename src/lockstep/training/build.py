@@ -454,7 +454,7 @@ def build_together(
     if sizes[0] != sizes[1]:  # they depended on the model or its data
         check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
-    check_weights(world, model)
+    check_weights(world, {"model": model, **task.fixed_models})
     own_task = user_task is not None or kind_of(requested.task) == OWN
     data = task.fingerprint or getattr(training.dataset, "fingerprint", "")
     plan = plan_of(settings, run_plan, task, model, own_task=own_task) | {"data": data} | training.plan

@@ -230,9 +230,9 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
     """
     redirect = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with redirect, load_run(request) as run:  # keeps the task's prints out of the JSON
-        record, is_main, items = _evaluate(run), run.world.is_main, run.task.item_name
+        record, is_main, task = _evaluate(run), run.world.is_main, run.task
     if is_main:
-        _print_record(record, request, as_json, items)
+        _print_record(record, request, as_json, task)
     return record
 
 
@@ -245,7 +245,8 @@ def _evaluate(run: LoadedRun) -> EvaluationRecord:
         return evaluate_all(run, run.task, sets, run.world, step=run.step, seed=run.config.seed, progress=progress)
 
 
-def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool, items: str) -> None:
+def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: bool, task: Task) -> None:
+    items = task.item_name
     if as_json:
         fields = asdict(record)
         numbers = {name: plain(value) for name, value in fields.pop("metrics").items()}
@@ -258,10 +259,11 @@ def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: 
     on = ", ".join(f"{value:,.0f} {items} of {name.removesuffix('/items')}" for name, value in counts.items())
     weights = ", averaged weights" if request.ema else ""
     print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} {items}'}")
-    rows = {"loss": record.loss, **record.metrics} if not counts else dict(record.metrics)
+    has_loss = task.evaluates_loss and not counts
+    rows = {"loss": record.loss, **record.metrics} if has_loss else dict(record.metrics)
     for name in [name for name in rows if items == "tokens" and name.rpartition("/")[2] == "loss"]:
         rows[f"{name.removesuffix('loss')}perplexity"] = perplexity(rows[name])
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     for name, value in rows.items():
         if name not in counts:
             print(f"{printable(name):<{width}}  {value:.6g}")

@@ -320,7 +320,11 @@ class RunRecorder:
                 progress=lambda *evaluated: self._sinks.progress(done, evaluated),
             )
         if built.world.is_main:
-            numbers = {f"evaluation/{name}": value for name, value in all_numbers(evaluation).items()}
+            numbers: dict[str, float | None] = dict(all_numbers(evaluation))
+            if not built.task.evaluates_loss:
+                losses = [name for name in numbers if name.rpartition("/")[2] == "loss"]
+                numbers |= {name: None for name in losses if math.isnan(numbers[name] or 0.0)}
+            numbers = {f"evaluation/{name}": value for name, value in numbers.items()}
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - start, "evaluation")
         selection = built.state.selection

@@ -9,6 +9,7 @@
 import gc
 import json
 import logging
+import math
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -324,7 +325,7 @@ def _is_over(built: RunParts) -> bool:
 def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
     """Read the last evaluation from the records of a run that is over; None if there is none. Collective."""
 
-    def read() -> dict[str, float]:
+    def read() -> dict[str, Any]:
         with suppress(OSError):
             records = tail(built.folder.metrics) if built.world.is_main else []
             return next((record for record in reversed(records) if "evaluation/loss" in record), {})
@@ -334,7 +335,11 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
     if not record:
         return None
     prefix = "evaluation/"
-    numbers = {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+    numbers = {
+        name.removeprefix(prefix): math.nan if value is None else value  # a set without a loss
+        for name, value in record.items()
+        if name.startswith(prefix)
+    }
     loss, items = numbers.pop("loss"), numbers.pop("items")
     return EvaluationRecord(int(record["global_step"]), loss, items, numbers)
 

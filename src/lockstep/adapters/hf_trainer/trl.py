@@ -101,6 +101,12 @@ class _TrlTask(TrainerTask):
     gathers = False
     fingerprint_arguments = (*FINGERPRINT_ARGUMENTS, *(name for name, row in TRL.items() if row.what == "its loss"))
 
+    @property
+    def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]  # read after the model is made
+        """The reference model; it is no part of checkpoints, so the ranks must have made it alike."""
+        reference = getattr(self.trainer, "ref_model", None)
+        return {} if reference is None else {"ref_model": reference}
+
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch), self._numbers(batch)
 

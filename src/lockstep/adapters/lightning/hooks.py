@@ -24,14 +24,14 @@ from lockstep.adapters.lightning.callbacks import Served, is_served
 from lockstep.adapters.lightning.logging import Logged, Totals, number, together
 from lockstep.adapters.lightning.package import calls, own_methods, written
 from lockstep.adapters.lightning.refusals import WAYS
-from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, unpacked
+from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, results_so_far, unpacked
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.adapters.rates import Rates
 from lockstep.adapters.turns import turn_ranges
 from lockstep.config.schema import Config
 from lockstep.data.loader import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.hooks import Hooks, RunContext
+from lockstep.hooks import Due, Hooks, RunContext
 
 __all__ = [
     "Life",
@@ -194,6 +194,8 @@ class Life(Hooks):
             None if evaluates else next((each for each in trainer.checkpoint_callbacks if each.monitor), None)
         )
         self._written_hooks = own_methods(module)
+        self._evaluates = evaluates
+        self._due_values: dict[str, float] | None = None  # of the evaluation that is due
         self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
 
     def planned(self, samples: int, size: int) -> None:
@@ -367,18 +369,22 @@ class Life(Hooks):
                     self.call("on_load_checkpoint", checkpoint)
                 self.served.call("on_load_checkpoint", self.trainer, self.module, checkpoint)
         self.served.load(state.get("callbacks"))
+        self._due_values = unpacked(state["training_values"]) if "training_values" in state else None
 
     def after_step(self, context: RunContext, done: int) -> bool:
         if done % context.log_freq == 0:
             values = together(context.gather(self._steps.plain()))  # collective
             self._record(context, self._publish(values, steps=True), done)
-        elif self._monitored and self._ends_epoch(done):
+        elif self._monitored and (self._ends_epoch(done) or self._compares(done)):
             self._publish(together(context.gather(self._steps.plain())), steps=True)  # collective
         self._steps.clear()
         saves = False
         if self._ends_epoch(done):
             self._record(context, self._end_epoch(context), done)
-            saves = self._monitor(context)
+            self._monitor()
+        if (judge := self._compared) and self._compares(done) and judge.monitor in self.trainer.callback_metrics:
+            value = float(self.trainer.callback_metrics[judge.monitor])
+            saves = context.compare(judge.monitor, value, higher=judge.mode == "max")
         self._note_best(context)
         if self.trainer.should_stop:
             context.stop()
@@ -387,27 +393,31 @@ class Life(Hooks):
     def _ends_epoch(self, done: int) -> bool:
         return done * self._size // self._samples > (done - 1) * self._size // self._samples
 
-    def _monitor(self, context: RunContext) -> bool:
-        """Let callbacks look at what the training logged, after the hooks at the end of its epoch, as in Lightning.
+    def _compares(self, done: int) -> bool:
+        """Whether a ModelCheckpoint looks at its monitor after this step, as in Lightning."""
+        judge = self._compared
+        if judge is None:
+            return False
+        if judge._every_n_train_steps:
+            return bool(done % judge._every_n_train_steps == 0)
+        return self._ends_epoch(done) and (done * self._size // self._samples) % max(1, judge._every_n_epochs) == 0
 
-        Returns:
-            Whether to save: the best epoch so far, by a ModelCheckpoint's monitor.
+    def _monitor(self) -> None:
+        """Let callbacks look at what the training logged, after the hooks at the end of its epoch, as in Lightning.
 
         Raises:
             ConfigError: nothing of the monitor's name was logged.
         """
-        metrics, judge = self.trainer.callback_metrics, self._compared
-        for each in (*self.served.stoppers, *filter(None, [judge])):
+        metrics, judges = self.trainer.callback_metrics, filter(None, [self._compared])
+        for each in (*(each for each in self.served.stoppers if each.strict), *judges):
             if each.monitor not in metrics:
+                names = ", ".join(sorted({*metrics, *self._tried})) or "nothing"
                 raise ConfigError(
                     f"from_lightning: {type(each).__name__} monitors '{each.monitor}', which nothing logs; there is "
-                    f"{', '.join(metrics) or 'nothing'}"
+                    f"{names}"
                 )
         for each in self.served.stoppers:
             each.on_train_epoch_end(self.trainer, self.module)  # collective
-        return judge is not None and context.compare(
-            judge.monitor, float(metrics[judge.monitor]), higher=judge.mode == "max"
-        )
 
     def _note_best(self, context: RunContext) -> None:
         """Give ModelCheckpoints the path and the score of the run's best, once it is saved."""
@@ -418,16 +428,26 @@ class Life(Hooks):
             each.best_model_path, each.best_model_score = best.path, torch.tensor(best.value)
 
     def training_values(self) -> dict[str, float]:
-        """Return what callbacks monitor of the training: means over the epoch so far, else of this step. Collective."""
-        if not self._monitored:
-            return {}
+        """Return what callbacks monitor of the training: means over the epoch so far, else of this step. Collective.
+
+        An evaluation that a resume makes up for gets the values at its step, which the checkpoint has.
+        """
+        if not self._monitored or self._due_values is not None:
+            return self._due_values or {}
         if self._tries:
-            values = dict.fromkeys(self._tried, math.nan)
+            values: dict[str, Any] = dict.fromkeys(self._tried, math.nan)
         else:
-            gather = self.trainer.strategy.gather
+            gather, metrics = self.trainer.strategy.gather, self._metrics
             values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
+            values |= {name: number(each) for name, each in results_so_far(self.module, metrics, gather).items()}
         plain = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in values.items()}
         return {name: value for name, value in (plain | values).items() if name in self._monitored}
+
+    def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
+        self._due_values = None
+        if due.evaluate and self._evaluates and self._monitored:
+            self._due_values = self.training_values()  # collective
+        return due
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
         self._log_metrics(metrics, done)
@@ -436,6 +456,9 @@ class Life(Hooks):
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
         states: dict[str, Any] = {}
+        state.pop("training_values", None)
+        if self._due_values:
+            state["training_values"] = packed(self._due_values, "what training_step logs")
         if "state_dict" in self.served:
             states = self.served.state()
             state["callbacks"] = packed(states, "a callback's state_dict")

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "packed",
     "put_back",
     "put_together",
+    "results_so_far",
     "set_aside",
     "taken_apart",
     "unpacked",
@@ -171,6 +172,38 @@ class Leavings:
             parts = gather([items, states, [_encode(tensor) for tensor in row]])  # collective
             _fill(parts, module, metrics)
         yield
+
+
+def results_so_far(
+    module: nn.Module, metrics: Mapping[str, Any], gather: Callable[[Any], list[Any]]
+) -> dict[str, Tensor]:
+    """Return the results of the module's metrics over all ranks, and leave their states as they are. Collective.
+
+    Args:
+        metrics: name that the result gets -> metric.
+    """
+    own, row = metrics_of(module), list[Any]()
+    attributes = {id(metric): attribute for attribute, metric in own.items()}
+    forms = {
+        name: [attributes[id(metric)], taken_apart(dict(metric.metric_state), row, name)]
+        for name, metric in metrics.items()
+        if id(metric) in attributes and was_updated(metric)
+    }
+    parts = gather([forms, [_encode(tensor) for tensor in row]])  # collective
+    states: dict[tuple[str, str], list[Any]] = {}
+    for forms_of_rank, texts in parts:
+        tensors = [_decode(text) for text in texts]
+        for name, (attribute, form) in forms_of_rank.items():
+            states.setdefault((name, attribute), []).append(put_together(form, tensors))
+    results: dict[str, Tensor] = {}
+    for (name, attribute), parts_of_metric in states.items():
+        aside = set_aside(own[attribute])
+        try:
+            merge(own[attribute], parts_of_metric)
+            results[name] = own[attribute].compute()
+        finally:
+            put_back(own[attribute], aside)
+    return results
 
 
 def is_metric(value: Any) -> bool:

@@ -276,6 +276,7 @@ class LightningTask(Task):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         loss = loss if isinstance(loss, Tensor) and loss.numel() == 1 else epoch.loss
         if not isinstance(loss, Tensor):
+            self.evaluates_loss = self.evaluates_loss and loss is not None
             loss = torch.tensor(float("nan") if loss is None else float(loss))
         return loss.detach().float() if not loss.is_floating_point() else loss.detach(), {"": epoch}
 
