@@ -68,11 +68,14 @@ def fails(share, world):
     raise CheckpointError("the disk is full")
 
 
-def test_the_last_save_of_a_run_must_not_fail(tmp_path):
+def test_the_last_save_of_a_run_must_not_fail(caplog):
     saver = checkpoint.Saver(World())
-    saver.begin({}, fails, 14)
+    saver.begin({}, fails, 14, final=True)
     with pytest.raises(LockstepError, match="the save after step 14 failed on rank 0: the disk is full; start again"):
         saver.settle(last=True)
+    (record,) = caplog.records
+    assert record.only_file, "the terminal has the error alone"
+    assert record.message.endswith("; the run ends")
 
 
 @pytest.mark.parametrize(("policy", "allowed"), [("stop", 0), ("continue", 1)])
@@ -399,11 +402,12 @@ def test_a_run_orders_updates_bodies_and_evaluations_after_the_copies(monkeypatc
     def noted(name, call):
         return lambda *args, **settings: seen.append(name) or call(*args, **settings)
 
-    def begun(saver, tensors, write, step, resting):
+    def begun(saver, tensors, write, step, resting, *, final):
         seen.append("save")
         assert resting == {name for name in tensors if name.startswith(("optimizer/", "average/"))}
         assert len(resting) < len(tensors)
-        begin(saver, tensors, write, step, resting)
+        assert final == (step == 2)
+        begin(saver, tensors, write, step, resting, final=final)
 
     monkeypatch.setattr(checkpoint.Saver, "order", lambda saver: seen.append("order"))
     monkeypatch.setattr(checkpoint.Saver, "begin", begun)

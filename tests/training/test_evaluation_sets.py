@@ -223,7 +223,9 @@ def test_what_cannot_be_is_refused_at_once():
 def test_a_mapping_of_numbers_is_a_dataset_and_one_of_texts_is_several():
     assert list(sets_by_name({0: 1.0, 1: 2.0})) == [""]
     assert list(sets_by_name({"b": [1], "a": [1, 2]})) == ["b", "a"]
-    assert sets_by_name(None) == sets_by_name([]) == sets_by_name({}) == {}
+    assert sets_by_name(None) == sets_by_name({}) == {}
+    with pytest.raises(DataError, match=r"dataset\('evaluation'\) is empty: return None"):
+        sets_by_name([])
     with pytest.raises(DataError, match=r"dataset\('evaluation'\)\['far'\] is empty: leave it out"):
         sets_by_name({"near": [1], "far": []})
     with pytest.raises(DataError, match="has a set named 'a/b': use letters"):

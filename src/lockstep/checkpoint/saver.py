@@ -82,7 +82,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._pending, self._failures, self._step = False, 0, 0
-        self._is_released = False
+        self._is_released = self._is_final = False
         self.blocked = self.writing = 0.0
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
@@ -92,7 +92,13 @@ class Saver:
             self._pinned.prepare([piece.local for piece in pieces if piece.local.is_cuda], self._world.device)
 
     def begin(
-        self, tensors: dict[str, Tensor], write: Write, step: int = 0, stable: Container[str] = frozenset()
+        self,
+        tensors: dict[str, Tensor],
+        write: Write,
+        step: int = 0,
+        stable: Container[str] = frozenset(),
+        *,
+        final: bool = False,
     ) -> None:
         """Copy this rank's share of `tensors`, and call `write` with it. Collective.
 
@@ -100,12 +106,13 @@ class Saver:
             write: called in the thread.
             step: for messages.
             stable: names of tensors that do not change before the next call of `order`.
+            final: the run ends after this save, and `settle(last=True)` reports its failure.
 
         Raises:
             LockstepError: an earlier save failed, and the policy ends the run.
         """
         self.settle()
-        self._step = step
+        self._step, self._is_final = step, final
         began = time.perf_counter()
         share = share_out(tensors, self._world)
         if self._background:
@@ -278,9 +285,11 @@ class Saver:
         except Exception as error:
             self._error = error
             last = self._failures + 1 >= self._limit
-            after = "the run ends" if last else "the run continues; earlier checkpoints are unchanged"
-            once = {"only_file": self._is_released or isinstance(error, PeerError)}  # the loop reports the same error
-            _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra=once)
+            ends = last or self._is_final
+            after = "the run ends" if ends else "the run continues; earlier checkpoints are unchanged"
+            # The loop reports the same error.
+            once = self._is_released or self._is_final or isinstance(error, PeerError)
+            _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra={"only_file": once})
             if last:
                 self._on_failure()
         finally:

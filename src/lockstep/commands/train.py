@@ -12,6 +12,7 @@ from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.schema import Config
 from lockstep.config.task_options import LIGHTNING
+from lockstep.distributed import failures
 from lockstep.distributed.launcher import allocator_variables
 from lockstep.distributed.progress import MEMBER_VARIABLE
 from lockstep.distributed.starters import read_starter
@@ -35,6 +36,7 @@ def command(argv: list[str]) -> int:
     options = cli.collect_options(args)
     cli.build(cli.apply_preset(options))  # fail on a wrong value before torch is imported
     read_starter(os.environ)
+    failures.note_interrupt("interrupted before the run began: this start saved nothing")
     script = flags.asked(args, options)
     if script:
         _check_alone(args)

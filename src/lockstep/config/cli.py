@@ -112,6 +112,8 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError with argparse's message and the way out."""
         words = message.removeprefix(_UNKNOWN).split()
         if message.startswith(_UNKNOWN) and words:
+            if not words[0].startswith("-"):
+                raise ConfigError(f"unexpected argument {words[0]!r}: flags begin with --; {self._help()} lists them")
             known = [_field_name(text) for text in self._flags()]
             advice = hint(_field_name(words[0]), known, _flag, self._foreign) or f"; {self._help()} lists them"
             raise ConfigError(f"unknown flag {words[0].partition('=')[0]}{advice}")

@@ -204,11 +204,12 @@ def hint(
         spell: converts a name for the message, for example to a flag.
         foreign: a name of other libraries -> the hint for it.
     """
-    names, own = list(known), name.rpartition(".")[2]
+    names, (section, _, own) = list(known), name.rpartition(".")
     if own in foreign:
         return _hint_text(foreign[own], spell)
     parts = [other for other in names if other.rpartition(".")[2] == own]
-    parts += [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
+    begun = [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
+    parts += sorted(begun, key=lambda other: other.rpartition(".")[0] != section)  # its own section's first
     close = parts or difflib.get_close_matches(name, names, n=1)
     if not close and (alike := difflib.get_close_matches(own, foreign, n=1, cutoff=0.85)):
         return _hint_text(foreign[alike[0]], spell)

@@ -183,7 +183,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
     if due and built.evaluation:
         state.evaluation_due = True
     if saves and not save_later:
-        save(components, global_step)
+        save(components, global_step, final=ending)
     # A signal must not wait for an evaluation: the next start makes it.
     cut_short = ending and global_step < components.last_step
     if state.evaluation_due and not cut_short:
@@ -194,7 +194,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         wants_save = finish_evaluation(session, built, global_step)
         saves = saves or components.recorder.is_best or wants_save
         if saves and not save_later:
-            save(components, global_step)
+            save(components, global_step, final=ending)
         update_best(session)
     return saves
 
@@ -208,13 +208,13 @@ def finish_evaluation(session: Session, built: RunParts, global_step: int) -> bo
     return built.task.hooks.after_evaluation(HookContext(session, built), global_step, numbers)
 
 
-def save(components: StepComponents, global_step: int) -> None:
+def save(components: StepComponents, global_step: int, *, final: bool = False) -> None:
     """Write the step's checkpoint, unless it is written already. Collective."""
     if components.recorder.saved_step != global_step:
         flush_steps(components)
         with trace_mark("save"):
             components.guards.store_state()
-            components.recorder.save(global_step)
+            components.recorder.save(global_step, final=final)
 
 
 def record_body_change(components: StepComponents, built: RunParts, global_step: int) -> None:
@@ -260,7 +260,7 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
     if all_do(heartbeats, action, session.global_step - 1, lambda: _LEAVE_TIMEOUT):
         if session.abandoned:
             return
-        save(components, session.global_step)
+        save(components, session.global_step, final=True)
         components.recorder.finish()  # collective
         components.recorder.close(0, sample=False)
         session.sinks = Sinks([])  # closed with a summary already; a failure would close them without one

@@ -469,12 +469,15 @@ def sets_by_name(value: Any) -> dict[str, Any]:
         value: what `task.dataset("evaluation")` returned. A mapping is several sets if all its keys are strings.
 
     Raises:
-        DataError: a set is no dataset, or one of several is empty or has an unsuitable name.
+        DataError: a set is no dataset, is empty, or has an unsuitable name.
     """
     if not (isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value)):
-        if value is not None:
-            check_dataset(value, "evaluation")
-        return {} if value is None or not len(value) else {"": value}
+        if value is None or (isinstance(value, Mapping) and not value):
+            return {}
+        check_dataset(value, "evaluation")
+        if not len(value):
+            raise DataError("the task's dataset('evaluation') is empty: return None where there is no evaluation")
+        return {"": value}
     for name, dataset in value.items():
         if not _NAME.fullmatch(name):
             raise DataError(

@@ -345,11 +345,14 @@ class RunRecorder:
         every = self._built.config.ckpt_freq
         return self._saves and bool(every) and done % every == 0
 
-    def save(self, done: int) -> None:
+    def save(self, done: int, *, final: bool = False) -> None:
         """Begin a checkpoint after `done` steps; it is written while training continues.
 
         Older checkpoints are removed once it is complete, by `--checkpoint.keep`. With `--checkpoint.mode none` only
         the run's state is updated.
+
+        Args:
+            final: the run ends after this save.
 
         Raises:
             LockstepError: saves fail, and --checkpoint.on-failure ends the run.
@@ -361,7 +364,7 @@ class RunRecorder:
         start = time.perf_counter()
         self._exchange.progress.at(done, SAVING)
         with self._timeline.during(SAVES):
-            self._begin_save(done)
+            self._begin_save(done, final)
         self.saved_step = done
         if self._built.task.hooks:
             self._built.task.hooks.after_save(done)
@@ -376,7 +379,7 @@ class RunRecorder:
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
         store_trained_set(built.engine, state)
 
-    def _begin_save(self, done: int) -> None:
+    def _begin_save(self, done: int, final: bool) -> None:
         self._update_state(done)
         built = self._built
         if built.task.hooks:
@@ -385,7 +388,7 @@ class RunRecorder:
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller, but not these.
         constant = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
-        self.saver.begin(tensors, partial(self._write_share, done, state), done, constant)  # collective
+        self.saver.begin(tensors, partial(self._write_share, done, state), done, constant, final=final)  # collective
 
     def _write_share(self, done: int, state: RunState, share: Share, world: World) -> None:
         """Write this rank's part of a checkpoint, in the saver's thread and process group."""

@@ -559,7 +559,7 @@ def _train_steps(session: Session, built: RunParts) -> Training:
             timeline.enter(TRAINING)
             record_body_change(ongoing, built, step.global_step)
             if saves:
-                save(ongoing, step.global_step)
+                save(ongoing, step.global_step, final=is_last)
             if spent := profiler.after(step.global_step):  # collective, if a trace ends
                 ongoing.meter.pause(spent)
             if is_last or _ends_early(session, built, ongoing, step, heartbeats):
@@ -605,12 +605,12 @@ def _ends_early(
 ) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
     if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
-        save(ongoing, step.global_step)
+        save(ongoing, step.global_step, final=True)
         return True
     if session.wants_stop:
         session.wants_stop, world = False, built.world
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
-            save(ongoing, step.global_step)
+            save(ongoing, step.global_step, final=True)
             return True
         ongoing.exchange.stop(STOP)  # some ranks train on: all end after the next exchange
     return False
