@@ -142,7 +142,7 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
-        status = os.pread(_open_status(os.getpid()), 1 << 14, 0)
+        status = os.pread(_open_status(_STATUS, os.getpid()), 1 << 14, 0)
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -150,9 +150,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 @cache
-def _open_status(process: int) -> int:
+def _open_status(path: str, process: int) -> int:
     """Open this process's status, and keep it open: opening takes twice as long as reading."""
-    return os.open(_STATUS, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def fused_ns(device: torch.device) -> float:
