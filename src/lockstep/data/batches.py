@@ -391,11 +391,12 @@ class Batches:
             last = min(first + block, step_plan.steps)
             origin = step_plan.start(first)
             epochs, samples = self._order.at(origin, step_plan.start(last))
+            end = origin
             for step in range(first, last):
-                begin = step_plan.start(step)
+                begin, end = end, step_plan.start(step + 1)
                 if (now := self.sharing.at(step)) is not shares:
                     shares, full = now, slots(now, self.rank, step_plan.micro_batches)
-                short = step_plan.start(step + 1) - begin < step_plan.size
+                short = end - begin < step_plan.size
                 own = slots(now, self.rank, step_plan.present(step)) if short else full
                 if not own:
                     continue

@@ -7,6 +7,7 @@ each group: more than the update of a small model takes. The kernel gets the sam
 are the same.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ __all__ = ["fused_step"]
 _KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW)
 _UNUSUAL = ("amsgrad", "capturable", "differentiable")
 _Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+_IS_SPARSE, _KIND = attrgetter("is_sparse"), attrgetter("dtype", "device")
+_STATES = ("exp_avg", "exp_avg_sq", "step")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def fused_step(optimizer: Any) -> bool:
@@ -41,7 +45,10 @@ def fused_step(optimizer: Any) -> bool:
         return True
     scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     with torch.no_grad():
-        torch._foreach_add_(steps, 1)
+        if steps[0].is_cpu:  # a number would become a tensor again for each count, which takes four times as long
+            torch._foreach_add_(steps, _ONE, alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
         for group, (parameters, gradients, means, squares, counts) in parts:
             beta1, beta2 = group["betas"]
             kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
@@ -83,21 +90,9 @@ def _lists_of(group: dict[str, Any], state: Any) -> _Lists | None:
     """Return parameters, gradients, means, mean squares and step counts of a group; None: it is an unusual one."""
     if not group["fused"] or any(map(group.get, _UNUSUAL)) or Tensor in map(type, (group["lr"], *group["betas"])):
         return None
-    lists: _Lists = ([], [], [], [], [])
-    parameters, gradients, means, squares, counts = lists
-    device, dtype = None, None
-    for parameter in group["params"]:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if device is None:
-            device, dtype = parameter.device, parameter.dtype
-        own = state.get(parameter)
-        if not own or gradient.is_sparse or parameter.dtype is not dtype or parameter.device != device:
-            return None
-        parameters.append(parameter)
-        gradients.append(gradient)
-        means.append(own["exp_avg"])
-        squares.append(own["exp_avg_sq"])
-        counts.append(own["step"])
-    return lists
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    gradients, own = [parameter.grad for parameter in parameters], [*map(state.get, parameters)]
+    if not all(own) or any(map(_IS_SPARSE, gradients)) or len({*map(_KIND, parameters)}) > 1:
+        return None
+    means, squares, counts = ([each[name] for each in own] for name in _STATES)
+    return parameters, gradients, means, squares, counts

@@ -280,8 +280,9 @@ class OptimizerStep:
         self.parameters += parameters
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
+        self._on_device = self._device_decides()
         self._by_kernel = (
-            self._device_decides()
+            self._on_device
             and not self._evaluates
             and _skips_on_device(self._kernel, [group for group, _ in self._groups])
         )
@@ -307,7 +308,7 @@ class OptimizerStep:
             parameters = [p for p in self.parameters if p.grad is not None]
             scale = _cast_like(self._scaler.scale, norm) if self._scaler else 1.0
             self._by_block.take(parameters, self._norms(gradients), scale)  # collective under fsdp
-        below = norm < limit  # False for NaN
+        below: Any = (norm if self._on_device else float(norm)) < limit  # False for NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
             if self._by_kernel:

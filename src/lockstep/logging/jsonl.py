@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps makes an encoder for each call
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -60,7 +61,7 @@ class JsonLines:
 
         Waits for a tensor on a device.
         """
-        line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        line = _encode({name: plain(value) for name, value in record.items()}).encode() + b"\n"
         self._drop_incomplete_line()
         end, self._incomplete = self._end + len(line), True
         try:

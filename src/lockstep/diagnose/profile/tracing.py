@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
@@ -141,11 +142,17 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     try:
-        with open(_STATUS, "rb", buffering=0) as file:
-            return int(file.read(1 << 14).partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+        status = os.pread(_open_status(_STATUS, os.getpid()), 1 << 14, 0)
+        return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+@cache
+def _open_status(path: str, process: int) -> int:
+    """Open this process's status, and keep it open: opening takes twice as long as reading."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def fused_ns(device: torch.device) -> float:
