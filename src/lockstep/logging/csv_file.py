@@ -84,7 +84,8 @@ class CsvFile:
         step = row.get("global_step", "")
         if not step.isdecimal():
             return False
-        again = not self._evaluated and bool(row.get("evaluation/items")) and int(step) == self._resume_step
+        is_evaluation = any(value for name, value in row.items() if name.startswith("evaluation/"))
+        again = not self._evaluated and is_evaluation and int(step) == self._resume_step
         return int(step) <= self._resume_step and not again
 
     def _rewrite(self, names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
