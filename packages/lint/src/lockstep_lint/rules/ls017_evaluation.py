@@ -129,9 +129,11 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
     arms: set[tuple[object, bool]] = set()
     for turns in range(2):
         for event in events:
-            if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
-                if not any(own_training(view, run, mode, each, event) for each in events):
-                    return mode, event
+            trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
+            if mode is not None and trained_next and stepped(run, loop, event):
+                if any(own_training(view, run, mode, each, event) for each in events):
+                    continue
+                return mode, event
             if event.kind in ("train", "mode"):
                 half = one_arm(mode, event) if mode is not None else None
                 if half is None or (half.branch, not half.when) in arms:
