@@ -68,6 +68,14 @@ EVALUATE = "evaluate(model, val_loader, criterion, device)"
 SAVED = "{'model': model.module.state_dict(), 'rng': states}"
 FUSED = "nn.functional.scaled_dot_product_attention(q, k, v)"
 WRAP = "model = DistributedDataParallel(model, device_ids=[local_rank])"
+LINES = """
+from torch.utils.data import IterableDataset
+class Lines(IterableDataset):
+    def __iter__(self):
+        for line in open("data"):
+            yield line
+lines = DataLoader(Lines(), num_workers=2)
+"""
 MUTATIONS = [
     ("LS001", "ddp", [prepend("model = DistributedDataParallel", "teacher = nn.DataParallel(Net())")]),
     ("LS002", "ddp", [replace("model = Net()", "model = Net()"), replace(WRAP, f"{WRAP}\nmodel = model.to(device)")]),
@@ -242,6 +250,7 @@ MUTATIONS = [
         Swap(SAVED, SAVED.replace("}", ", 'epoch': epoch}")),
     ]),
     ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
+    ("LS053", "ddp", [append("import os", LINES)]),
 ]  # fmt: skip
 
 

@@ -228,7 +228,7 @@ def _check_module(module: Module, analysis: Analysis, config: Config) -> Iterato
     try:
         view = analysis.view(module)
         for rule in RULES.values():
-            if rule.code in codes and not rule.moot & view.frameworks:
+            if rule.code in codes and not analysis.is_moot(module, rule.moot):
                 yield from _run(rule, view)
     except (TooIntricate, RecursionError):
         problem = Problem(1, "is too large or nested for all rules: split it")

@@ -228,6 +228,16 @@ class Analysis:
         return frozenset(name for member in related for name in self.named(member))
 
     @kept
+    def is_moot(self, module: Module, packages: frozenset[str]) -> bool:
+        """Whether some packages run the training of a file, or of each program with a training loop that imports it."""
+        if not packages & self.frameworks(module):
+            return False
+        programs = [self.project.closure(user) for user in self.project.users(module)]
+        taken = [any(packages & self.named(member) for member in program) for program in programs]
+        plain = (program for program, moot in zip(programs, taken, strict=True) if not moot)
+        return taken[0] or not any(self.trainings.of(member) for program in plain for member in program)
+
+    @kept
     def view(self, module: Module) -> "View":
         """A file, as rules see it."""
         return View(module, self)

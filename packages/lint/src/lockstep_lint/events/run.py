@@ -109,9 +109,7 @@ class _Programs:
         return tuple(run for run in found if run.events)
 
     def tops(self, module: Module) -> list[Scope]:
-        """The programs that a file is part of: its own lines, if it can be run, else those of what imports it."""
-        if module.is_script or not self.project.importers(module):
-            return [module.top]
+        """The programs that a file is part of: its own lines, and those of what imports it."""
         users = [user for user in self.project.users(module) if user is not module and not unit_test(user)]
         programs = [user for user in users if user.is_script or not self.project.importers(user)]
         return [module.top, *(program.top for program in programs[:MAX_PROGRAMS])]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword, last, strings
+from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_none, is_true, keyword, last, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
@@ -67,11 +67,6 @@ def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
     """Whether an argument is given and may be anything but None."""
     made = view.origins.of(value, scope) if value is not None else []
     return value is not None and not (made and all(is_none(origin.node) for origin in made))
-
-
-def is_none(node: ast.expr) -> bool:
-    """Whether an expression is None."""
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def known(site: Site) -> bool:

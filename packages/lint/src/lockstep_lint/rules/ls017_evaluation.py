@@ -129,7 +129,10 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
     arms: set[tuple[object, bool]] = set()
     for turns in range(2):
         for event in events:
-            if event.kind == "backward" and mode is not None and not apart(mode, event) and stepped(run, loop, event):
+            trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
+            if mode is not None and trained_next and stepped(run, loop, event):
+                if any(own_training(view, run, mode, each, event) for each in events):
+                    continue
                 return mode, event
             if event.kind in ("train", "mode"):
                 half = one_arm(mode, event) if mode is not None else None
@@ -142,6 +145,14 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
         if turns == 0 and mode is not None and made_anew(mode, loop):
             mode = None
     return None
+
+
+def own_training(view: View, run: Run, switch: Event, back: Event, backward: Event) -> bool:
+    """Whether a switched model is put back by a function that trains it, where another backward is of another model."""
+    calls = [block for block in back.path if isinstance(block, CallBlock)]
+    own = back.kind == "train" and bool(calls) and calls[-1] not in backward.path and trains(span(run, calls[-1]))
+    selves = {dotted(each.mark.subject) for each in (switch, back)} == {"self"}
+    return own and (same(view, back, switch) or (selves and back.scope.owner is switch.scope.owner))
 
 
 def one_arm(switch: Event, back: Event) -> ArmBlock | None:

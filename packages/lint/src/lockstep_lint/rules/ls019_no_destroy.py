@@ -53,7 +53,7 @@ def ended(view: View) -> bool:
         return True
     own = view.module.is_script  # other scripts that import it end their own runs
     members = view.project.closure(view.module) if own else view.project.family(view.module)
-    found = runs(view)
+    found = [run for run in runs(view) if not own or run.entry.module is view.module]
     started = any(run.entry.kind == "module" and run.of("start") for run in found)
     if any(run.of("end") for run in found if run.entry.kind == "module" or not started) or any(
         word in member.text for word in HELPERS for member in members

@@ -1,6 +1,7 @@
 """LS026: metrics averaged over uneven shards."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 
@@ -8,7 +9,19 @@ from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Guard, guards, inside, loops
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, parts
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import (
+    Words,
+    argument,
+    constant,
+    dotted,
+    idents,
+    is_true,
+    keyword,
+    last,
+    strings,
+    walk,
+)
+from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.tensors import MADE
 from lockstep_lint.analysis.view import View
@@ -199,6 +212,8 @@ def check(view: View) -> Iterator[Found]:
     if not samplers and not by_hand:
         return
     yield from unshared(view)
+    if drops_rest(view):
+        return
     said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
     for scope in view.scopes:
         for site in scope.sites if scope.kind != "class" else ():
@@ -208,6 +223,23 @@ def check(view: View) -> Iterator[Found]:
                     "averages the ranks' means, but the shards are uneven or padded: sum values and counts",
                 )
                 break
+
+
+def drops_rest(view: View) -> bool:
+    """Whether all loaders that are given samplers leave a last, smaller batch out: the ranks' means weigh alike."""
+    loaders = [site for member in view.project.family(view.module) for site in member.sites("DataLoader")]
+    divided = [site for site in loaders if keyword(site.call, "sampler") is not None]
+    return bool(divided) and all(map(functools.partial(drops, view), divided))
+
+
+def drops(view: View, site: Site) -> bool:
+    """Whether a loader drops its last batch, by a literal of its own or of each caller."""
+    flag, function = keyword(site.call, "drop_last"), site.scope
+    name = dotted(flag)
+    if name not in function.params or name in function.binds:
+        return is_true(flag)
+    callers = view.calls.callers(function)
+    return bool(callers) and all(is_true(passed(c, function, name) or default(function, name, c.call)) for c in callers)
 
 
 def held_part(text: str) -> bool:

@@ -1,0 +1,111 @@
+"""LS053: loader workers that each read a whole iterable data set."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# What divides the data among workers, or draws from it by chance, which a copy repeats rightly.
+SPLITS = re.compile(
+    r"worker|rank|shard|split|partition|world|islice|rand|shuffle|sample|choice|perm|queue", re.IGNORECASE
+)
+# What makes a sequence that is the same in each worker.
+SEQUENCES = {"glob", "rglob", "iglob", "listdir", "list", "sorted", "range", "open", "readlines", "read_csv"}
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at the loaders with workers, and at the classes of their data sets."""
+    for site in view.sites("DataLoader"):
+        if has_workers(view, site) and keyword(site.call, "worker_init_fn") is None:
+            made = view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope)
+            owners = [view.names.definition(call.func, scope) for call, scope, _ in made]
+            if owners and all(owner is not None and repeats(view, owner) for owner in owners):
+                yield at(site, "each worker reads the whole data set: divide it by get_worker_info() in __iter__")
+
+
+def has_workers(view: View, site: Site) -> bool:
+    """Whether a loader has a literal number of workers, or a caller gives one."""
+    value = keyword(site.call, "num_workers")
+    name = dotted(value)
+    if name is not None and name in site.scope.params and name not in site.scope.binds:
+        given = (constant(passed(caller, site.scope, name)) for caller in view.calls.callers(site.scope))
+        return any(isinstance(number, int) and number > 0 for number in given)
+    found = [constant(origin.node) for origin in view.origins.of(value, site.scope)]
+    return bool(found) and all(isinstance(number, int) and number > 0 for number in found)
+
+
+def repeats(view: View, owner: Scope) -> bool:
+    """Whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
+    method = owner.defs.get("__iter__")
+    bases = [name.split(".")[-1] for name in view.names.bases_of(owner)]
+    start, end = owner.node.lineno, owner.node.end_lineno or 0  # type: ignore[attr-defined]
+    text = "\n".join(owner.module.lines[start - 1 : end])
+    if owner.kind != "class" or method is None or bases != ["IterableDataset"] or SPLITS.search(text):
+        return False
+    loops = [stmt for stmt in method.stmts if isinstance(stmt, ast.For)]
+    return bool(loops) and all(fixed(view, origin.node) for origin in view.origins.of(loops[0].iter, method))
+
+
+def fixed(view: View, node: ast.expr) -> bool:
+    """Whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of files."""
+    name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+    name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
+    return isinstance(node, ast.List | ast.ListComp) or name in SEQUENCES
+
+
+RULE = Rule(
+    code="LS053",
+    name="data repeated by workers",
+    what="A loader with several workers reads an IterableDataset whose `__iter__` gives each worker all of the data.",
+    why=(
+        "Each worker has its own copy of the data set and iterates over all of it: with four workers an epoch has each "
+        "sample four times, and an evaluation counts it four times."
+    ),
+    bad="""
+from pathlib import Path
+from torch.utils.data import DataLoader, IterableDataset
+
+class Lines(IterableDataset):
+    def __init__(self, folder):
+        self.files = sorted(Path(folder).glob("*.txt"))
+
+    def __iter__(self):
+        for file in self.files:
+            yield file.read_text()
+
+loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
+""",
+    good="""
+from pathlib import Path
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+class Lines(IterableDataset):
+    def __init__(self, folder):
+        self.files = sorted(Path(folder).glob("*.txt"))
+
+    def __iter__(self):
+        info = get_worker_info()
+        own = self.files[info.id :: info.num_workers] if info else self.files
+        for file in own:
+            yield file.read_text()
+
+loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="none",
+    remedy="Divide the data by torch.utils.data.get_worker_info() in __iter__",
+    note=(
+        "Silent where a class draws by chance, knows of workers or ranks, or iterates over what it is given, which may "
+        "divide itself, and beside `worker_init_fn`."
+    ),
+)
