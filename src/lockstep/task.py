@@ -97,6 +97,8 @@ class Task(ABC):
         divisible: the loss of half a micro-batch can be computed before the run, to check that losses add up.
         attention_mask: the model passes a mask to `scaled_dot_product_attention`; None: unknown. Some kernels are
             faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
+        fixed_models: models that the loss reads and no step changes, by name, such as a teacher; compared between the
+            ranks before step 1.
     """
 
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
@@ -109,13 +111,13 @@ class Task(ABC):
     own_steps: OwnSteps | None = None
     divisible: bool = True
     attention_mask: bool | None = None
+    fixed_models: Mapping[str, nn.Module] = {}
     # For adapters and wrappers around a task; users do not set these.
     framework = ""  # the adapted library, whose batches are micro-batches
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
     evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records
-    fixed_models: Mapping[str, nn.Module] = {}  # that the loss reads, by name; compared between the ranks at the start
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return the name of a number of one of several evaluation sets, as in records and `best_metric`."""
