@@ -46,9 +46,9 @@ def trained(world, folder, lag, task=None, leave=0, raises=0, stop=0, **changes)
     DeferredReader.lag, losses = lag, []
     saving = RunRecorder.save
 
-    def save(self, done):
+    def save(self, done, *, final=False):
         """By the time a checkpoint is begun all records up to its step are there."""
-        saving(self, done)
+        saving(self, done, final=final)
         if self._built.world.is_main:
             there = [r["global_step"] for r in records(folder) if "running_loss" in r]
             freq = self._built.config.log_freq

@@ -19,7 +19,7 @@ WATCHED = range(4, 10)  # steps, counted from 1
 @pytest.fixture(autouse=True)
 def unsaved(monkeypatch):
     """Saves wait in a thread of their own, which is not what is watched here."""
-    monkeypatch.setattr(checkpoint.Saver, "begin", lambda *given: None)
+    monkeypatch.setattr(checkpoint.Saver, "begin", lambda *given, final: None)
 
 
 def watched(folder, task=None, **changes):

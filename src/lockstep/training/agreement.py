@@ -70,11 +70,7 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
         DataError: one is no dataset, or the training set is empty.
     """
 
-    def make() -> tuple[Any, dict[str, Any], int]:
-        plain, evaluation = _task_datasets(task)
-        return plain, evaluation, 0 if is_stream(plain) else _check_size(plain)
-
-    return on_all_ranks(world, make)  # collective
+    return on_all_ranks(world, lambda: _task_datasets(task))  # collective
 
 
 def check_stream(config: Config, task: Task, source: StreamSource | MixtureSource) -> None:
@@ -168,17 +164,17 @@ def _read_stream(batches: StreamBatches) -> dict[str, Any]:
     return {"first samples of the stream": first}
 
 
-def _task_datasets(task: Task) -> tuple[Any, dict[str, Any]]:
+def _task_datasets(task: Task) -> tuple[Any, dict[str, Any], int]:
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
-    if not is_stream(training):
-        check_dataset(training, "train")
-    return training, sets_by_name(evaluation)
+    samples = 0 if is_stream(training) else _count(training)
+    return training, sets_by_name(evaluation), samples
 
 
-def _check_size(dataset: Any) -> int:
-    if not len(dataset):
+def _count(training: Any) -> int:
+    check_dataset(training, "train")
+    if not len(training):
         raise DataError("the training set is empty: the task's dataset('train') has no samples")
-    return len(dataset)
+    return len(training)
 
 
 # --- log
