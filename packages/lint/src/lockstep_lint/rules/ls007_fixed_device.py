@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.context import loops, parted
+from lockstep_lint.analysis.context import guards, loops, parted
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings, walk
@@ -187,6 +187,18 @@ def over_nodes(node: ast.expr) -> bool:
     return any(NODE.search(name) for side in products for name in idents(side))
 
 
+def sees_one(view: View, site: Site) -> bool:
+    """Whether a process comes here only where it sees a single GPU, which is its own (`device_count() == 1`)."""
+    for guard in guards(site.stmt, site.module):
+        test = guard.test
+        if guard.when and isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
+            is_one = len(test.ops) == 1 and constant(test.comparators[0]) == 1
+            counted = (origin.node for origin in view.origins.of(test.left, site.scope)) if is_one else ()
+            if any("device_count" in idents(node) for node in counted):
+                return True
+    return False
+
+
 def chosen_by_test(stmt: ast.stmt, node: ast.expr | None) -> bool:
     """Whether the device is one arm of a choice that may depend on the rank."""
     for item in ast.walk(stmt):
@@ -242,7 +254,11 @@ def check(view: View) -> Iterator[Found]:
         if site.name not in NAMES and not (asked and keyword(site.call, "device")):
             continue
         message = fixed(view, site) or ("" if chosen else bare(view, site))
-        if message and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site)):
+        if (
+            message
+            and not sees_one(view, site)
+            and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site))
+        ):
             place = made_at(view, site)
             if place not in done:
                 yield Found(place, message)
