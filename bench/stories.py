@@ -1,4 +1,4 @@
-"""What a first day takes with lockstep and with the other trainers: python bench/stories.py [--run] [--write]
+"""Compare a first day with lockstep and with other trainers: python bench/stories.py [--run] [--write]
 
 The programs lie in bench/stories/STORY/SYSTEM.py (or .sh), each as its trainer's documentation leads to. Those of a
 story end with the same: the same net or model, samples, epochs, and weights or a checkpoint in a file. Counted are

@@ -1,4 +1,4 @@
-"""What the image stories share, and nobody's lines: the seed, the net, and the samples but those that judge it."""
+"""Seed the program, and define the net and samples of the image stories; `judged` are for the score alone."""
 
 import torch
 from seed import seed

@@ -113,7 +113,7 @@ def _refused_by_own_steps(case: Case) -> str:
 
 
 def _refused_to_cut(case: Case) -> str:
-    """Where smaller micro-batches are another training, or the data decide what they are."""
+    """Return what the error must say where smaller micro-batches change the training; "" where they do not."""
     tasks = ("manual", "lightning", "stream", "hooked", "adapters")
     other = case.exact or case.model == "batchnorm" or case.task in tasks
     return "oom smaller does not go with" if other else ""

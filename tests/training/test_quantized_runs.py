@@ -20,7 +20,7 @@ from lockstep.config.schema import Config
 from lockstep.errors import ConfigError, ResumeError
 from lockstep.models import quantized
 from lockstep.models.hf import HubModel
-from lockstep.models.quantized import Quantization, SizedLinear, bits_of, hold_still, quantized_layers
+from lockstep.models.quantized import PlaceholderLinear, Quantization, bits_of, keep_unchanged, quantized_layers
 from lockstep.training.inference import ExportRequest, export_run
 from lockstep.training.named_task import make_task
 
@@ -267,7 +267,9 @@ def test_exported_adapters_and_the_merged_model_compute_what_the_run_does(tmp_pa
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", FutureWarning)  # of peft beside the newest transformers
         own = model(input_ids=ids).logits
-        base = hold_still(raw(weights, bits))  # bitsandbytes' kernel of an evaluation takes whole blocks of 64 inputs
+        base = keep_unchanged(
+            raw(weights, bits)
+        )  # bitsandbytes' kernel of an evaluation takes whole blocks of 64 inputs
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         assert type(merged.transformer.h[0].attn.c_attn).__name__ == "Conv1D"
@@ -293,7 +295,7 @@ def test_a_trainer_whose_script_quantized_the_model(tmp_path, weights, bits):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of peft beside the newest transformers
             setting = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-            model = peft.get_peft_model(hold_still(raw(weights, bits)), setting)
+            model = peft.get_peft_model(keep_unchanged(raw(weights, bits)), setting)
         return Trainer(model, TrainingArguments(**given, disable_tqdm=True), train_dataset=rows)
 
     def losses(name, stop):
@@ -321,7 +323,7 @@ def test_a_plan_has_the_memory_of_quantized_weights(tmp_path, weights, bits, lea
     plain = source.build(vocab_size=300, dtype=torch.float32)
     small_ = source.build(vocab_size=300, dtype=torch.float32, quantization=Quantization(bits, None))
     real = source.build(vocab_size=300, dtype=None, pretrained=True, quantization=Quantization(bits, None))
-    layers = [name for name, module in small_.named_modules() if isinstance(module, SizedLinear)]
+    layers = [name for name, module in small_.named_modules() if isinstance(module, PlaceholderLinear)]
     assert layers == [name for name, _ in quantized_layers(real)]
     stored = {name: tensor for name, tensor in real.state_dict().items() if not name.endswith("quant_map")}
     for name in layers:

@@ -103,26 +103,26 @@ class Rates:
         self._momenta = array("d")  # of the steps from the first with other momenta to the position, a row each
         self._initial_values = [dict(row) for row in self._now]
         self._cycles, self._cycle_start = False, 0
-        self._asked, self._asked_factors = 0, [1.0] * len(self.base)
+        self._current_step, self._current_factors = 0, [1.0] * len(self.base)
         for group, rate in zip(groups, self.base, strict=True):
             group["lr"] = rate
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
 
     def factors(self, step: int) -> list[float]:
         """Return the factor of each group's base rate in `step` (0-based)."""
-        self._asked, self._asked_factors = step, self._factors_in(step)
-        return self._asked_factors
+        self._current_step, self._current_factors = step, self._factors_in(step)
+        return self._current_factors
 
     def apply(self, optimizer: Optimizer) -> None:
         """Set the momenta and rates of the optimizer's groups for the step whose factors were last asked for.
 
         Rates that all have one factor are left to the engine.
         """
-        momenta = self.momenta(self._asked)
+        momenta = self.momenta(self._current_step)
         if momenta is not None:
             for group, values in zip(optimizer.param_groups, momenta, strict=True):
                 group.update(values)
-        factors = self._asked_factors
+        factors = self._current_factors
         if any(factor != factors[0] for factor in factors):
             for group, base, factor in zip(optimizer.param_groups, self.base, factors, strict=True):
                 group["lr"] = base * factor

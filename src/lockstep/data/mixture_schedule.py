@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lockstep.data.sampler import Indices, permute
 from lockstep.seeds import derive
 
-__all__ = ["UNIT", "Block", "DrawnBlock", "Draws", "Schedule"]
+__all__ = ["UNIT", "Block", "Draws", "Schedule", "SourceBlock"]
 
 UNIT = 1_000_000  # weights are rounded to millionths, so that constant ones repeat after whole blocks
 _BLOCK = 1000  # positions
@@ -139,7 +139,7 @@ class Schedule:
         return self._parts[bisect_right(self._starts, position) - 1].block(position)
 
 
-class DrawnBlock(NamedTuple):
+class SourceBlock(NamedTuple):
     """The source of each position of a block, in a random order.
 
     Attributes:
@@ -166,9 +166,9 @@ class Draws:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._blocks: dict[int, DrawnBlock] = {}
+        self._blocks: dict[int, SourceBlock] = {}
 
-    def block(self, lane: int, schedule: Schedule, position: int) -> DrawnBlock:
+    def block(self, lane: int, schedule: Schedule, position: int) -> SourceBlock:
         """Return the block of a position of a lane. A lane has one schedule."""
         known = self._blocks.get(lane)
         if known is None or not known.start <= position < known.stop:
@@ -192,9 +192,9 @@ class Draws:
         return sources, numbers
 
 
-def _draw(block: Block, key: int) -> DrawnBlock:
+def _draw(block: Block, key: int) -> SourceBlock:
     size, ends = block.stop - block.start, np.cumsum(block.counts)
     sources = np.searchsorted(ends, permute(np.arange(size), size, key), side="right")
     numbers = np.empty_like(sources)
     numbers[np.argsort(sources, kind="stable")] = np.arange(size) - np.repeat(ends - block.counts, block.counts)
-    return DrawnBlock(block.start, block.stop, block.before, sources, block.before[sources] + numbers)
+    return SourceBlock(block.start, block.stop, block.before, sources, block.before[sources] + numbers)

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from lockstep.data.mixture_schedule import DrawnBlock, Draws, Schedule
+from lockstep.data.mixture_schedule import Draws, Schedule, SourceBlock
 from lockstep.data.sampler import Indices
 from lockstep.data.streams import Block, Cursor, LaneReader, Lanes, StreamSource
 from lockstep.seeds import derive
@@ -123,7 +123,7 @@ class LaneMixture:
             self._schedules[begin] = Schedule(points)
         return self._schedules[begin]
 
-    def _block(self, lane: int, number: int) -> DrawnBlock:
+    def _block(self, lane: int, number: int) -> SourceBlock:
         return self._draws.block(lane, self._schedule(lane), number)
 
 

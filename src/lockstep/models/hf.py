@@ -371,7 +371,7 @@ class HubModel:
             if quantization:
                 with torch.device("meta"):
                     model = self._initialise(vocab_size)
-                return quantization.sized(model, _quantizable(model), dtype or torch.float32).train()
+                return quantization.use_placeholders(model, _quantizable(model), dtype or torch.float32).train()
             model = self._initialise(vocab_size)
             for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
                 parameter.data = parameter.data.to(dtype or torch.float32)
@@ -396,7 +396,7 @@ class HubModel:
             low_cpu_mem_usage=True,
             **(quantization.arguments(transformers) if quantization else {}),
         )
-        return quantization.settle(model) if quantization else model
+        return quantization.prepare(model) if quantization else model
 
     def _initialise(self, vocab_size: int) -> nn.Module:
         config = self._config

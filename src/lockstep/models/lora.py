@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.errors import ConfigError
-from lockstep.models.quantized import dequantized, is_turned_over, quantized_layers, quiet, scales
+from lockstep.models.quantized import dequantize, is_transposed, quantized_layers, quiet, scales
 from lockstep.run_state import AdapterState
 from lockstep.transforms.determinism import keep_fastpath_off
 
@@ -311,11 +311,11 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
         if _ADAPTER.search(name) or name in left_out:
             continue
         layer, base = layers.get(name), quantized.get(name)
-        tensor = tensor if base is None else dequantized(base, dtype)
+        tensor = tensor if base is None else dequantize(base, dtype)
         if layer is not None:
             change = layer.get_delta_weight("default")
             tensor = (tensor.to(torch.promote_types(tensor.dtype, change.dtype)) + change).to(tensor.dtype)
-        tensors[plain_name(name)] = tensor.t() if base is not None and is_turned_over(base) else tensor
+        tensors[plain_name(name)] = tensor.t() if base is not None and is_transposed(base) else tensor
     return tensors
 
 

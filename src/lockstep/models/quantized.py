@@ -2,7 +2,7 @@
 
     quantization = Quantization("4bit", torch.bfloat16)     # --model.load-in 4bit
     model = AutoModelForCausalLM.from_pretrained(name, **quantization.arguments(transformers))
-    quantization.settle(model)
+    quantization.prepare(model)
 
 4 bits are NF4 in blocks of 64 with quantized scales (Dettmers et al., "QLoRA", arXiv 2305.14314), 8 bits are LLM.int8()
 (arXiv 2208.07339). Weights are quantized on the host, so they have the same bits on every device. The layers are
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "PlaceholderLinear",
     "Quantization",
-    "SizedLinear",
     "bits_of",
-    "dequantized",
-    "hold_still",
-    "is_turned_over",
+    "dequantize",
+    "is_transposed",
+    "keep_unchanged",
     "quantized_layers",
     "quiet",
     "scales",
@@ -38,7 +38,7 @@ _OUTLIER = 6.0  # inputs above it are multiplied in float16, as the paper has it
 
 
 class Quantization(NamedTuple):
-    """How to load a base.
+    """Bits and dtype in which to load a base.
 
     Attributes:
         load_in: "4bit" or "8bit".
@@ -72,23 +72,23 @@ class Quantization(NamedTuple):
         """Return the arguments of `from_pretrained` of this package."""
         return {"quantization_config": self._config(transformers), "device_map": {"": "cpu"}}
 
-    def settle(self, model: nn.Module) -> nn.Module:
-        """Choose the layers' dtype, and make sure that a forward leaves their tensors as they are."""
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Set the layers' dtype, and keep forwards from changing their tensors."""
         stored = getattr(model, "dtype", torch.float32)
         for _, layer in quantized_layers(model):
             if hasattr(layer, "compute_dtype"):
                 layer.compute_dtype, layer.compute_type_is_set = self.compute or stored, True
-        return hold_still(model)
+        return keep_unchanged(model)
 
-    def sized(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
-        """Replace layers of a model on the meta device by `SizedLinear`, and move it to the CPU, in place.
+    def use_placeholders(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
+        """Replace layers of a model on the meta device by `PlaceholderLinear`, and move it to the CPU, in place.
 
         Args:
             layers: names of the linear layers to replace.
             dtype: of the other parameters.
         """
         for name in layers:
-            model.set_submodule(name, SizedLinear(model.get_submodule(name), self.load_in, self.compute or dtype))
+            model.set_submodule(name, PlaceholderLinear(model.get_submodule(name), self.load_in, self.compute or dtype))
         floating = {torch.float32: dtype}
         moved: dict[Tensor, Tensor] = {}
         for module in model.modules():
@@ -118,8 +118,8 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if is_quantized(module))
 
 
-class SizedLinear(nn.Linear):
-    """A layer that takes the memory and the work of a quantized one, without values: for a plan.
+class PlaceholderLinear(nn.Linear):
+    """A layer with the memory and the work of a quantized one, and no values, for `lockstep plan`.
 
     Args:
         layer: on the meta device.
@@ -128,8 +128,8 @@ class SizedLinear(nn.Linear):
     """
 
     def __init__(self, layer: Any, load_in: str, compute: torch.dtype) -> None:
-        turned_over = type(layer).__name__ == "Conv1D"
-        rows, columns = reversed(layer.weight.shape) if turned_over else layer.weight.shape
+        transposed = type(layer).__name__ == "Conv1D"
+        rows, columns = reversed(layer.weight.shape) if transposed else layer.weight.shape
         super().__init__(columns, rows, bias=False, device="meta")
         shape, scales = ((rows, columns), 4 * rows) if load_in == "8bit" else ((-(-rows * columns // 2), 1), 0)
         if not scales:
@@ -142,11 +142,11 @@ class SizedLinear(nn.Linear):
         self.compute = compute
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = _SizedProduct.apply(input.to(self.compute), self.in_features, self.out_features)  # type: ignore[no-untyped-call]
+        output: Tensor = _PlaceholderProduct.apply(input.to(self.compute), self.in_features, self.out_features)  # type: ignore[no-untyped-call]
         return (output if self.bias is None else output + self.bias.to(self.compute)).to(input.dtype)
 
 
-class _SizedProduct(torch.autograd.Function):
+class _PlaceholderProduct(torch.autograd.Function):
     """A product with a weight that exists only while it is computed, as bitsandbytes' own."""
 
     @staticmethod
@@ -164,7 +164,7 @@ def bits_of(layer: Any) -> str:
     return "8bit" if hasattr(layer, "state") else "4bit"
 
 
-def hold_still(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+def keep_unchanged(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Make forwards leave the tensors of quantized layers unchanged. In place; a second call changes nothing.
 
     bitsandbytes itself changes them in three places: on CPUs with AVX512-BF16 an evaluation packs 4-bit weights in
@@ -213,13 +213,13 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def is_turned_over(layer: Any) -> bool:
+def is_transposed(layer: Any) -> bool:
     """Whether the weight was [inputs, outputs] before the layer was quantized, as GPT-2's are."""
     return getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
 
 
 @torch.no_grad()
-def dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
+def dequantize(layer: Any, dtype: torch.dtype) -> Tensor:
     """Return the weight of a quantized layer, [outputs, inputs]."""
     from bitsandbytes import functional
 

@@ -38,7 +38,7 @@ from lockstep.engines.wrappers import Changes
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.loop import loss_of, seeder
 from lockstep.models.gpt import GPT
-from lockstep.models.quantized import bits_of, hold_still, quantized_layers
+from lockstep.models.quantized import bits_of, keep_unchanged, quantized_layers
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
@@ -289,7 +289,7 @@ def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
             raise ConfigError(f"{name} of the model is quantized: {error.message(flag_of)}") from None
         if not config.lora.rank and not any(hasattr(module, "lora_A") for module in model.modules()):
             raise ConfigError(f"{name} of the model is quantized and cannot be trained: set --lora.rank, such as 16")
-    hold_still(model, world.device)
+    keep_unchanged(model, world.device)
 
 
 def _check_weight_copies(config: Config, task: Task, world: World) -> None:

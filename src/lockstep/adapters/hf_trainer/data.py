@@ -98,7 +98,7 @@ class Batching:
 
 @final
 class PairBatching:
-    """Collator and item count of pairs: a batch has the rows of the chosen samples, then those of the rejected.
+    """Collator and item count of pairs: the rows of chosen samples, then those of rejected ones.
 
     Args:
         collator: a list of samples -> a batch.

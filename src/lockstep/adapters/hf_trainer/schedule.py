@@ -1,7 +1,7 @@
 """Turn a Trainer's scheduler into a schedule: (step, steps) -> factor of the base rates.
 
     schedule = schedule_of(trainer)     # None: lr_scheduler_type is a plateau, which the config's schedule follows
-    schedule.attach(optimizer)          # a DrivenSchedule sets momenta and the rates of unlike groups too
+    schedule.attach(optimizer)          # a SchedulerReplay sets momenta and the rates of unlike groups too
     schedule.hooks                      # of a scheduler that follows evaluations, else None
 
 The module does not import transformers.
@@ -22,7 +22,7 @@ from lockstep.hooks import Hooks, RunContext
 from lockstep.optim.schedule import TorchSchedule, torch_schedule
 
 __all__ = [
-    "DrivenSchedule",
+    "SchedulerReplay",
     "schedule_of",
 ]
 
@@ -31,7 +31,7 @@ Make = Callable[[Optimizer, int], Any]
 
 
 @final
-class DrivenSchedule:
+class SchedulerReplay:
     """The schedule of a scheduler that the user made: (step, steps) -> factor of the first group's base rate.
 
     A copy of the scheduler is stepped as the Trainer does, once per optimizer step or once per evaluation, on an
@@ -105,7 +105,7 @@ class DrivenSchedule:
 class _Evaluations(Hooks):
     """Steps a scheduler after each evaluation; the metrics that it got are kept in the run's state."""
 
-    def __init__(self, schedule: DrivenSchedule) -> None:
+    def __init__(self, schedule: SchedulerReplay) -> None:
         self._schedule = schedule
 
     def before_run(self, context: RunContext, done: int) -> None:
@@ -118,14 +118,14 @@ class _Evaluations(Hooks):
         return False
 
 
-def schedule_of(trainer: Any) -> DrivenSchedule | TorchSchedule | None:
+def schedule_of(trainer: Any) -> SchedulerReplay | TorchSchedule | None:
     """Return the Trainer's schedule; None if `lr_scheduler_type` is a plateau, which the config's schedule is.
 
     Raises:
         ConfigError: the Trainer has a scheduler that is not served, or that has been stepped.
     """
     if trainer.lr_scheduler is not None:
-        return _given(trainer)
+        return _replay_of(trainer)
     if value(trainer.args.lr_scheduler_type) == "reduce_lr_on_plateau":
         return None
 
@@ -146,10 +146,10 @@ def schedule_of(trainer: Any) -> DrivenSchedule | TorchSchedule | None:
         _check(scheduler, optimizer, f"`create_scheduler` of {type(trainer).__name__} made")
         return scheduler
 
-    return DrivenSchedule(make_own)
+    return SchedulerReplay(make_own)
 
 
-def _given(trainer: Any) -> DrivenSchedule:
+def _replay_of(trainer: Any) -> SchedulerReplay:
     """Return the schedule of the scheduler that the Trainer was given.
 
     Raises:
@@ -159,7 +159,7 @@ def _given(trainer: Any) -> DrivenSchedule:
     scheduler, what = trainer.lr_scheduler, "the Trainer's scheduler is"
     name, metric = type(scheduler).__name__, ""
     _check(scheduler, trainer.optimizer, what, may_follow=True)
-    if _follows(scheduler):
+    if _follows_metric(scheduler):
         metric = str(best_metric(trainer).get("best_metric", "")).partition(":")[0]
         if not metric:
             raise ConfigError(
@@ -179,10 +179,10 @@ def _given(trainer: Any) -> DrivenSchedule:
             f"from_trainer: {what} a {name} that cannot be copied ({line}): make it in `create_scheduler` of a Trainer "
             "of your own"
         ) from error
-    return DrivenSchedule(lambda _, steps: copy.deepcopy(initial), metric)
+    return SchedulerReplay(lambda _, steps: copy.deepcopy(initial), metric)
 
 
-def _follows(scheduler: Any) -> bool:
+def _follows_metric(scheduler: Any) -> bool:
     """Whether the Trainer steps it with the metric of each evaluation."""
     kinds = [kind for kind in type(scheduler).__mro__ if kind.__module__.startswith("transformers.")]
     return isinstance(scheduler, ReduceLROnPlateau) or any(kind.__name__ == "GreedyLR" for kind in kinds)
@@ -195,12 +195,12 @@ def _check(scheduler: Any, optimizer: Optimizer, what: str, *, may_follow: bool 
         ConfigError: it is not.
     """
     name = type(scheduler).__name__
-    if _follows(scheduler) and not may_follow:
+    if _follows_metric(scheduler) and not may_follow:
         raise ConfigError(
             f"from_trainer: {what} a {name}, which depends on evaluations, not on the step: pass it to the Trainer, "
             "optimizers=(optimizer, scheduler)"
         )
-    if not isinstance(scheduler, LRScheduler) and not _follows(scheduler):
+    if not isinstance(scheduler, LRScheduler) and not _follows_metric(scheduler):
         raise ConfigError(
             f"from_trainer: {what} a {name}, which is not supported: take one of torch.optim.lr_scheduler, or set "
             "lr_scheduler_type"

@@ -32,7 +32,7 @@ from lockstep.adapters.hf_trainer.data import (
     of_transformers,
     samples_of,
 )
-from lockstep.adapters.hf_trainer.schedule import DrivenSchedule, schedule_of
+from lockstep.adapters.hf_trainer.schedule import SchedulerReplay, schedule_of
 from lockstep.config.schema import Config
 from lockstep.data.sampler import Sequential
 from lockstep.errors import ConfigError
@@ -72,7 +72,7 @@ class TrainerTask(Task):
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
         self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
-        self.hooks = self._schedule.hooks if isinstance(self._schedule, DrivenSchedule) else None
+        self.hooks = self._schedule.hooks if isinstance(self._schedule, SchedulerReplay) else None
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
@@ -148,7 +148,7 @@ class TrainerTask(Task):
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
         self.trainer.optimizer = optimizer
-        if isinstance(self._schedule, DrivenSchedule):
+        if isinstance(self._schedule, SchedulerReplay):
             self._schedule.attach(optimizer)
         if self.events:
             self.events.planned(config, optimizer)

@@ -24,7 +24,7 @@ from lockstep.adapters.lightning.callbacks import Served, is_served
 from lockstep.adapters.lightning.logging import Logged, Totals, number, together
 from lockstep.adapters.lightning.package import calls, own_methods, written
 from lockstep.adapters.lightning.refusals import WAYS
-from lockstep.adapters.lightning.state import Leavings, apart, is_metric, packed, results_so_far, unpacked
+from lockstep.adapters.lightning.state import Leavings, apart, is_metric, merged_results, packed, unpacked
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.adapters.rates import Rates
 from lockstep.adapters.turns import turn_ranges
@@ -182,7 +182,7 @@ class Life(Hooks):
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
         self._epoch = -1  # the current one; -1: none
-        self._tried: set[str] = set()  # names that a tried training_step logged
+        self._trial_names: set[str] = set()  # names that a tried training_step logged
         self._tries, self._starts, self._is_started, self._log_freq = False, False, True, 1
         stoppers = [] if evaluates else trainer.early_stopping_callbacks
         self.served = Served(trainer.callbacks, stoppers)
@@ -295,7 +295,7 @@ class Life(Hooks):
             with Leavings.undone(self.module), apart("training_step"):
                 yield outputs
             for entry in self.logged.taken():
-                self._tried |= {entry.epoch_name if entry.on_epoch else entry.step_name, entry.plain_name}
+                self._trial_names |= {entry.epoch_name if entry.on_epoch else entry.step_name, entry.plain_name}
             return
         self.trainer.is_last_batch = turn.batch_idx + 1 >= self.trainer.num_training_batches
         for batch_idx in turn.begins:
@@ -411,7 +411,7 @@ class Life(Hooks):
         metrics, judges = self.trainer.callback_metrics, filter(None, [self._compared])
         for each in (*(each for each in self.served.stoppers if each.strict), *judges):
             if each.monitor not in metrics:
-                names = ", ".join(sorted({*metrics, *self._tried})) or "nothing"
+                names = ", ".join(sorted({*metrics, *self._trial_names})) or "nothing"
                 raise ConfigError(
                     f"from_lightning: {type(each).__name__} monitors '{each.monitor}', which nothing logs; there is "
                     f"{names}"
@@ -435,11 +435,11 @@ class Life(Hooks):
         if not self._monitored or self._due_values is not None:
             return self._due_values or {}
         if self._tries:
-            values: dict[str, Any] = dict.fromkeys(self._tried, math.nan)
+            values: dict[str, Any] = dict.fromkeys(self._trial_names, math.nan)
         else:
             gather, metrics = self.trainer.strategy.gather, self._metrics
             values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
-            values |= {name: number(each) for name, each in results_so_far(self.module, metrics, gather).items()}
+            values |= {name: number(each) for name, each in merged_results(self.module, metrics, gather).items()}
         plain = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in values.items()}
         return {name: value for name, value in (plain | values).items() if name in self._monitored}
 

@@ -30,11 +30,11 @@ __all__ = [
     "is_metric",
     "list_at",
     "lists_of",
+    "merged_results",
     "metrics_of",
     "packed",
     "put_back",
     "put_together",
-    "results_so_far",
     "set_aside",
     "taken_apart",
     "unpacked",
@@ -174,7 +174,7 @@ class Leavings:
         yield
 
 
-def results_so_far(
+def merged_results(
     module: nn.Module, metrics: Mapping[str, Any], gather: Callable[[Any], list[Any]]
 ) -> dict[str, Tensor]:
     """Return the results of the module's metrics over all ranks, and leave their states as they are. Collective.

@@ -187,7 +187,7 @@ def over_nodes(node: ast.expr) -> bool:
     return any(NODE.search(name) for side in products for name in idents(side))
 
 
-def sees_one(view: View, site: Site) -> bool:
+def has_single_device(view: View, site: Site) -> bool:
     """Whether a process comes here only where it sees a single GPU, which is its own (`device_count() == 1`)."""
     for guard in guards(site.stmt, site.module):
         test = guard.test
@@ -256,7 +256,7 @@ def check(view: View) -> Iterator[Found]:
         message = fixed(view, site) or ("" if chosen else bare(view, site))
         if (
             message
-            and not sees_one(view, site)
+            and not has_single_device(view, site)
             and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site))
         ):
             place = made_at(view, site)

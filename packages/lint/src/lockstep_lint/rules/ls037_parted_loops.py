@@ -37,8 +37,9 @@ class Slice:
 
 
 def made_of(tests: list[ast.expr], loop: Loop, scope: Scope, fed: bool = True) -> Slice:
-    """What the loop computes for some tests in it, by its values and by the tests around them; `fed`: also by calls of
-    an object that they ask.
+    """Collect what a loop computes for some of its tests: their values, and the tests around those.
+
+    With `fed`, also the calls that give an object what the tests ask it for.
     """
     found = Slice()
     asked = {name for test in tests for name in _names(test)}
