@@ -5,6 +5,7 @@ Nothing here knows of lockstep. The journal is the proof that a mistake changes 
 """
 
 import argparse
+import faulthandler
 import json
 import os
 from collections.abc import Callable
@@ -22,6 +23,7 @@ STEPS = EPOCHS * TRAIN // BATCH
 MOMENT = 3  # at which update a mistake that has a moment shows
 IGNORED = -100
 PADDING = 0.5
+LONGEST = 120  # seconds of one script, which takes five to ten
 
 Batch = dict[str, Tensor]
 
@@ -30,6 +32,7 @@ def arguments(
     mistakes: tuple[str, ...], *switches: str, choices: dict[str, tuple[str, ...]] | None = None
 ) -> argparse.Namespace:
     """The flags that all scripts have; `mistakes` are what `--mistake` takes, the others further flags."""
+    faulthandler.dump_traceback_later(LONGEST, exit=True)  # a script that hangs, in its exit too, shows where
     parser = argparse.ArgumentParser()
     parser.add_argument("--mistake", default="", choices=["", *mistakes])
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of each process in a step")

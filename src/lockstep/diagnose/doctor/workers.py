@@ -8,11 +8,13 @@ counted, and a mapped file is not.
 """
 
 import ctypes
+import math
 import re
-import statistics
 import time
 from contextlib import closing
 from pathlib import Path
+
+import numpy as np
 
 from lockstep.data.batches import Batches
 from lockstep.data.loader import Fetching, Key
@@ -20,8 +22,9 @@ from lockstep.data.loader import Fetching, Key
 __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 
 _SECONDS, _SAMPLES, _MANY = 3.0, 4000, 64.0  # of loading, at most; MB of growth that are enough
-_PAUSE = 0.02  # seconds between two readings
+_PAUSE, _SHARE = 0.02, 0.5  # seconds between two readings, at least; share of the time that readings may take
 _LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
+_PART = 17  # points in each third of the samples; odd, so that a median is a reading
 _STEADY = 0.4  # slower rate to faster: a cache that fills up does not reach it, nor does memory that jumps once
 
 
@@ -32,10 +35,12 @@ def memory_growth(batches: Batches) -> float:
         MB per 1,000 samples; 0.0 where there is no growth, or no way to measure it.
     """
     readings: list[tuple[int, float]] = []
-    samples, end = 0, time.monotonic() + _SECONDS
+    samples, end = 0, math.inf
     with closing(batches.read_apart(MemoryFetch)) as stream:
         for key, memory, _ in stream:
             samples += len(key.samples)
+            if not readings:
+                end = time.monotonic() + _SECONDS  # what a process takes to start is no time of loading
             if not readings or memory != readings[-1][1]:
                 readings.append((samples, memory))
             if time.monotonic() > end or samples > _SAMPLES or memory - readings[0][1] > _MANY:
@@ -47,12 +52,14 @@ class MemoryFetch:
     """Loads micro-batches, and returns the MB of this process in place of each."""
 
     def __init__(self, fetch: Fetching) -> None:
-        self._fetch, self._last, self._memory = fetch, 0.0, 0.0
+        self._fetch, self._next, self._memory = fetch, 0.0, 0.0
 
     def __getitem__(self, key: Key) -> tuple[float, float]:
         items = self._fetch[key][1]
-        if time.monotonic() - self._last > _PAUSE:
-            self._memory, self._last = _own_memory(), time.monotonic()
+        begin = time.monotonic()
+        if begin > self._next:
+            self._memory, end = _own_memory(), time.monotonic()
+            self._next = end + max(_PAUSE, (end - begin) / _SHARE)
         return self._memory, items
 
 
@@ -76,12 +83,15 @@ def rate_of_growth(readings: list[tuple[int, float]]) -> float:
     Args:
         readings: (samples loaded so far, MB) in order.
     """
-    own = readings[len(readings) // 4 :]
-    third = len(own) // 3
-    if not third:
+    samples, memory = np.array(readings, dtype=np.float64).T
+    # Readings are not evenly spaced: a process that waits for its core makes few, then many. Each holds until the next.
+    even = np.linspace(samples[-1] / 4, samples[-1], 3 * _PART)
+    held = np.searchsorted(samples, even, side="right") - 1
+    parts = memory[held].reshape(3, _PART)
+    begin, middle, end = np.median(parts, axis=1)
+    slower, faster = sorted([middle - begin, end - middle])
+    beyond_noise = end - begin >= _LEAST and parts[2].min() > parts[0].max()
+    if not beyond_noise or slower < _STEADY * faster:
         return 0.0
-    parts = [own[:third], own[third:-third], own[-third:]]
-    (s0, m0), (s1, m1), (s2, m2) = ([statistics.median_low(each) for each in zip(*part, strict=True)] for part in parts)
-    beyond_noise = min(memory for _, memory in parts[2]) - max(memory for _, memory in parts[0])
-    slower, faster = sorted([(m1 - m0) / (s1 - s0), (m2 - m1) / (s2 - s1)])
-    return 1e3 * (m2 - m0) / (s2 - s0) if beyond_noise >= _LEAST and slower >= _STEADY * faster else 0.0
+    first, _, last = np.median(samples[held].reshape(3, _PART), axis=1)
+    return float(1e3 * (end - begin) / (last - first))
