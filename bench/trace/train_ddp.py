@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 train_ddp.py --mistake rank-average --ragged
 """
 
 import contextlib
+import gc
 import os
 
 import torch
@@ -115,6 +116,9 @@ def main() -> None:
         journal.report(evaluate(plain, valid_loader, world))
     journal.close()
     if world > 1:
+        # DDP's reducer joins gloo's threads with the interpreter's lock, for which they may wait: it goes first.
+        del ddp
+        gc.collect()
         dist.destroy_process_group()
 
 

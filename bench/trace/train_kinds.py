@@ -10,6 +10,7 @@ fsdp2       fully_shard on several processes
 sam         the gradient is taken at weights that are moved along it first, and moved back
 """
 
+import gc
 import os
 
 import torch
@@ -83,6 +84,9 @@ def main() -> None:
             trainer.restore()
     journal.close()
     if world > 1:
+        # DDP's reducer joins gloo's threads with the interpreter's lock, for which they may wait: it goes first.
+        del trainer, journal
+        gc.collect()
         dist.destroy_process_group()
 
 

@@ -244,7 +244,7 @@ def test_a_difference_is_a_line_an_object_and_a_code(folder, tmp_path, capsys):
 
 
 SPAWNING = """
-import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+import gc, os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
 
 def work(rank, port):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -259,6 +259,8 @@ def work(rank, port):
     model.eval()
     with torch.no_grad():
         model(torch.ones(1, 3))
+    del model
+    gc.collect()  # else DDP joins gloo's threads with the interpreter's lock, for which they may wait
     dist.destroy_process_group()
 
 if __name__ == "__main__":
