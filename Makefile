@@ -7,7 +7,7 @@ TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'to
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train check chaos matrix mutants test test-lint test-full test-oldest test-gpu gpu clean
+.PHONY: help train check chaos matrix mutants docs test test-lint test-full test-oldest test-gpu gpu clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,10 @@ help:
 	$(INSTALL) -e packages/lint -e '.[dev]'
 	@touch $@
 
+.venv/docs: .venv/dev
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
 # The minor version of Lightning before that of constraints.txt, beside it, for the test that needs it.
 .venv/lightning-2.5.6: | .venv/dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ \
@@ -39,6 +43,9 @@ check: .venv/dev ## ruff (lint and format), mypy (strict), lockstep lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lockstep lint --select ALL --ignore LS008,LS020 src packages/lint/src examples
+
+docs: .venv/docs ## the site, into build/site/html; a warning, a dead link or a page over 500 KB fails (half a minute)
+	$(BIN)/python docs/site/build_site.py
 
 test: .venv/dev .venv/lightning-2.5.6 ## every test that needs no GPU, except the slow ones, two files at a time
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0

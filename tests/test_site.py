@@ -1,0 +1,80 @@
+"""The site has every page once, and its reference has every name, option, command and error."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep import cli, errors
+from lockstep.config.cli import option_list
+from lockstep.config.schema import flag
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The modules `build_site` and `reference` of docs/site."""
+    sys.path.insert(0, str(ROOT / "docs" / "site"))
+    try:
+        import build_site
+        import reference
+
+        yield build_site, reference
+    finally:
+        sys.path.remove(str(ROOT / "docs" / "site"))
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return site[1].pages()
+
+
+def test_every_page_is_in_the_navigation_once(site, pages):
+    shown = site[0].pages_of(site[0].read_navigation())
+    assert len(shown) == len(set(shown))
+    written = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
+    rules = {str(path.relative_to(ROOT)) for path in (ROOT / "packages/lint/docs").rglob("*.md")}
+    assert set(shown) == written | rules | set(pages) | {"CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+def test_the_reference_has_every_public_name(site, pages):
+    text = pages["reference/python.md"]
+    described = re.findall(r"^:+\{py:(?:class|function)\} lockstep\.(\w+)\(", text, re.MULTILINE)
+    assert sorted(described) == lockstep.__all__
+    assert [name for name in lockstep.__all__ if not inspect.getdoc(getattr(lockstep, name))] == []
+    for kind in (lockstep.Task, lockstep.Run):
+        own = text.partition(f"}} lockstep.{kind.__name__}(")[2].partition("\n::::\n")[0]
+        for name, value in vars(kind).items():
+            if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                assert re.search(rf"^:::\{{py:\w+\}} {name}\b", own, re.MULTILINE), (kind, name)
+    assert "0x" not in text  # the address of an object in a signature
+
+
+def test_the_reference_has_every_option_with_its_default(pages):
+    text = pages["reference/options.md"]
+    blocks = dict(re.findall(r"^:::\{option\} (\S+).*\n(.*\n\n.*)\n:::$", text, re.MULTILINE))
+    assert sorted(blocks) == sorted(flag(name) for name in option_list())
+    assert "default `3`" in blocks["--checkpoint.keep"]
+    assert "default `auto`" in blocks["--lr"]
+    assert "`images` `64`" in blocks["--batch-size"]
+
+
+def test_the_reference_has_every_command_and_action(pages):
+    text = pages["reference/commands.md"]
+    titles = re.findall(r"^##+ lockstep (.*)\n\n(?:.*\n\n)?```text\n(.*)", text, re.MULTILINE)
+    assert [title for title, _ in titles if " " not in title] == list(cli.COMMANDS)
+    assert {title for title, _ in titles if title.startswith("checkpoint ")} == {
+        f"checkpoint {action}" for action in ("list", "inspect", "verify", "prune", "import")
+    }
+    assert [title for title, usage in titles if not usage.startswith(f"usage: lockstep {title}")] == []
+
+
+def test_the_reference_has_every_error_with_its_code(pages):
+    for name in errors.__all__:
+        value = getattr(errors, name)
+        if inspect.isclass(value):
+            assert f"| `{name}` | {value.exit_code} | " in pages["reference/errors.md"]
