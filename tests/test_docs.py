@@ -4,10 +4,13 @@ import contextlib
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+import warm
+from shell import environment, inspected
 from torch import nn
 from torch.nn import functional as F
 
@@ -168,3 +171,72 @@ def test_links_between_pages_lead_somewhere():
             if (path or anchor) and not (target.is_file() and (not anchor or anchor in headings(target))):
                 lost.append((page.name, path, anchor))
     assert lost == []
+
+
+def run_page(name, folder, files):
+    """Write the programs of a page under these names."""
+    for block, file in zip(blocks(name), files, strict=True):
+        (folder / file).write_text(block, encoding="utf-8")
+
+
+def go(folder, *words, code=0, **variables):
+    done = subprocess.run(
+        words, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_quickstart_runs_and_its_folder_has_the_files_and_fields_of_the_pages(tmp_path):
+    run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
+    python = warm.python()
+    shown = go(tmp_path, python, "spirals.py", "--exact", "--csv")
+    assert float(re.search(r"accuracy (\S+) after step 300", shown)[1]) > 0.9
+    other = ("spirals.py", "--exact", "--experiment-name", "other")
+    go(tmp_path, python, *other, "--stop-at", "120")
+    go(tmp_path, python, "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", *other)
+    assert inspected(tmp_path / "outputs" / "other") == inspected(tmp_path / "outputs" / "spirals")
+
+    listed = set(re.findall(r"^\| `([^`]+)`", (ROOT / "docs/files.md").read_text(encoding="utf-8"), re.MULTILINE))
+    run = tmp_path / "outputs" / "spirals"
+    for path in run.rglob("*"):
+        inside = str(path.relative_to(run))
+        if path.is_file() and not inside.startswith("logs/"):
+            assert re.sub(r"^checkpoints/step-\d+/", "", inside) in listed, inside
+    described = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    fields = set().union(*records) - {"evaluation/accuracy"}  # the task's own
+    assert [name for name in fields if f"`{name}`" not in described] == []
+
+
+def test_the_ideas_run(here):
+    names = {}
+    exec(blocks("docs/ideas.md")[0], names)
+    assert [len(step) for step in names["plan"]] == [4, 4]
+    assert sorted(sample for step in names["plan"] for micro in step for sample in micro) == list(range(16))
+
+
+def test_the_tutorial_of_images_runs(tmp_path):
+    run_page("docs/tutorials/images.md", tmp_path, ["draw.py"])
+    go(tmp_path, warm.python(), "draw.py")
+    line = re.search(r"^lockstep (train .*)$", (ROOT / "docs/tutorials/images.md").read_text(), re.MULTILINE)[1]
+    go(tmp_path, warm.python(), "-m", "lockstep", *line.split(), "--max-steps", "4")
+    shown = go(tmp_path, warm.python(), "-m", "lockstep", "evaluate", "outputs/shapes")
+    assert "top1" in shown
+
+
+def test_the_tutorial_of_a_ddp_script_finds_the_mistake_and_proves_the_mend(tmp_path):
+    wrong, mend = blocks("docs/tutorials/check-a-script.md")
+    (line,) = (line for line in wrong.splitlines(keepends=True) if "cross_entropy" in line)
+    (tmp_path / "ddp.py").write_text(wrong, encoding="utf-8")
+    (tmp_path / "mended.py").write_text(wrong.replace(line, mend), encoding="utf-8")
+    lockstep_command = (warm.python(), "-m", "lockstep")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for name, script, words in (
+        *(("one", "ddp.py", ()), ("two", "ddp.py", launcher)),
+        *(("three", "mended.py", ()), ("four", "mended.py", launcher)),
+    ):
+        go(tmp_path, *lockstep_command, "trace", "-o", name, "--", warm.python(), *words, script)
+    shown = go(tmp_path, *lockstep_command, "compare", "one", "two", code=3)
+    assert "DIFFERENT from step 0, rank 0, normalisation" in shown
+    assert "SAME" in go(tmp_path, *lockstep_command, "compare", "three", "four")

@@ -219,10 +219,15 @@ def option(name: str, spec: "dataclasses.Field[Any]") -> str:
     if spec.type is bool:
         facts.append(f"`{flag(name).replace('--', '--no-', 1)}` switches it off")
     facts.append(f"in Python and in a file `{name}`")
-    text = spec.metadata["help"]
-    body = f"{escape(text[0].upper() + text[1:])}.\n\n{'; '.join(facts)}."
+    body = f"{mark(escape(spec.metadata['help']))}.\n\n{mark('; '.join(facts))}."
     value = "" if spec.type is bool else f" {flags._metavar(spec, spec.type)}"
     return directive("option", flag(name) + value, body)
+
+
+def mark(text: str) -> str:
+    """Mark flags as code, and link to the pages that a help text names."""
+    text = re.sub(r"(?<![\w`-])(--[a-z][\w.-]*\w)", r"`\1`", text)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../docs/\1.md)", text)
 
 
 def _shown(spec: "dataclasses.Field[Any]", value: Any) -> str:
