@@ -176,9 +176,15 @@ def _code(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape what Markdown would read as markup, outside of code."""
+    """Escape what Markdown would read as markup, mark flags as code, and link pages; code stays as it is."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*<\[\]])", r"\\\1", part) for part in parts)
+    return "".join(part if part.startswith("`") else _escape_prose(part) for part in parts)
+
+
+def _escape_prose(text: str) -> str:
+    text = re.sub(r"([*<\[\]])", r"\\\1", text)
+    text = re.sub(r"(?<![\w-])(--[a-z][\w.-]*\w)", r"`\1`", text)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../docs/\1.md)", text)
 
 
 # --- options
@@ -219,15 +225,9 @@ def option(name: str, spec: "dataclasses.Field[Any]") -> str:
     if spec.type is bool:
         facts.append(f"`{flag(name).replace('--', '--no-', 1)}` switches it off")
     facts.append(f"in Python and in a file `{name}`")
-    body = f"{mark(escape(spec.metadata['help']))}.\n\n{mark('; '.join(facts))}."
+    body = f"{escape(spec.metadata['help'])}.\n\n{escape('; '.join(facts))}."
     value = "" if spec.type is bool else f" {flags._metavar(spec, spec.type)}"
     return directive("option", flag(name) + value, body)
-
-
-def mark(text: str) -> str:
-    """Mark flags as code, and link to the pages that a help text names."""
-    text = re.sub(r"(?<![\w`-])(--[a-z][\w.-]*\w)", r"`\1`", text)
-    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../docs/\1.md)", text)
 
 
 def _shown(spec: "dataclasses.Field[Any]", value: Any) -> str:
