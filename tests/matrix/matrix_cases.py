@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from matrix_subject import BITS
+
 __all__ = [
     "FACTORS",
     "SEED",
@@ -77,7 +79,10 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "precision": ("float32", "bf16", "fp16"),
     "reader": ("now", "late"),
     "resume": ("none", "before", "after"),
-    "task": ("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual", "stream"),
+    "task": (
+        *("default", "own", "options", "muon", "adapters", "plateau", "hooked", "lightning", "manual", "stream"),
+        *("quantized", "trainer"),
+    ),
     # The loss, what is trained, and how often a step evaluates; tests/training/test_step_property.py mixes these.
     "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }
@@ -92,6 +97,8 @@ def refusal(case: Case) -> str:
         return said
     if case.task == "manual":
         return _refused_by_own_steps(case)
+    if case.task == "quantized" and case.engine == "fsdp" and BITS[case.model] == "8bit":
+        return "--engine fsdp"
     if case.exact and case.model == "buffer":
         return "buffer"
     if case.exact and case.task == "own":  # whose loss writes its tensors
@@ -114,7 +121,7 @@ def _refused_by_own_steps(case: Case) -> str:
 
 def _refused_to_cut(case: Case) -> str:
     """Return what the error must say where smaller micro-batches change the training; "" where they do not."""
-    tasks = ("manual", "lightning", "stream", "hooked", "adapters")
+    tasks = ("manual", "lightning", "stream", "hooked", "adapters", "trainer")
     other = case.exact or case.model == "batchnorm" or case.task in tasks
     return "oom smaller does not go with" if other else ""
 

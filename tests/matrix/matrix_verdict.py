@@ -4,8 +4,10 @@ problems = verdict(case, folder)        # [] is a pass
 state, buffers = final(case, folder)
 """
 
+import csv
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +16,7 @@ import torch
 from matrix_cases import Case, reference
 from matrix_lightning import LIGHTNING, manual_oracle, manual_rounding
 from matrix_oracle import Wanted, oracle
-from matrix_run import NAME, Start, begins, folder_of, resumes_at, shares, starts
+from matrix_run import BEST, NAME, Start, begins, folder_of, resumes_at, shares, starts
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
@@ -51,6 +53,8 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems += _hooks(folder, done) if case.task == "hooked" else []
     problems += _turns(case, folder, done) if case.task in LIGHTNING else []
     problems += _patience(folder, done) if case.task == "own" else []
+    problems += _best(BEST[case.task].partition(":")[0], folder, done) if case.task in BEST else []
+    problems += _csv(folder)
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -221,6 +225,25 @@ def _patience(folder: Path, done: int) -> list[str]:
     since = len(errors) - 1 - place
     right = kept is not None and (kept["best"]["step"], kept["since"]) == (step, since)
     return [] if right else [f"patience is {kept}, not {since} evaluations since that after step {step}"]
+
+
+def _best(name: str, folder: Path, done: int) -> list[str]:
+    """What `--best-metric` has found over all starts: the highest value of the evaluations, and its step."""
+    values = [(numbers[name], step) for step, numbers in _evaluated(folder, done)]
+    values = [(value, step) for value, step in values if value is not None and math.isfinite(value)]
+    kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("best")
+    found = (kept["value"], kept["step"]) if kept else None
+    wanted = max(values, key=lambda pair: pair[0]) if values else None
+    return [] if found == wanted else [f"the best {name} is {found}, not {wanted}"]
+
+
+def _csv(folder: Path) -> list[str]:
+    """The sink's rows are the records, over all starts."""
+    records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
+    with (folder / NAME / "metrics.csv").open(newline="") as file:
+        rows = [{name: cell for name, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
+    wanted = [{name: str(value) for name, value in record.items() if value is not None} for record in records]
+    return [] if rows == wanted else [f"metrics.csv has {rows}, not {wanted}"]
 
 
 def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:
