@@ -187,12 +187,12 @@ def work(case: Case) -> int:
 
 
 def covering(
-    runs: Sequence[Case], size: int, having: Iterable[Case] = (), seed: int = 1, tries: int = 300
+    runs: Sequence[Case], size: int, having: Iterable[Case] = (), seed: int = 16, tries: int = 300
 ) -> list[Case]:
     """Some of `runs` that, with those of `having`, have every pair or triple of values which any of `runs` has.
 
     Greedily: of some runs with the rarest tuple that is still missing, the one that has most of the missing for its
-    work. Of sixteen seeds this one's pairs take least.
+    work. Of sixteen seeds one takes less, but has no cheap run of several ranks with loader processes.
     """
     draw = random.Random(seed)
     those: dict[object, list[Case]] = {}

@@ -221,7 +221,9 @@ def _base(net):
     """The names of all that is frozen, and of what quantized layers have beside parameters."""
     named = dict(net.named_parameters(remove_duplicate=False))
     known = named.keys() | dict(net.named_buffers()).keys()
-    return {f"model/{name}" for name in net.state_dict() if name not in known or not named.get(name, _TRAINED).requires_grad}
+    return {
+        f"model/{name}" for name in net.state_dict() if name not in known or not named.get(name, _TRAINED).requires_grad
+    }
 
 
 _TRAINED = nn.Parameter(torch.zeros(0))  # a buffer counts as trained

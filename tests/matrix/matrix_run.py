@@ -179,7 +179,7 @@ def begins(case: Case) -> tuple[int, ...]:
         firsts.add(CHANGE)  # of an engine that is made again
     found = [1] * STEPS
     for start in reversed(starts(case)):  # the earlier ones took the first steps
-        averages = start.engine in ("ddp", "zero") and case.precision != "fp16"
+        averages = start.engine in ("ddp", "zero") and case.precision != "fp16" and not case.exact
         for step in range(resumes_at(case) if start.stop_at else STEPS):
             found[step] = start.world if averages and step not in firsts else 1
     return tuple(found)
@@ -195,7 +195,13 @@ def play(cases: list[Case], root: Path, nodes: int = 1) -> None:
     With several nodes each start has as many launchers on loopback, or as many as it has ranks.
     """
     cases = list(dict.fromkeys(cases))
-    for library in ("lightning.pytorch", "torchmetrics", "peft", "transformers", "bitsandbytes"):  # which the ranks are forked with
+    for library in (
+        "lightning.pytorch",
+        "torchmetrics",
+        "peft",
+        "transformers",
+        "bitsandbytes",
+    ):  # which the ranks are forked with
         with suppress(ImportError):
             importlib.import_module(library)
     with ThreadPoolExecutor(2) as pool:
