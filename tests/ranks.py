@@ -38,6 +38,7 @@ _LIBRARIES = {
     "transformers": ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2"),
     "torchmetrics": ("torchmetrics",),
     "peft": ("peft",),
+    "bitsandbytes": ("bitsandbytes",),
     "lightning": ("lightning.pytorch",),
 }
 

@@ -319,13 +319,18 @@ def test_a_run_that_goes_back_to_its_start_takes_the_states_of_the_start():
     assert callback.steps == 0
 
 
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize("logs", [{}, {"on_step": True, "on_epoch": True}])
-def test_values_of_the_training_are_monitored_as_in_lightning(tmp_path, logs, validates):
+@pytest.mark.parametrize(
+    ("monitor", "both", "validates"),
+    [
+        *[("train_loss", both, validates) for both in (False, True) for validates in (False, True)],
+        ("train_loss_step", True, True),
+    ],
+)
+def test_values_of_the_training_are_monitored_as_in_lightning(tmp_path, monitor, both, validates):
     class Monitored(autoencoder(L)):
         def training_step(self, batch, batch_idx):
             loss = torch.nn.functional.mse_loss(self.decoder(self.encoder(batch[0])), batch[0])
-            self.log("train_loss", loss, **logs)
+            self.log("train_loss", loss, **({"on_step": True, "on_epoch": True} if both else {}))
             return loss
 
     class Validated(Monitored):
@@ -338,8 +343,8 @@ def test_values_of_the_training_are_monitored_as_in_lightning(tmp_path, logs, va
     kind, data = (Validated, loaders()) if validates else (Monitored, loaders()[:1])
     made = []
     for folder in ("theirs", "ours"):
-        saving = L.callbacks.ModelCheckpoint(tmp_path / folder, monitor="train_loss", save_top_k=1)
-        callbacks = [L.callbacks.EarlyStopping("train_loss", mode="max", patience=2), saving]
+        saving = L.callbacks.ModelCheckpoint(tmp_path / folder, monitor=monitor, save_top_k=1)
+        callbacks = [L.callbacks.EarlyStopping(monitor, mode="max", patience=2), saving]
         made.append(trainer(L, max_epochs=6, enable_checkpointing=True, callbacks=callbacks))
     theirs, ours = made
     theirs.fit(seeded(kind), *data)

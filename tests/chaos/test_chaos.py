@@ -451,12 +451,22 @@ def test_a_flip_in_the_last_steps_is_found_at_the_end(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_r4_the_last_save_fails(data, tmp_path):
-    fault = {"rank": 0, "step": 12, "at": WRITE, "do": "raise", "error": "OSError", "errno": 28, "always": True}
-    run = launch(data, tmp_path, "--checkpoint.mode", "sync", faults=[fault])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_r4_the_disk_is_full_at_the_last_save(data, small, whole, mode):
+    """The file system has room for the checkpoints of steps 5 and 10 alone; with more room the same command goes on."""
+    flags = ("--checkpoint.keep", "9", "--checkpoint.mode", mode)
+    subprocess.run(["mount", "-o", "remount,size=26m", str(small)], check=True)  # a checkpoint is 10 MB
+    run = launch(data, small, *flags, python=warm.python())
     assert run.code == 1, run.said
     assert "the save after step 14 failed on rank 0" in run.last
+    assert "MiB; make room" in run.last
     assert checkpoint.list_steps(run.folder) == [5, 10]
+    assert not any(checkpoint.verify(checkpoint.path_of(run.folder, step)) for step in (5, 10))
+    assert not list((run.folder / "checkpoints").glob(".step-*"))
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small)], check=True)
+    again = launch(data, small, *flags, python=warm.python())
+    assert again.code == 0, again.said
+    assert again.mark() == whole
 
 
 @pytest.mark.slow

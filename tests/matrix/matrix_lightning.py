@@ -5,6 +5,7 @@ wanted = manual_oracle("batchnorm", "none", False, "float32", steps)    # as `or
 """
 
 import importlib
+import warnings
 from functools import cache, partial
 
 import matrix_oracle
@@ -115,6 +116,11 @@ def _manual(L, model):
 def lightning_task(task, model, fault, folder):
     """The task of a case, as `lockstep.from_lightning` makes it of an unedited module."""
     L = importlib.import_module("lightning.pytorch")
+    monitors = [L.callbacks.ModelCheckpoint(folder / "unused", monitor="seen_step", mode="max")]
+    plain = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what this machine has beside
+        trainer = L.Trainer(devices=1, max_epochs=1, callbacks=monitors if task == "lightning" else [], **plain)
     kind = {"lightning": _automatic, "manual": _manual}[task](L, model)
 
     class Counting(kind):
@@ -132,7 +138,7 @@ def lightning_task(task, model, fault, folder):
     Counting.__name__ = Counting.__qualname__ = task
     training = DataLoader(Samples(model, fault, folder / "raised"), MICRO, shuffle=True, collate_fn=collate)
     held_out = DataLoader(Subset(Samples(model, "none"), range(HELD_OUT)), MICRO, collate_fn=collate)
-    _, made = lockstep.from_lightning(Counting(), (training, held_out), devices=BATCH // MICRO)
+    _, made = lockstep.from_lightning(Counting(), (training, held_out), trainer, devices=BATCH // MICRO)
     made.made = lambda: made.module
     return made
 

@@ -30,8 +30,11 @@ from matrix_subject import (
     evaluates,
     loss_sum,
     make,
+    mixed_rows,
     places,
+    quantize,
     seeded,
+    seeded_collation,
     steps_of,
     weights_of,
     whole_loss,
@@ -42,7 +45,7 @@ from lockstep.seeds import derive
 
 __all__ = [
     *("ALPHA", "BETA2", "CLIP", "DECAY", "FLOOR", "GAMMA", "HYSTERESIS", "LR", "RANK", "WARMUP", "WEIGHT_DECAY"),
-    *("WINDOW", "Wanted", "base_rate", "groups", "oracle"),
+    *("SHARED", "WINDOW", "Wanted", "base_rate", "cyclic", "groups", "oracle"),
 ]
 
 LR, WARMUP, FLOOR, CLIP, WEIGHT_DECAY, BETA2 = 0.01, 3, 0.1, 0.02, 0.1, 0.95
@@ -50,13 +53,14 @@ MOMENTUM = 0.8  # of the own optimizer
 RANK, ALPHA = 2, 3.0  # of the adapters
 GAMMA = 0.5  # of the plateau, whose task has another scale under fp16 too
 WINDOW, HYSTERESIS = 3, 2
+SHARED = ("lightning", "trainer")  # tasks whose model is `net` of another, and whose loss is a mean over samples
 DECAY = 0.3  # of the average of the weights, which the task "options" has
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def base_rate(task):
     """The rate of AdamW; adapters are warned of a higher one."""
-    return LR / 2 if task == "adapters" else LR
+    return LR / 2 if task in ("adapters", "quantized") else LR
 
 
 class Wanted(NamedTuple):
@@ -89,7 +93,9 @@ def oracle(
         kind: the factor "step" of the case.
     """
     net, data, positions = make(model), Samples(model, fault, task=task), places(task)
-    if task == "adapters":
+    if task == "quantized":
+        quantize(net, model)
+    if task in ("adapters", "quantized"):
         _adapt(net, WHOLE[model])
     optimizers, whole, evaluations = _optimizers(net, task, model, kind), steps_of(task), {}
     all_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -101,23 +107,26 @@ def oracle(
     scale, good = (2.0**16, 0) if precision == "fp16" else (1.0, 0)
     window, most = (WINDOW, HYSTERESIS) if task == "plateau" else (2000, 1)
     spared = most - 1  # overflows that leave the scale as it is
-    average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in net.named_parameters()}
+    moving = [(name, p) for name, p in net.named_parameters() if p.is_floating_point()]  # not 8 bits, or two of 4
+    average = {f"kept.average/{name}": parameter.detach().clone() for name, parameter in moving}
     averages = {f"average/{name}": p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
     averages = averages | {"averaging/updates": torch.zeros((), dtype=torch.float64)} if task == "options" else {}
     taken = []  # the steps that are applied
     for step in range(steps):
         change(kind, model, net, step)
         chosen = positions[step * BATCH : (step + 1) * BATCH]
-        micro = [_batch(data, chosen[k : k + MICRO]) for k in range(0, len(chosen), MICRO)]
-        items = sum(int(batch["kept"].sum()) for batch in micro) if task != "lightning" else SHARE * len(chosen)
+        micro = [_batch(data, chosen[k : k + MICRO], (step, k // MICRO)) for k in range(0, len(chosen), MICRO)]
+        items = sum(int(batch["kept"].sum()) for batch in micro) if task not in SHARED else SHARE * len(chosen)
         before = _copies(net)
 
-        def passed(micro=micro, items=items, begin=begins[step] * scale):
+        seen = []  # the micro-batches' losses, summed over samples
+
+        def passed(seen=seen, micro=micro, items=items, begin=begins[step] * scale):
             """Fills the gradients, clipped; their norm."""
             net.zero_grad()
             for part, index in _losses(net, micro, items, precision, kind):
                 kept = _copies(net)
-                part(begin)
+                seen.append(part(begin))
                 if model == "buffer" and index >= moved:
                     _put_back(net, kept)
             for parameter in trained:
@@ -133,6 +142,9 @@ def oracle(
                 group["lr"] = rate * _share(task, step, whole)
                 if task == "options":
                     group["betas"] = (_cycle(whole)[step][1], BETA2)
+            if task == "trainer":
+                for group, (rate, beta) in zip(all_groups, by_hand(whole)[step], strict=True):
+                    group |= {"lr": rate, "betas": (beta, BETA2)}
             kept = _copies(net)
             for optimizer in optimizers:
                 optimizer.step(*([passed] if kind == "closure" else []))
@@ -147,16 +159,18 @@ def oracle(
         if precision == "fp16" and (applied or not math.isfinite(norm)):  # a spike left out says nothing of the scale
             scale, good, spared = _learnt(scale, good, spared, applied, window, most)
         net.zero_grad()
-        for name, parameter in net.named_parameters():
+        for name, parameter in moving:
             average[f"kept.average/{name}"].mul_(0.75).add_(parameter.detach(), alpha=0.25)
-        if task in ("own", "plateau", "lightning") and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
+        if task in ("own", "plateau", *SHARED) and (step + 1 == whole or (step + 1) % evaluates(task) == 0):
             evaluations[step + 1] = _evaluation(net, Samples(model, "none"), precision, task)
+            if task == "lightning":
+                evaluations[step + 1]["seen_step"] = sum(seen) / len(chosen)
     state = _state(net, optimizers, precision == "fp16", scale, good) | average | averages
     if precision == "fp16" and most > 1:
         state["scaler/spared"] = torch.tensor(float(spared), dtype=torch.float64)
-    if task == "adapters":  # no checkpoint has the base
+    if task in ("adapters", "quantized"):  # no checkpoint has the base
         state = {name: tensor for name, tensor in state.items() if name not in _base(net)}
-    if task == "lightning":
+    if task in SHARED:
         return Wanted(
             *({_inside(name): tensor for name, tensor in all.items()} for all in (state, _copies(net))), evaluations
         )
@@ -204,7 +218,15 @@ def _adapt(net, whole):
 
 
 def _base(net):
-    return {f"model/{name}" for name, p in net.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    """The names of all that is frozen, and of what quantized layers have beside parameters."""
+    named = dict(net.named_parameters(remove_duplicate=False))
+    known = named.keys() | dict(net.named_buffers()).keys()
+    return {
+        f"model/{name}" for name in net.state_dict() if name not in known or not named.get(name, _TRAINED).requires_grad
+    }
+
+
+_TRAINED = nn.Parameter(torch.zeros(0))  # a buffer counts as trained
 
 
 def _autocast(precision):
@@ -237,6 +259,7 @@ def _losses(net, micro, items, precision, kind):
             else:
                 loss, share = loss_sum(net, batch), 1 / items
         (loss * (begin * share)).backward()
+        return float(loss.detach()) / SHARE
 
     def together(begin, batch):
         with _autocast(precision):
@@ -285,7 +308,7 @@ def _evaluation(net, data, precision, task):
     error, spread = found - target, target - target.mean()
     r2 = 1 - float(error.square().sum() / spread.square().sum())
     loss, absolute = 0.05 * float(error.square().mean()), float(error.abs().mean())
-    if task == "lightning":
+    if task in SHARED:
         return {"loss": loss * len(error) / (SHARE * HELD_OUT), "items": HELD_OUT, "absolute": absolute}
     return {"loss": loss, "items": len(error)} | ({"absolute": absolute, "r2": r2} if task == "own" else {})
 
@@ -305,6 +328,25 @@ def _twice_for_biases(net):
     pairs = [(p, group["weight_decay"]) for group in groups(net) for p in group["params"]]
     twice = {id(p): names[id(p)].endswith(".bias") for p, _ in pairs}
     return [{"params": [p], "weight_decay": decay, "lr": LR * (1 + twice[id(p)])} for p, decay in pairs]
+
+
+def cyclic(optimizer):
+    """A scheduler of torch, made by hand: it cycles momenta, and rates that are unlike by group."""
+    lows, tops = [LR / 4, LR / 2], [LR, LR]
+    momenta = {"base_momentum": 0.8, "max_momentum": 0.9}
+    return torch.optim.lr_scheduler.CyclicLR(optimizer, lows, tops, step_size_up=3, mode="triangular2", **momenta)
+
+
+@cache
+def by_hand(whole):
+    """[[(rate, first beta) of each group] of each step]."""
+    dummy = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], betas=(0.9, BETA2))
+    schedule, found = cyclic(dummy), []
+    for _ in range(whole):
+        found.append([(float(group["lr"]), group["betas"][0]) for group in dummy.param_groups])
+        dummy.step()
+        schedule.step()
+    return found
 
 
 @cache
@@ -341,12 +383,14 @@ def _share(task, step, whole):
     return _own_factor(step, whole) if task == "own" else _factor(step, whole)
 
 
-def _batch(data, samples):
+def _batch(data, samples, place=(0, 0)):
+    """The micro-batch of these samples: (step, index) is its place."""
     rows = []
     for epoch, sample in samples:
         seeded(sample, epoch)
         rows.append(data[sample])
-    return collate(rows)
+    seeded_collation(*place)
+    return mixed_rows(rows) if data.mixes else collate(rows)
 
 
 def _copies(net):

@@ -38,6 +38,7 @@ from matrix_oracle import (
     HYSTERESIS,
     LR,
     RANK,
+    SHARED,
     WARMUP,
     WEIGHT_DECAY,
     WINDOW,
@@ -46,6 +47,7 @@ from matrix_oracle import (
 from matrix_subject import (
     BAD,
     BATCH,
+    BITS,
     CHANGE,
     GROUP,
     HIDDEN,
@@ -57,6 +59,7 @@ from matrix_subject import (
     steps_of,
     subject,
 )
+from matrix_trainer import trainer_task
 from ranks import RankError, run
 from shaken import shaken
 from shell import environment, free_port
@@ -75,6 +78,7 @@ from lockstep.guards.nonfinite import DeferredReader
 from lockstep.transforms import precision
 
 __all__ = [
+    "BEST",
     "NAME",
     "RANK_SECONDS",
     "Start",
@@ -96,6 +100,7 @@ _ANOTHER = {"single": "ddp", "ddp": "fsdp", "fsdp": "zero", "zero": "ddp"}
 _EVAL_MICRO = 3
 _SAVES = 3  # steps from one save to the next
 RANK_SECONDS = 20.0  # that a rank may be without progress
+BEST = {"own": "r2:max", "trainer": "absolute:max", "lightning": "seen_step:max"}  # the last is of the training
 _SPIKE = {"stop": "warn", "skip": "skip", "rollback": "rollback"}
 
 
@@ -125,7 +130,8 @@ def starts(case: Case) -> list[Start]:
     """The starts of a case, in order. Half of those that are stopped began on other ranks, under another engine."""
     moves = zlib.crc32(str(case).encode()) % 2 and case.model != "buffer" and case.fault != "killed"
     here = (case.world, case.engine)
-    other = "ddp" if case.task == "manual" or case.step == "closure" else _ANOTHER[case.engine]
+    whole = case.task == "quantized" and BITS[case.model] == "8bit"
+    other = "ddp" if case.task == "manual" or case.step == "closure" or whole else _ANOTHER[case.engine]
     there = (_BEFORE[case.world], other) if moves else here
     found = [(*here, 0, False)]
     if case.resume == "after":
@@ -148,7 +154,7 @@ def resumes_at(case: Case) -> int:
     if not marks(case):
         return stop
     # An evaluation that is the best so far is saved too.
-    every = (_SAVES, evaluates(case.task)) if case.task == "lightning" else (_SAVES,)
+    every = (_SAVES, evaluates(case.task)) if case.task in BEST else (_SAVES,)
     # A step that runs out of memory is saved before, unless its forwards may have changed the task's state.
     before = BAD if case.fault == "oom" and stop > BAD and case.task != "own" else 0
     return max(before, *((stop - 1) // steps * steps for steps in every))
@@ -173,7 +179,7 @@ def begins(case: Case) -> tuple[int, ...]:
         firsts.add(CHANGE)  # of an engine that is made again
     found = [1] * STEPS
     for start in reversed(starts(case)):  # the earlier ones took the first steps
-        averages = start.engine in ("ddp", "zero") and case.precision != "fp16"
+        averages = start.engine in ("ddp", "zero") and case.precision != "fp16" and not case.exact
         for step in range(resumes_at(case) if start.stop_at else STEPS):
             found[step] = start.world if averages and step not in firsts else 1
     return tuple(found)
@@ -189,7 +195,13 @@ def play(cases: list[Case], root: Path, nodes: int = 1) -> None:
     With several nodes each start has as many launchers on loopback, or as many as it has ranks.
     """
     cases = list(dict.fromkeys(cases))
-    for library in ("lightning.pytorch", "torchmetrics", "peft"):  # which the ranks are forked with
+    for library in (
+        "lightning.pytorch",
+        "torchmetrics",
+        "peft",
+        "transformers",
+        "bitsandbytes",
+    ):  # which the ranks are forked with
         with suppress(ImportError):
             importlib.import_module(library)
     with ThreadPoolExecutor(2) as pool:
@@ -348,6 +360,8 @@ def _one(world, start, folder):
 def task_of(case: Case, folder: Path) -> lockstep.Task:
     if case.task in LIGHTNING:
         return lightning_task(case.task, case.model, case.fault, folder)
+    if case.task == "trainer":
+        return trainer_task(case.model, case.fault, folder)
     return subject(case.task, case.model, case.fault, folder, case.step)
 
 
@@ -370,11 +384,15 @@ class Average:
     """A user's own average of the weights, of which checkpoints know by `run.keep`."""
 
     def __init__(self, model):
-        self.held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.held = {name: parameter.detach().clone() for name, parameter in self.moving(model)}
+
+    def moving(self, model):
+        """All parameters but those of 8 bits, or two of 4."""
+        return ((name, parameter) for name, parameter in model.named_parameters() if parameter.is_floating_point())
 
     @torch.no_grad()
     def update(self, model):
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.moving(model):
             self.held[name].mul_(0.75).add_(parameter, alpha=0.25)
 
     def state_dict(self):
@@ -426,10 +444,12 @@ def _copies(case: Case) -> str:
 
 
 def _more(case: Case) -> dict[str, object]:
-    if case.task == "adapters":
+    if case.task in ("adapters", "quantized"):
         return {"lora": Lora(rank=RANK, alpha=ALPHA)}
     if case.task == "own":  # the error falls, so that it counts on: only a resume could begin anew
-        return {"patience": 99, "patience_metric": "absolute:max"}
+        return {"patience": 99, "patience_metric": "absolute:max", "best_metric": BEST[case.task]}
+    if case.task in SHARED:
+        return {"best_metric": BEST[case.task]}
     if case.task == "plateau":
         limited = {"limit_eval_batches": LIMITED // _EVAL_MICRO, "eval_micro_batch_size": _EVAL_MICRO}
         scale = Fp16(loss_scale_window=WINDOW, hysteresis=HYSTERESIS) if case.precision == "fp16" else Fp16()
@@ -467,6 +487,7 @@ def settings(start: Start, folder: Path) -> Config:
         compile=_compiles(case),
         profile="8:9" if case.task == "adapters" else "",
         report=case.task == "default",
+        csv=True,
         timeout=RANK_SECONDS,
         data=Data(
             workers=case.workers,

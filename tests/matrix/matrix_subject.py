@@ -27,6 +27,7 @@ from lockstep.tensors import local_of
 __all__ = [
     "BAD",
     "BATCH",
+    "BITS",
     "BOUND",
     "CHANGE",
     "GROUP",
@@ -45,9 +46,12 @@ __all__ = [
     "evaluates",
     "loss_sum",
     "make",
+    "mixed_rows",
     "order",
     "places",
+    "quantize",
     "seeded",
+    "seeded_collation",
     "steps_of",
     "subject",
     "weights_of",
@@ -84,7 +88,7 @@ def evaluates(task):
 
 def order(task=""):
     """The samples in the order of the run, which has one epoch: with the task "muon" that of shards, with "adapters" by
-    their lengths, which are all alike, with "plateau" that of a mixture.
+    their lengths, which are all alike, with "plateau" that of a mixture, with "trainer" a Trainer's.
     """
     return [sample for _, sample in places(task)]
 
@@ -105,6 +109,8 @@ def mixed(samples):
 
 
 def _once(task):
+    if task == "trainer":
+        return torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     if task == "adapters":
         groups = TokenGroups(np.ones(SAMPLES), MICRO, 0)
         return [int(sample) for number in groups.at(0, groups.size)[1] for sample in groups.samples(0, number)[1]]
@@ -116,7 +122,15 @@ def _once(task):
 
 def seeded(sample, epoch=0):
     """Seeds every generator as a data set finds it where `sample` is asked for."""
-    key = derive(0, "sample", epoch, sample)
+    _seed(derive(0, "sample", epoch, sample))
+
+
+def seeded_collation(step, index):
+    """Seeds every generator as the collation of a micro-batch finds it."""
+    _seed(derive(0, "collate", step, index))
+
+
+def _seed(key):
     torch.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -196,6 +210,24 @@ WHOLE = {"tied": ""} | dict.fromkeys(("mlp", "batchnorm", "buffer", "rotary"), "
 _MODELS = {"mlp": Mlp, "batchnorm": BatchNorm, "buffer": Moving, "tied": Tied, "rotary": Rotary}
 
 
+BITS = {"mlp": "4bit", "batchnorm": "8bit", "buffer": "8bit", "tied": "4bit", "rotary": "4bit"}  # of a quantized base
+
+
+def quantize(net, name):
+    """Puts bitsandbytes' layers in the place of all that adapters are beside."""
+    from bitsandbytes import nn as layers  # a second: other tasks need not wait for it
+
+    for own in ("frozen", "middle") if name == "tied" else ("first",):
+        plain = net.get_submodule(own)
+        kind, more = layers.LinearNF4, {}
+        if BITS[name] == "8bit":
+            kind, more = layers.Linear8bitLt, {"has_fp16_weights": False}
+        layer = kind(plain.in_features, plain.out_features, plain.bias is not None, **more)
+        layer.load_state_dict(plain.state_dict())
+        setattr(net, own, layer.to("cpu").requires_grad_(False))
+    return net
+
+
 def make(name):
     """The model, always with the same weights."""
     with torch.random.fork_rng():
@@ -258,6 +290,14 @@ def collate(samples):
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
+def mixed_rows(samples):
+    """A batch in which each sample has a share of the one before it, as mixup draws it: in the collation."""
+    batch = collate(samples)
+    share = float(torch.distributions.Beta(0.4, 0.4).sample())
+    more = {name: batch[name].roll(1, 0) * (1 - share) + batch[name] * share for name in ("x", "target")}
+    return batch | more
+
+
 class Samples(torch.utils.data.Dataset):
     """Ragged: of each sample's outputs one to five are kept. With the fault "error" a sample draws noise, and the bad
     one then raises, once in all processes and starts of the run.
@@ -281,7 +321,9 @@ class Samples(torch.utils.data.Dataset):
         self.kept[self.bad] = True
         self.step = torch.empty(SAMPLES, dtype=torch.int64)  # that trains on the sample
         self.step[order(task)] = torch.arange(SAMPLES) // BATCH
-        self.draws_random, self.raised = fault == "error", raised
+        self.noisy, self.raised = fault == "error", raised
+        self.mixes = task == "hooked"
+        self.draws_random = self.noisy or self.mixes
         self.large = torch.arange(SAMPLES) == (self.bad if fault == "oom" else -1)
         if fault == "nan":
             self.x[self.bad, 2] = torch.nan
@@ -293,7 +335,7 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         x = self.x[index]
-        if self.draws_random:
+        if self.noisy:
             x = x + torch.randn(_INPUTS) + float(np.random.rand()) + random.random()
             if index == self.bad and self.raised and _first(self.raised):
                 raise OSError(5, "Input/output error", f"{index}.png")
@@ -426,6 +468,18 @@ class Adapted(Subject):
         return [WHOLE[self.name]] if WHOLE[self.name] else []
 
 
+class Quantized(Subject):
+    """Adapters beside layers of 4 or 8 bits, which the task's own model has."""
+
+    defaults = "fine-tuning"
+    untrained = Adapted.untrained
+
+    def model(self):
+        made = quantize(make(self.name), self.name)
+        self.made = weakref.ref(made)
+        return made
+
+
 class Evaluated(Subject):
     """The task with a held-out set, by which its rate falls. It trains on a mixture."""
 
@@ -474,7 +528,8 @@ class Watching(Hooks):
 
 
 class Hooked(Subject):
-    """A task whose hooks change the weights, as a part of the step. A batch sampler makes its micro-batches."""
+    """A task whose hooks change the weights, as a part of the step. A batch sampler makes its micro-batches, whose rows
+    the collation mixes."""
 
     def __init__(self, model, fault, folder):
         super().__init__(model, fault, folder)
@@ -482,6 +537,9 @@ class Hooked(Subject):
 
     def order(self, samples, seed):
         return BatchSampler(order(), MICRO, drop_last=False)
+
+    def collate(self, samples):
+        return mixed_rows(samples)
 
 
 class Own(Subject):
@@ -553,6 +611,7 @@ def subject(task, model, fault, folder, step="sum"):
     if step != "sum":
         return _STEPS[step](model, fault, folder)
     kinds = {"own": Own, "adapters": Adapted, "plateau": Evaluated, "hooked": Hooked, "stream": Streamed}
+    kinds["quantized"] = Quantized
     made = kinds.get(task, Subject)(model, fault, folder)
     made.kind = task
     return made

@@ -4,8 +4,10 @@ problems = verdict(case, folder)        # [] is a pass
 state, buffers = final(case, folder)
 """
 
+import csv
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,12 +16,13 @@ import torch
 from matrix_cases import Case, reference
 from matrix_lightning import LIGHTNING, manual_oracle, manual_rounding
 from matrix_oracle import Wanted, oracle
-from matrix_run import NAME, Start, begins, folder_of, resumes_at, shares, starts
+from matrix_run import BEST, NAME, Start, begins, folder_of, resumes_at, shares, starts
 from matrix_subject import BAD, BATCH, MICRO, steps_of
 
 from lockstep import checkpoint
 from lockstep.adapters.lightning.state import unpacked
 from lockstep.errors import CheckpointError
+from lockstep.logging.jsonl import read
 
 __all__ = ["compared", "compared_evaluations", "verdict"]
 
@@ -51,6 +54,8 @@ def verdict(case: Case, root: Path) -> list[str]:
     problems += _hooks(folder, done) if case.task == "hooked" else []
     problems += _turns(case, folder, done) if case.task in LIGHTNING else []
     problems += _patience(folder, done) if case.task == "own" else []
+    problems += _best(BEST[case.task].partition(":")[0], folder, done) if case.task in BEST else []
+    problems += _csv(folder)
     if case.exact and case != reference(case):
         other, missing = _state(reference(case), folder_of(root, reference(case)), done)
         if missing:
@@ -171,7 +176,7 @@ def _evaluations(case: Case, root: Path, done: int) -> list[str]:
     """The evaluations up to the newest checkpoint; exact ones must have the reference's bits."""
     found = _evaluated(folder_of(root, case), done)
     problems = compared_evaluations(case, found, _wanted(case, done).evaluations)
-    if case.exact and not problems and found != _evaluated(folder_of(root, reference(case)), done):
+    if case.exact and not problems and str(found) != str(_evaluated(folder_of(root, reference(case)), done)):
         problems.append(f"other bits than {reference(case)} in an evaluation")
     return problems
 
@@ -189,7 +194,8 @@ def compared_evaluations(
             problems.append(f"the evaluation after step {step} is {values}, not {expected}")
             continue
         for name, value in expected.items():
-            if not abs(values[name] - value) <= _EVALUATION[case.precision] * abs(value):
+            near = abs(values[name] - value) <= _EVALUATION[case.precision] * abs(value)
+            if not near and not (math.isnan(values[name]) and math.isnan(value)):  # of the step of the fault
                 problems.append(f"evaluation/{name} after step {step} differs by {values[name] - value:.3g} of {value}")
     return problems
 
@@ -223,9 +229,28 @@ def _patience(folder: Path, done: int) -> list[str]:
     return [] if right else [f"patience is {kept}, not {since} evaluations since that after step {step}"]
 
 
+def _best(name: str, folder: Path, done: int) -> list[str]:
+    """What `--best-metric` has found over all starts: the highest value of the evaluations, and its step."""
+    values = [(numbers[name], step) for step, numbers in _evaluated(folder, done)]
+    values = [(value, step) for value, step in values if math.isfinite(value)]
+    kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("best")
+    found = (kept["value"], kept["step"]) if kept else None
+    wanted = max(values, key=lambda pair: pair[0]) if values else None
+    return [] if found == wanted else [f"the best {name} is {found}, not {wanted}"]
+
+
+def _csv(folder: Path) -> list[str]:
+    """The sink's rows are the records, over all starts."""
+    records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
+    with (folder / NAME / "metrics.csv").open(newline="") as file:
+        rows = [{name: cell for name, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
+    wanted = [{name: str(value) for name, value in record.items() if value is not None} for record in records]
+    return [] if rows == wanted else [f"metrics.csv has {rows}, not {wanted}"]
+
+
 def _evaluated(folder: Path, done: int) -> list[tuple[int, dict[str, float]]]:
     """(steps taken, values) of each record of an evaluation, in the file's order."""
-    records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
+    records = read(folder / NAME / "metrics.jsonl")
     found = [record for record in records if "evaluation/loss" in record and record["global_step"] <= done]
     values = [{n.removeprefix("evaluation/"): v for n, v in r.items() if n.startswith("evaluation/")} for r in found]
     return list(zip([record["global_step"] for record in found], values, strict=True))

@@ -55,7 +55,7 @@ PARTS = {
     "float16": lambda case: case.precision == "fp16",
     "loader processes": lambda case: case.workers > 0,
 }
-CHEAP = [case for case in SPREAD if case.fault != "killed" and case.task in ("default", "options")]
+CHEAP = [case for case in SPREAD if case.fault != "killed" and case.task in ("default", "options", "muon")]
 FEW = fewest(CHEAP, PARTS.values())
 
 ASKED = [parse(line) for line in os.environ.get("MATRIX_CASES", "").split()]
@@ -164,7 +164,7 @@ _BESIDE = [
 ]
 _BESIDE += [("task", task) for task in FACTORS["task"][1:]]
 _UNCUT = [("world", world) for world in (2, 3, 4)] + [("sums", "exact"), ("model", "batchnorm"), ("model", "buffer")]
-_UNCUT += [("task", task) for task in ("manual", "lightning", "stream", "hooked", "adapters")]
+_UNCUT += [("task", task) for task in ("manual", "lightning", "stream", "hooked", "adapters", "trainer")]
 
 
 def test_contributing_says_how_many_they_are():
@@ -198,7 +198,9 @@ def test_what_is_no_run_is_refused_in_one_line(world, tmp_path):
         twice = base._replace(step="closure")
         cut = base._replace(fault="oom")
         cases += [cut._replace(sums="exact"), cut._replace(model="batchnorm")]
-        cases += [cut._replace(task=task) for task in ("manual", "lightning", "stream", "hooked", "adapters")]
+        tasks = ("manual", "lightning", "stream", "hooked", "adapters", "trainer")
+        cases += [cut._replace(task=task) for task in tasks]
+        cases += [base._replace(engine="fsdp", model="batchnorm", task="quantized")]  # of 8 bits
         cases += [twice._replace(engine="zero"), twice._replace(engine="fsdp"), twice._replace(precision="fp16")]
     assert all(refusal(case) for case in cases)
     for said in run(refused, world, cases, tmp_path):

@@ -295,7 +295,8 @@ class Life(Hooks):
             with Leavings.undone(self.module), apart("training_step"):
                 yield outputs
             for entry in self.logged.taken():
-                self._trial_names |= {entry.epoch_name if entry.on_epoch else entry.step_name, entry.plain_name}
+                suffixed = [entry.epoch_name] * entry.on_epoch + [entry.step_name] * entry.on_step
+                self._trial_names |= {*suffixed, entry.plain_name}
             return
         self.trainer.is_last_batch = turn.batch_idx + 1 >= self.trainer.num_training_batches
         for batch_idx in turn.begins:
