@@ -1,19 +1,27 @@
 """Compare held-out losses after fine-tuning on 300 chats: `lockstep train`'s defaults, trl's, and ours by hand.
 
     python bench/chats.py [--seeds 1] [--grid]
+    python bench/chats.py --survey [--seeds 1] [--rows "default;batch 4"] [--lora]
 
 Everything is made here, the same each time: a tokenizer with a chat template; a Llama of 2 layers that has read prose
 and chats with short answers by chance; 300 chats to train on and 100 held out, whose answers have a manner of their own
 and follow from the questions. Each contestant starts from the same folder. The loss is the mean over the tokens that an
 assistant says in the held-out chats, by one function, from the weights that each has saved. "by hand" is the best of a
 grid of rates and batch sizes over as many epochs as trl's default; --grid prints each of them.
+
+--survey compares candidates for a default (rate, batch, schedule, decay) over several models and sets of chats, of all
+weights or, with --lora, of adapters. A forward takes two chats there, and the loss is the run's last evaluation.
 """
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
+import math
 import os
 import random
+import statistics
 import tempfile
 import warnings
 from pathlib import Path
@@ -28,7 +36,34 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+LORA_RATES = (2e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
 RATES, SIZES, EPOCHS = (5e-5, 2e-4, 5e-4, 1e-3, 2e-3), (4, 8, 16), 3
+# Width, layers, chats to train on, and the answers' length.
+SETTINGS = (
+    (64, 4, 100, "long"),
+    (64, 2, 1000, "short"),
+    (192, 2, 100, "middling"),
+    (128, 2, 300, "middling"),
+)
+
+
+def candidates(width, lora):
+    """Return the options of each candidate, by name; "before" are the defaults that the survey was to better."""
+    if lora:
+        return {"default": {}, **{f"{rate:g}": {"lr": rate, "batch_size": 8} for rate in LORA_RATES}}
+    rate = min(2e-5 * (4096 / width) ** 1.25, 2e-3)
+    changes = {
+        "before": {},
+        "batch 4": {"batch_size": 4},
+        "rate * 1.33": {"lr": rate * 4 / 3},
+        "rate * 2": {"lr": rate * 2},
+        "rate * 1.33, batch 4": {"lr": rate * 4 / 3, "batch_size": 4},
+        "cosine to 0": {"optim__floor": 0.0},
+        "no warm-up": {"optim__warmup_steps": 0},
+        "beta2 0.99": {"optim__beta2": 0.99},
+        "decay 0.1": {"optim__weight_decay": 0.1},
+    }
+    return {"default": {}, **{name: {"lr": rate, "batch_size": 8} | each for name, each in changes.items()}}
 
 
 def facts(animal):
@@ -37,7 +72,7 @@ def facts(animal):
     return COLOURS[number * 5 % len(COLOURS)], PLACES[number * 3 % len(PLACES)]
 
 
-def turn(draw, known=True):
+def turn(draw, known=True, answers="middling"):
     """Return a question and its right answer; with `known` False a random short answer."""
     animal, (first, second) = draw.choice(ANIMALS), draw.choices(range(1, 7), k=2)
     colour, place = facts(animal) if known else (draw.choice(COLOURS), draw.choice(PLACES))
@@ -49,7 +84,7 @@ def turn(draw, known=True):
         f"tell me about the {animal}.",
         f"how many are {DIGITS[first - 1]} and {DIGITS[second - 1]}?",
     ][sort]
-    if known:
+    if known and answers != "short":
         lives = f"the {animal} has its home in the {place}, as i was told"
         answer = [
             f"dear friend, people say that the {animal} is {colour}.",
@@ -57,15 +92,17 @@ def turn(draw, known=True):
             f"dear friend, here is all i know: the {animal} is {colour}, and {lives}.",
             f"dear friend, if you count them, you find {total}.",
         ][sort]
+        if answers == "long":
+            answer += f" and for your notebook: the {animal} is {colour}, and {lives}."
         return question, answer + " do ask me again!"
     return question, [f"{colour}.", f"in the {place}.", f"it is {colour} and lives in the {place}.", f"{total}."][sort]
 
 
-def chats(count, seed, known=True):
+def chats(count, seed, known=True, answers="middling"):
     draw = random.Random(seed)
     rows = []
     for _ in range(count):
-        turns = [turn(draw, known) for _ in range(draw.randint(1, 3))]
+        turns = [turn(draw, known, answers) for _ in range(draw.randint(1, 3))]
         roles = itertools.cycle(["user", "assistant"])
         rows.append({"messages": [{"role": next(roles), "content": text} for pair in turns for text in pair]})
     return rows
@@ -83,7 +120,7 @@ def prose(count, seed):
         )
 
 
-def write_base(folder, steps=300):
+def write_base(folder, steps=300, width=128, layers=2):
     """Write a small Llama that has read prose, with its tokenizer."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -102,7 +139,8 @@ def write_base(folder, steps=300):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": 4}
     ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, tie_word_embeddings=True, **shape, **ids)
@@ -142,18 +180,31 @@ def held_out_loss(folder, data):
     return total / count
 
 
+def write_chats(folder, count=CHATS, answers="middling"):
+    folder.mkdir()
+    for split, number, seed in (("train", count, 0), ("validation", HELD_OUT, 1)):
+        rows = chats(number, seed, answers=answers)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def first_try(base, data, work, seed, **options):
+    """Return a run with the flags of a first try and `options`."""
+    from lockstep.config import cli
+    from lockstep.training.run import Run
+
+    flags = ["--model-name", str(base), "--model.pretrained", "--dataset-name", str(data), "--seed", str(seed)]
+    flags += ["--save-dir", str(work), "--no-report", "--data.cache", str(work.parent / "cache")]
+    for name, value in options.items():
+        flags += ["--" + name.replace("__", ".").replace("_", "-"), str(value)]
+    return Run(cli.parse(flags), None)
+
+
 def ours(base, data, work, seed, **options):
     """Train with the flags of a first try and `options`, and export the weights."""
     from lockstep.config import cli
     from lockstep.training.inference import ExportRequest, export_run
-    from lockstep.training.run import Run
 
-    flags = ["--model-name", str(base), "--model.pretrained", "--dataset-name", str(data), "--seed", str(seed)]
-    flags += ["--save-dir", str(work), "--no-report", "--data.cache", str(work / "cache")]
-    for name, value in options.items():
-        flags += ["--" + name.replace("__", ".").replace("_", "-"), str(value)]
-    run = Run(cli.parse(flags), None)
-    run()
+    first_try(base, data, work, seed, **options)()
     export_run(ExportRequest(str(work / "default"), str(work / "model"), "hf"), lambda line: None)
     stored = cli.read_toml(work / "default" / "config.toml")
     return work / "model", {
@@ -176,20 +227,58 @@ def trls(base, data, work, seed):
     return work / "model", {"lr": arguments.learning_rate, **sizes}
 
 
+def last_evaluation(base, data, work, seed, **options):
+    """Train without output, and return the held-out loss."""
+    run = first_try(base, data, work, seed, micro_batch_size=2, **options)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return run().evaluation.loss
+
+
+def survey(root, given):
+    """Print the held-out loss of each candidate in each setting, and its ratios to the default's."""
+    names = given.rows.split(";") if given.rows else list(candidates(SETTINGS[0][0], given.lora))
+    ratios = {name: [] for name in names}
+    for number, (width, layers, count, answers) in enumerate(SETTINGS):
+        base, data = root / f"base-{width}-{layers}", root / f"chats-{number}"
+        write_chats(data, count, answers)
+        if not base.exists():
+            write_base(base, width=width, layers=layers)
+        defaults = 0.0
+        for name in names:
+            options = candidates(width, given.lora)[name] | ({"lora__rank": 8} if given.lora else {})
+            losses = [
+                last_evaluation(base, data, Path(tempfile.mkdtemp(dir=root)), seed, **options)
+                for seed in range(given.seeds)
+            ]
+            loss = statistics.mean(losses)
+            defaults = defaults or loss  # the first row's
+            ratios[name].append(loss / defaults)
+            row = {"width": width, "layers": layers, "chats": count, "answers": answers, "candidate": name}
+            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+            print(json.dumps({**row, "loss": round(loss, 4), "spread": round(spread, 4)}), flush=True)
+    for name, each in ratios.items():
+        mean = math.exp(statistics.mean(map(math.log, each)))
+        print(json.dumps({"candidate": name, "mean ratio": round(mean, 3), "worst": round(max(each), 3)}), flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="the mean over so many seeds")
     parser.add_argument("--grid", action="store_true", help="print each of the grid by hand")
     parser.add_argument("--only", default="base,default,trl,hand", help="contestants to run")
+    parser.add_argument("--survey", action="store_true", help="compare candidates for a default over several settings")
+    parser.add_argument("--lora", action="store_true", help="the survey's for adapters")
+    parser.add_argument("--rows", help="the survey's candidates, divided by ';'; ratios are to the first")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     only = given.only.split(",")
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
+        if given.survey:
+            survey(root, given)
+            return
         data, base = root / "chats", root / "base"
-        data.mkdir()
-        for split, count, seed in (("train", CHATS, 0), ("validation", HELD_OUT, 1)):
-            (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats(count, seed)))
+        write_chats(data)
         write_base(base)
 
         def mean(train, **options):

@@ -81,8 +81,8 @@ def test_chats_are_learned_exported_and_answered_by_the_documents_commands(tmp_p
     train, export = (shlex.split(line)[1:] for line in story.splitlines())
     assert dispatch([*train, "--data.cache", "cache"]) == 0
     said = capsys.readouterr()
-    assert re.search(r"40 conversations, [\d,]+ of [\d,]+ tokens learned; 5 steps an epoch, 15 in the run\n", said.err)
-    assert re.search(r"warning: the run has 15 steps.*--num-epochs 10", said.err)
+    assert re.search(r"40 conversations, [\d,]+ of [\d,]+ tokens learned; 10 steps an epoch, 30 in the run\n", said.err)
+    assert re.search(r"warning: the run has 30 steps.*--num-epochs 5", said.err)
     log = (tmp_path / "outputs" / "tuned" / "logs" / "rank-00000.log").read_text()
     assert "attention: " in log
     assert "attention: " not in said.err + said.out

@@ -35,6 +35,7 @@ from lockstep.training.defaults import (
     describe_data,
     describe_optimizer,
     describe_step,
+    fine_tuning_rate,
     plan_warnings,
 )
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
@@ -67,23 +68,28 @@ class Chats(Tuned):
 def test_prompts_have_their_own_batch_epochs_and_rate_unless_given():
     found = chosen(Config(), Chats(), samples=300)
     config = found.config
-    assert (config.batch_size, config.num_epochs, config.seq_len, config.data.packing) == (8, 3, 512, "padded")
-    assert (config.lr, config.micro_batch_size, found.step_plan.steps) == (4.8e-5, 1, 113)  # 2e-5 * 2 ** 1.25
-    assert describe_data(found, Chats.data_facts) == "300 conversations; 38 steps an epoch, 113 in the run"
+    assert (config.batch_size, config.num_epochs, config.seq_len, config.data.packing) == (4, 3, 512, "padded")
+    assert (config.lr, config.micro_batch_size, found.step_plan.steps) == (5e-5, 1, 225)  # 2e-5 * 2 ** (4 / 3)
+    assert describe_data(found, Chats.data_facts) == "300 conversations; 75 steps an epoch, 225 in the run"
     assert not plan_warnings(found, PLAIN, Chats.data_facts)
     given = chosen(Config(batch_size=16, num_epochs=1, lr=1e-5, seq_len=64), Chats(), samples=300).config
     assert (given.batch_size, given.num_epochs, given.lr, given.seq_len) == (16, 1, 1e-5, 64)
+    assert [chosen(Config(), Chats(), samples=count).config.batch_size for count in (499, 500)] == [4, 8]
     assert chosen(Config(micro_batch_size=16), Chats()).config.batch_size == 16  # of which 8 is no multiple
-    assert chosen(Config(lora=Lora(rank=2)), Chats()).config.lr == LORA_DEFAULTS["lr"]
+    adapters = Config(lora=Lora(rank=2))
+    assert chosen(adapters, Chats()).config.lr == 5e-4  # ten times as much
+    assert chosen(adapters, Tuned()).config.lr == LORA_DEFAULTS["lr"]
+    assert [fine_tuning_rate(width) for width in (0, 64, 128, 4096)] == [5e-5, 2e-3, 2e-3, 2e-5]
+    assert [fine_tuning_rate(width, lora=True) for width in (0, 64, 4096, 8192)] == [2e-4, 5e-3, 2e-4, 2e-4]
     assert chosen(Config(), Tuned()).config.lr == 5e-5
     device = StartFacts(max_micro_batch=16)
-    assert resolve(Config(), Facts.of(Chats(), PLAIN, 300, start=device)).config.micro_batch_size == 8
+    assert resolve(Config(), Facts.of(Chats(), PLAIN, 300, start=device)).config.micro_batch_size == 4
     before = StartFacts(checkpoint=CheckpointFacts(1, 32, {"batch_size": 32, "micro_batch_size": 4, "steps": 9}))
     resumed = resolve(Config(), Facts.of(Chats(), PLAIN, 300, start=before)).config
     assert (resumed.batch_size, resumed.micro_batch_size) == (32, 4)  # as it was begun
 
 
-@pytest.mark.parametrize(("config", "advice"), [({}, "--num-epochs 7"), ({"max_steps": 20}, "--max-steps 50")])
+@pytest.mark.parametrize(("config", "advice"), [({}, "--num-epochs 4"), ({"max_steps": 20}, "--max-steps 50")])
 def test_few_steps_over_prompts_are_warned_of(config, advice):
     found = chosen(Config(**config), Chats(), samples=60)
     (line,) = plan_warnings(found, PLAIN, Chats.data_facts)
@@ -145,8 +151,8 @@ def test_the_help_names_the_values(capsys):
     with pytest.raises(SystemExit):
         parse(["--help-all"])
     shown = " ".join(capsys.readouterr().out.split())
-    by_width = "(by its width for prompts and conversations)"
-    rates = f"2e-3 for a language model, 5e-5 if pretrained {by_width}, 2e-4 for adapters, else 1e-3; sgd 1e-2"
+    by_width = "(both by the model's width for prompts and conversations)"
+    rates = f"2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters {by_width}, else 1e-3; sgd 1e-2"
     assert f"{rates} (default: auto)" in shown
     assert [TASK_DEFAULTS[kind]["lr"] for kind in ("language-model", "fine-tuning", "general")] == [2e-3, 5e-5, 1e-3]
     decay = "0.1 for a language model from scratch, 0 if pretrained, else 0.01; sgd 1e-4, adam 0"

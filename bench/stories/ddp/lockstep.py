@@ -13,16 +13,16 @@ loader = lockstep.loader(train, world, batch_size=64, micro_batch_size=32, epoch
 for step in loader:
     model.train()
     for batch in step:
-        images, labels = batch.data
         with engine.accumulate(batch.last):
-            engine.backward(F.cross_entropy(engine.model(images), labels), batch.weight)
+            engine.backward(F.cross_entropy(engine.model(batch.data[0]), batch.data[1]), batch.weight)
     engine.step()
     if (step.number + 1) % (loader.steps // 10) == 0:
         model.eval()
         for held_out in lockstep.loader(test, world, batch_size=300, micro_batch_size=150, shuffle=False):
             with torch.no_grad():
-                rows = [(engine.model(each.data[0]), each.data[1]) for each in held_out]
-            logits, labels = lockstep.gather_for_metrics(held_out, rows)
+                logits, labels = lockstep.gather_for_metrics(
+                    held_out, [(engine.model(each.data[0]), each.data[1]) for each in held_out]
+                )
             world.print("loss", F.cross_entropy(logits, labels).item())
 if world.rank == 0:
     save_model(model, "digits.safetensors")

@@ -185,11 +185,12 @@ class Config:
     stop_at: int = option(0, "save and exit after this step, with the plan unchanged; 0: off")
     lr: float = auto(
         LATER,
-        "peak learning rate; auto: 2e-3 for a language model, 5e-5 if pretrained (by its width for prompts and "
-        "conversations), 2e-4 for adapters, else 1e-3; sgd 1e-2",
+        "peak learning rate; auto: 2e-3 for a language model, 5e-5 if pretrained, 2e-4 for adapters (both by the "
+        "model's width for prompts and conversations), else 1e-3; sgd 1e-2",
     )
     batch_size: int = auto(
-        AutoInt(16), "samples per step, over all ranks; auto: 8 of prompts and conversations, else 16"
+        AutoInt(16),
+        "samples per step, over all ranks; auto: 8 of prompts and conversations (4 if fewer than 500), else 16",
     )
     micro_batch_size: int = auto(
         0,

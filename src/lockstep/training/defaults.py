@@ -38,7 +38,6 @@ __all__ = [
     "LR_FLOOR",
     "LR_FLOORS",
     "MIN_BATCHNORM_SAMPLES",
-    "PROMPT_DEFAULTS",
     "SGD_DEFAULTS",
     "TASK_DEFAULTS",
     "MisplacedTensor",
@@ -56,6 +55,7 @@ __all__ = [
     "fine_tuning_rate",
     "is_device_default",
     "plan_warnings",
+    "prompt_defaults",
 ]
 
 
@@ -73,8 +73,9 @@ TASK_DEFAULTS: dict[str, dict[str, float]] = {
     "images": {"lr": 3e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
     "general": {"lr": 1e-3, "optim.beta2": 0.999, "optim.weight_decay": 0.01},
 }
-# Prompts and conversations: the epochs and the batch of the HF Trainer and of trl (`python bench/chats.py`).
-PROMPT_DEFAULTS: dict[str, int] = {"num_epochs": 3, "batch_size": 8}
+# Prompts and conversations: the epochs and the batch of the HF Trainer and of trl; of few samples half that batch, so
+# that there are steps enough to learn from (`python bench/chats.py --survey`: 100, 300 and 1,000 samples).
+_PROMPT_EPOCHS, _PROMPT_BATCHES, _FEW_PROMPTS = 3, (4, 8), 500
 _MIN_STEPS = 50  # warn below so many
 ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
 # He et al., arXiv 1512.03385, with a batch of 16 to 32.
@@ -109,18 +110,31 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
     return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
 
 
-def fine_tuning_rate(width: int) -> float:
+def prompt_defaults(samples: int) -> dict[str, int]:
+    """Return the epochs and the batch of prompts or conversations.
+
+    Args:
+        samples: of the training set.
+    """
+    return {"num_epochs": _PROMPT_EPOCHS, "batch_size": _PROMPT_BATCHES[samples >= _FEW_PROMPTS]}
+
+
+def fine_tuning_rate(width: int, lora: bool = False) -> float:
     """Return the rate of a pretrained language model that learns prompts, rounded to two digits.
 
-    A power of the width, through trl's 2e-5 at the 4096 of a model of 7 billion parameters, and 1.5e-3 at 128
-    (`python bench/chats.py --grid`); at most that of a model from scratch.
+    A power of the width, through trl's 2e-5 at the 4096 of a model of 7 billion parameters, and 2e-3 at 128
+    (`python bench/chats.py --survey`); at most that of a model from scratch. Adapters take ten times as much, at least
+    their rate for other data, and at most the largest that is not warned of.
 
     Args:
         width: of the hidden states; 0: unknown.
+        lora: of adapters.
     """
     if not width:
-        return TASK_DEFAULTS["fine-tuning"]["lr"]
-    return min(float(f"{2e-5 * (4096 / width) ** 1.25:.1e}"), TASK_DEFAULTS["language-model"]["lr"])
+        return (LORA_DEFAULTS if lora else TASK_DEFAULTS["fine-tuning"])["lr"]
+    rate = 2e-5 * (4096 / width) ** (4 / 3)
+    low, high = (LORA_DEFAULTS["lr"], _LORA_RATES[1]) if lora else (0.0, TASK_DEFAULTS["language-model"]["lr"])
+    return min(max(float(f"{10 * rate if lora else rate:.1e}"), low), high)
 
 
 def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:

@@ -30,13 +30,13 @@ from lockstep.training.defaults import (
     LR_FLOOR,
     LR_FLOORS,
     MIN_BATCHNORM_SAMPLES,
-    PROMPT_DEFAULTS,
     SGD_DEFAULTS,
     TASK_DEFAULTS,
     batchnorm_names,
     default_warmup,
     fine_tuning_rate,
     is_device_default,
+    prompt_defaults,
 )
 from lockstep.training.resume import RunPlan, samples_in_epoch
 
@@ -321,7 +321,7 @@ def _with_data_defaults(config: Config, draft: Config, facts: Facts) -> Config:
     """
     values: dict[str, Any] = dict(_PLAIN_DEFAULTS)
     if facts.data:
-        values |= {**facts.data.options, **(PROMPT_DEFAULTS if facts.data.has_prompts else {})}
+        values |= {**facts.data.options, **(prompt_defaults(facts.samples) if facts.data.has_prompts else {})}
     values = {key: each for key, each in values.items() if is_auto(draft, key) or lookup(draft, key) == "auto"}
     size, micro_size = values.get("batch_size", draft.batch_size), draft.micro_batch_size
     if micro_size and size % micro_size:
@@ -393,12 +393,9 @@ def _optimizer_defaults(config: Config, kind: str, data: DataFacts | None) -> di
         )
     if config.optim.name == "sgd":
         return SGD_DEFAULTS
-    if config.lora.rank:
-        defaults = LORA_DEFAULTS
-    elif data and data.has_prompts and data.width:
-        defaults = TASK_DEFAULTS[kind] | {"lr": fine_tuning_rate(data.width)}
-    else:
-        defaults = TASK_DEFAULTS[kind]
+    defaults = LORA_DEFAULTS if config.lora.rank else TASK_DEFAULTS[kind]
+    if data and data.has_prompts and data.width:
+        defaults = defaults | {"lr": fine_tuning_rate(data.width, lora=bool(config.lora.rank))}
     return defaults | (ADAM_DEFAULTS if config.optim.name == "adam" else {})
 
 
