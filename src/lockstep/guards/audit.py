@@ -541,8 +541,8 @@ class Audit:
         after = f"the step was not applied; {saved}{self._last_match(ranks)}"
         if why == ONE_OF_TWO:
             return (
-                f"step {step + 1}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank repeats "
-                f"its result, so only a third rank could decide; {after}; test both devices before continuing"
+                f"step {step + 1}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank "
+                f"repeats its result, so only a third rank could decide; {after}; test both devices before continuing"
             )
         than = "from most other ranks" if why == BY_OTHERS else "from its own recomputation there"
         if self._world.size == 1:

@@ -420,7 +420,10 @@ class RunGuards:
     def _handle_spike(self, step: ReadStep) -> None:
         number = step.record.step
         limit = self._spike.limit(number)
-        message = f"step {number + 1}: the gradient's norm {step.norm:.4g} is above {limit:.4g}, three times the usual or more"
+        message = (
+            f"step {number + 1}: the gradient's norm {step.norm:.4g} is above {limit:.4g}, three times the usual or "
+            "more"
+        )
         if self._config.spike != "warn":
             self._skip_step(number, message, self._config.spike)
         elif self._built.world.is_main:
