@@ -305,7 +305,7 @@ class Inquiry:
         with self._answering:
             if not self._has_answered:
                 place = self._progress.place
-                answer = {"rank": self._world.rank, "step": place.step, "number": place.number}
+                answer: dict[str, Any] = {"rank": self._world.rank, "step": place.step, "number": place.number}
                 answer |= {"line": line, "waits": waits}
                 heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
