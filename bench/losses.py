@@ -36,7 +36,7 @@ from harness import Run, arguments, end, launch, start, until_step, workers  # n
 FLAGS = ("--batch-size", "12", "--ckpt-freq", "50")
 HYBRID = ("--engine", "fsdp", "--engine.sharding", "hybrid", "--engine.shard-size", "2")
 BACK = 30.0  # seconds for a new process to be there
-LINE = re.compile(r"INFO (\d+) ranks? go(?:es)? on from step (\d+)")
+LINE = re.compile(r"INFO (\d+) ranks? go(?:es)? on after step (\d+)")
 
 
 def drained(process):

@@ -284,7 +284,9 @@ class NumberCollector:
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():
-            place = f"{rank_label(self._world.rank)}, step {step}" + (f", micro-batch {micro}" if micro >= 0 else "")
+            place = f"{rank_label(self._world.rank)}, step {step + 1}" + (
+                f", micro-batch {micro}" if micro >= 0 else ""
+            )
             raise LockstepError(
                 _different_names(place, parts.keys(), "the micro-batches before it", self._names.keys())
             )
@@ -312,7 +314,7 @@ class NumberCollector:
         named = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
         for rank, names in named:
             if set(names) != set(named[0][1]):
-                place = f"{rank_label(rank)}, step {step}"
+                place = f"{rank_label(rank)}, step {step + 1}"
                 raise LockstepError(_different_names(place, names, rank_label(named[0][0]), named[0][1]))
         self._names, self._agreed = dict.fromkeys(named[0][1]) if named else {}, True
 

@@ -117,6 +117,7 @@ class Task(ABC):
     gathers = False  # `loss` calls collectives, to log
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
+    scheduler: Mapping[str, Any] = {}  # class and settings of one that the user made; a resume with another is refused
     evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records
 
     def metric_name(self, set_name: str, name: str) -> str:

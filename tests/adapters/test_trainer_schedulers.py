@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ResumeError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -153,6 +154,15 @@ def test_a_scheduler_trains_as_under_the_trainer_and_a_resume_has_its_bits(tmp_p
     assert begun + rest == losses
     assert all(torch.equal(weights[name], tensor) for name, tensor in resumed.items())
     assert len(set(map(tuple, groups))) > 2  # it does change them
+
+
+def test_a_resume_with_another_scheduler_is_refused_by_its_class_and_settings(tmp_path):
+    trained(tmp_path, one_cycle, stop_at=4)
+    higher = functools.partial(lr_scheduler.OneCycleLR, max_lr=[0.1, 0.4], total_steps=STEPS)
+    with refuses(ResumeError, "OneCycleLR", 0.3, 0.4):
+        trained(tmp_path, higher)
+    with refuses(ResumeError, "OneCycleLR", "StepLR"):
+        trained(tmp_path, in_steps)
 
 
 def split(world, folder):

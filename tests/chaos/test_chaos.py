@@ -63,7 +63,7 @@ def test_r1_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(data, tm
     fault = {"rank": 0, "step": 7, "at": BEAT, "do": "kill"}
     run = launch(data, tmp_path, "--data.workers", "2", faults=[fault], restarts=1)
     assert run.code == 0, run.said
-    assert "rank 0 was the first to end, killed by SIGKILL, at step 6" in run.said
+    assert "rank 0 was the first to end, killed by SIGKILL, at step 7" in run.said
     assert "restart 1 of 1" in run.said
     assert run.mark() == whole
     assert run.state["restarts"] == 1
@@ -118,7 +118,7 @@ def test_r11_a_stopped_rank_is_named_within_the_timeout(data, tmp_path):
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault], LOCKSTEP_CHAOS_MARK=str(mark))
     assert time.time() - float(mark.read_text()) < 4 * 6  # noticed after about one timeout, not after ten
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it was in step 6" in run.last
+    assert "rank 1 did not arrive: it was in step 7" in run.last
     hang = (run.folder / "logs" / "hang-00000.txt").read_text()
     assert "Thread" in hang
     assert "collectives, oldest first" in hang
@@ -128,7 +128,7 @@ def test_r7_a_nan_is_named_and_never_saved(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": BLOCK, "do": "nan", "always": True}
     run = launch(data, tmp_path, faults=[fault], python=warm.python())
     assert run.code == 1, run.said
-    assert "step 7: the gradient is not finite (norm nan) and was not applied; micro-batch 1 (samples " in run.last
+    assert "step 8: the gradient is not finite (norm nan) and was not applied; micro-batch 1 (samples " in run.last
     assert "module 'blocks.0" in run.last
     path = checkpoint.newest(run.folder, say=print)
     assert checkpoint.read_state(path)["global_step"] == 5
@@ -331,7 +331,7 @@ def test_r7_a_bad_step_is_left_out(data, tmp_path, action):
         data, tmp_path, "--guards.nonfinite", action, faults=[{"rank": 1, "step": 7, "at": BLOCK, "do": "nan"}]
     )
     assert run.code == 0, run.said
-    assert json.loads((run.folder / "checkpoints" / "skips.json").read_text())["steps"] == [7]
+    assert json.loads((run.folder / "checkpoints" / "skips.json").read_text())["skipped"] == [8]
     assert run.steps == list(range(1, 15))
 
 
@@ -339,7 +339,7 @@ def test_r7_a_bad_step_is_left_out(data, tmp_path, action):
 def test_r11_a_rank_that_sleeps_is_named_with_its_line(data, tmp_path):
     run = launch(data, tmp_path, "--timeout", "6", faults=[{"rank": 1, "step": 7, "at": UPDATE, "do": "sleep"}])
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it is in step 7, at sitecustomize.py" in run.last
+    assert "rank 1 did not arrive: it is in step 8, at sitecustomize.py" in run.last
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_r12_a_slow_rank_is_named(data, tmp_path, rank):
 def test_r16_a_killed_loader_process_loses_no_sample(data, tmp_path, whole):
     run = launch(data, tmp_path, "--data.workers", "1", faults=[{"rank": 1, "step": 4, "at": BEAT, "do": "killworker"}])
     assert run.code == 0, run.said
-    assert "a loader process died at step" in run.said
+    assert "a loader process died in step" in run.said
     assert '"loading/restarts": 1.0' in (run.folder / "metrics.jsonl").read_text()
     assert run.mark() == whole
 
@@ -474,7 +474,7 @@ def test_a_rank_that_is_stopped_before_the_first_step_is_named(data, tmp_path):
     fault = {"rank": 1, "at": "lockstep.training.build:build_model", "do": "stop"}
     run = launch(data, tmp_path, "--timeout", "6", faults=[fault])
     assert run.code == 1, run.said
-    assert "rank 1 did not arrive: it was in its start, before step 0" in run.last
+    assert "rank 1 did not arrive: it was in its start, before step 1" in run.last
 
 
 @pytest.mark.slow

@@ -83,8 +83,8 @@ def test_a_lost_rank_is_replaced_between_two_steps_and_the_others_keep_their_pro
     assert process.returncode == 75, said
     text = log.read_text()
     assert re.search(r"WARNING rank 0 was the first to end, killed by SIGKILL, at step \d+ .*; the others go on", text)
-    assert re.search(r"INFO 2 ranks go on from step \d+ \(after", text)
-    assert re.search(r"INFO 3 ranks go on from step \d+, 1 of them new \(after", text)
+    assert re.search(r"INFO 2 ranks go on after step \d+ \(after", text)
+    assert re.search(r"INFO 3 ranks go on after step \d+, 1 of them new \(after", text)
     assert (after[1], after[2]) == (before[1], before[2])
     assert after[0] != before[0]
     taken = int(re.search(r"saved after step (\d+) of 150", said)[1])
@@ -169,7 +169,7 @@ def test_one_of_the_others_has_made_the_update_and_another_has_not(data, tmp_pat
         {"rank": 3, "step": 7, "at": UPDATE, "do": "kill"},
     ]
     run = survived(data, tmp_path, whole, faults, *more, processes=4)
-    assert "go on from step 8" in run.said
+    assert "go on after step 8" in run.said
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_a_new_process_that_ends_at_its_start_is_replaced_in_turn(data, tmp_path
 def test_a_stopped_rank_is_ended_and_the_others_go_on(data, tmp_path, whole):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "stop"}
     run = survived(data, tmp_path, whole, [fault], "--timeout", "5")
-    assert "rank 1 failed first at step 6" in run.said
+    assert "rank 1 failed first at step 7" in run.said
     assert "it said nothing while the others waited for it, and was ended; the others go on" in run.said
 
 
@@ -272,9 +272,9 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
     run = launch(data, tmp_path, *FOUR, faults=faults, processes=2, losses=8, python=warm.python())
     assert run.code == 1, run.said
     (absorbed,) = (line for line in run.said.splitlines() if line.endswith("the others go on"))
-    assert absorbed.startswith(f"warning: rank 1 failed first at step 7 (loading or computing): RuntimeError: {TEXT}")
+    assert absorbed.startswith(f"warning: rank 1 failed first at step 8 (loading or computing): RuntimeError: {TEXT}")
     assert run.last.startswith(
-        f"lockstep: error: rank 0 failed first at step 7 (loading or computing): RuntimeError: {TEXT}"
+        f"lockstep: error: rank 0 failed first at step 8 (loading or computing): RuntimeError: {TEXT}"
     )
     assert run.said.count("Traceback (most recent call last)") == 1  # the same of both
     assert run.steps == list(range(1, 8))
@@ -283,7 +283,7 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
 def test_r26_a_rank_that_exits_with_0_in_the_middle_is_lost_and_the_others_go_on(data, tmp_path, whole):
     fault = {"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}
     run = survived(data, tmp_path, whole, [fault], processes=2, python=warm.python())
-    assert "warning: rank 1 ended with code 0 before the run's end, at step 7" in run.said
+    assert "warning: rank 1 ended with code 0 before the run's end, at step 8" in run.said
     assert run.state["losses"] == 1
 
 
@@ -299,7 +299,7 @@ def test_r23_an_error_is_that_of_its_rank_on_any_engine_under_any_launcher(data,
     assert run.code == 1, run.said
     told = [line for line in run.said.splitlines() if f"RuntimeError: {TEXT}" in line][-1]
     assert f"rank {rank} " in told
-    assert "step 7 (loading or computing)" in told
+    assert "step 8 (loading or computing)" in told
     assert (told == run.last) == (start_by == "launch")  # torchrun ends with a line of its own
     assert run.said.count("raise kind(") == 1
     assert run.said.count(f"RuntimeError: {TEXT}") == 3 - (start_by == "launch")  # torchrun's table has it too

@@ -173,7 +173,7 @@ def test_a_weight_that_an_update_spoils_ends_the_run_and_a_resume_passes_over_it
     made = settings(tmp_path, policy, checkpoint=Checkpoint(keep=1))
     with (
         spoilt_by_updates(5),
-        pytest.raises(LockstepError, match=f"step 5: .*{WEIGHT} is not finite .*step 4") as found,
+        pytest.raises(LockstepError, match=f"step 6: .*{WEIGHT} is not finite .*step 5") as found,
     ):
         lockstep.train(made, Fit())
     assert found.value.exit_code == 1
@@ -188,7 +188,7 @@ def test_a_rollback_leaves_the_update_out_that_spoilt_the_weight(tmp_path):
     with spoilt_by_updates(5), lockstep.Run(settings(tmp_path, "rollback"), Fit()) as session:
         taken = [step.global_step for step in session]
     assert (taken, session.result.status) == ([1, 2, 3, 4, 5, *range(5, 13)], "finished")
-    assert '"steps": [4]' in (tmp_path / "r" / "checkpoints" / "skips.json").read_text()
+    assert '"skipped": [5]' in (tmp_path / "r" / "checkpoints" / "skips.json").read_text()
     assert not marked(tmp_path, 12)
 
 

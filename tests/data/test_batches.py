@@ -172,7 +172,7 @@ def test_a_declared_number_of_items_is_believed_after_it_was_counted_once():
     class Declared(Task):
         items_per_sample = 2
 
-    with refuses(DataError, "items_per_sample", "count", "rank 0", "step 0"):
+    with refuses(DataError, "items_per_sample", "count", "rank 0", "step 1"):
         next(batches(13, StepPlan(4, 2, 26), task=Declared()).from_step(0))
 
 
@@ -395,5 +395,5 @@ def test_a_mean_with_nothing_to_average_anywhere_is_refused():
         def count(self, batch):
             return 0
 
-    with pytest.raises(DataError, match="no micro-batch of steps 0 to 6 has an item"):
+    with pytest.raises(DataError, match="no micro-batch of steps 1 to 7 has an item"):
         next(batches(13, StepPlan(4, 2, 26), task=Nothing()).from_step(0))

@@ -130,9 +130,9 @@ class BadCount(Task):
     [
         (
             BadCollate(),
-            r"`collate` failed at rank 0, step 0, samples \d+, \d+: RuntimeError: DataLoader worker \(pid 7",
+            r"`collate` failed at rank 0, step 1, samples \d+, \d+: RuntimeError: DataLoader worker \(pid 7",
         ),
-        (BadCount(), r"`count` failed at rank 0, step 0, samples \d+, \d+: KeyError: 'none' \(test_loading.py:\d+\)"),
+        (BadCount(), r"`count` failed at rank 0, step 1, samples \d+, \d+: KeyError: 'none' \(test_loading.py:\d+\)"),
     ],
 )
 def test_an_error_in_the_tasks_own_code_is_named_in_one_line_and_is_no_dead_process(workers, task, line):
@@ -175,7 +175,7 @@ def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path)
     assert content(batches) == content(feed(Noisy()))
     assert loading_failures([guarded(Noisy()), batches.loader]) == [0, 0, 1]
     (tmp_path / "exit").touch()  # that would be the second in this start of the run
-    with pytest.raises(DataError, match=r"rank 0: a loader process died at step \d: "):
+    with pytest.raises(DataError, match=r"rank 0: a loader process died in step \d: "):
         content(batches)
 
 

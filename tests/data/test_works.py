@@ -45,7 +45,7 @@ def test_what_is_no_work_is_named(value):
         def work(self, dataset, samples):
             return value
 
-    with pytest.raises(DataError, match=r"`work`.*\[4, 5\] of step 1"):
+    with pytest.raises(DataError, match=r"`work`.*\[4, 5\] of step 2"):
         MicroBatchCosts(Bad(), range(29), Sequential(29), StepPlan(4, 2, 8))(1)
 
 

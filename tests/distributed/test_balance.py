@@ -217,7 +217,7 @@ def test_a_step_keeps_its_shares_however_many_changes_are_still_to_come():
 def test_what_was_asked_for_cannot_be_changed():
     balancer = Balancer(8, 2)
     balancer.at(7)
-    with pytest.raises(LockstepError, match="step 7"):
+    with pytest.raises(LockstepError, match="step 8"):
         balancer.bound([4, 4], 7)
     balancer.bound([4, 4], 8)
 

@@ -397,6 +397,10 @@ def test_steps_are_left_out_up_to_a_limit(tmp_path):
         skips.add(9, "bad")
     assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == [3, 5]
     assert Skips(tmp_path / "skips.json", 2, World(), PLAN | {"seed": 1}).steps == []  # other steps by these numbers
+    text = (tmp_path / "skips.json").read_text()
+    assert '"skipped": [4, 6]' in text
+    (tmp_path / "skips.json").write_text(text.replace('"skipped": [4, 6]', '"steps": [3, 5]'))  # an older file
+    assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == [3, 5]
     (tmp_path / "skips.json").write_text("[3")
     assert Skips(tmp_path / "skips.json", 2, World(), PLAN).steps == []
 
@@ -425,7 +429,7 @@ def test_the_list_of_steps_is_not_written_through_a_link(tmp_path):
     (tmp_path / "skips.json").symlink_to(tmp_path / "target")
     Skips(tmp_path / "skips.json", 2, World(), PLAN).add(3, "bad")
     assert not (tmp_path / "target").exists()
-    assert json.loads((tmp_path / "skips.json").read_text())["steps"] == [3]
+    assert json.loads((tmp_path / "skips.json").read_text())["skipped"] == [4]
     with pytest.raises(LockstepError, match="skips.json.*check the free space"):
         Skips(tmp_path / "none" / "skips.json", 2, World(), PLAN).add(3, "bad")
 

@@ -78,7 +78,7 @@ def test_a_body_that_others_wait_for_is_told_and_ends_the_run_with_its_line(tmp_
     assert "WARNING rank 1 has been in the body of the caller's loop for " in log
     assert "and end the run after --timeout 3 s" in log
     told = "".join(path.read_text() for path in (tmp_path / "default" / "logs").glob("rank-*.log"))
-    assert "rank 1 did not arrive: it is in step 1, at test_hang.py:" in told
+    assert "rank 1 did not arrive: it is in step 2, at test_hang.py:" in told
 
 
 def test_a_loader_that_hangs_ends_a_world_of_one(tmp_path):

@@ -77,7 +77,7 @@ def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
     store = Store()
     inquiry = asking(store)
     inquiry.tell(inquiry.heartbeats)
-    assert store.held["k/at/1"] == "step 4 (loading or computing)"
+    assert store.held["k/at/1"] == "4 step 5 (loading or computing)"
     inquiry.listen(inquiry.heartbeats)
     assert not inquiry.called
     assert "k/answers" not in store.held
@@ -91,7 +91,9 @@ def test_a_rank_tells_where_it_stands_and_hears_a_call_once_for_all(asking):
 
 
 def answer(rank, step, waits, line="a.py:1 in f"):
-    return f'{{"rank": {rank}, "step": {step}, "line": "{line}", "waits": {str(waits).lower()}}}\n'
+    return (
+        f'{{"rank": {rank}, "step": {step}, "number": {step + 1}, "line": "{line}", "waits": {str(waits).lower()}}}\n'
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,13 +102,13 @@ def answer(rank, step, waits, line="a.py:1 in f"):
         # a silent rank is named, with its last heartbeat
         ({"answers": answer(0, 4, True)}, "rank 2 did not arrive"),
         (
-            {"answers": answer(0, 4, True), "at_2": "step 3 (x)"},
+            {"answers": answer(0, 4, True), "at_2": "2 step 3 (x)"},
             "rank 2 did not arrive: it was in step 3 (x) at its last",
         ),
         ({}, "rank 0 did not arrive and rank 2 did not arrive"),
         # of those that answer the one that does not wait, else the one that is behind
-        ({"answers": answer(0, 4, True) + answer(2, 9, False)}, "rank 2 did not arrive: it is in step 9, at a"),
-        ({"answers": answer(0, 3, True) + answer(2, 4, True)}, "rank 0 did not arrive: it is in step 3, at a"),
+        ({"answers": answer(0, 4, True) + answer(2, 9, False)}, "rank 2 did not arrive: it is in step 10, at a"),
+        ({"answers": answer(0, 3, True) + answer(2, 4, True)}, "rank 0 did not arrive: it is in step 4, at a"),
     ],
 )
 def test_who_is_missing_is_told(asking, told, said):
@@ -124,7 +126,7 @@ def test_who_is_missing_is_told(asking, told, said):
 
 def test_one_rank_asks_and_the_others_read_its_verdict_or_ask_if_it_is_lost(asking):
     assert asking(Store(call="1", verdict="rank 2 did not arrive")).verdict("late") == "rank 2 did not arrive"
-    left = asking(Store(call="1", answers=answer(0, 4, True), at_2="step 3 (x)")).verdict("late")
+    left = asking(Store(call="1", answers=answer(0, 4, True), at_2="2 step 3 (x)")).verdict("late")
     assert left.startswith("rank 2 did not arrive: it was in step 3 (x)")
 
 
@@ -156,7 +158,7 @@ def test_a_verdict_of_a_thousand_ranks_accuses_the_lost_ones_alone_in_few_reques
 
 
 def test_looking_at_all_places_takes_two_requests_and_a_bounded_share_of_the_store():
-    store = Store(**{f"at_{rank}": f"step {rank} (a)" for rank in range(1024)})
+    store = Store(**{f"at_{rank}": f"{rank} step {rank + 1} (a)" for rank in range(1024)})
     places = Heartbeats(store, "k", 1024)
     assert places.passed(1021) == [1022, 1023]
     assert store.requests == 2
@@ -168,7 +170,7 @@ def test_looking_at_all_places_takes_two_requests_and_a_bounded_share_of_the_sto
 def test_where_a_silent_rank_stood_is_read_from_the_launchers_folder_first(asking, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     Progress.of(2).at(7, SAVING)
-    found = asking(Store(answers=answer(0, 4, True), at_2="step 3 (x)")).verdict("late")
+    found = asking(Store(answers=answer(0, 4, True), at_2="2 step 3 (x)")).verdict("late")
     assert found == f"rank 2 did not arrive: it was in {RankProgress.read(tmp_path / '2')}"
 
 
@@ -181,11 +183,11 @@ def test_a_meeting_point_that_is_silent_accuses_its_node_and_no_rank(asking, mon
     assert "did not arrive" not in silent
     alone = asking(Store())
     alone.heartbeats = None
-    assert alone.verdict("late").startswith("rank 1 made no progress: it is in step 4 (loading or computing), at ")
+    assert alone.verdict("late").startswith("rank 1 made no progress: it is in step 5 (loading or computing), at ")
 
 
 def test_who_waits_for_others_to_go_on_sees_those_beyond_and_ends_after_patience():
-    told = Heartbeats(Store(at_0="step 7 (a)", at_1="step 8 (b)"), "k", 2)
+    told = Heartbeats(Store(at_0="7 step 8 (a)", at_1="8 step 9 (b)"), "k", 2)
     assert waited_for(told, 7) == [1]
     assert waited_for(told, 8, patience=0.01) == []
     assert waited_for(told, 7, patience=0.0) == []
@@ -199,7 +201,7 @@ class Watch:
     """A watch of rank 0 of 2 with a timeout of 8 s, at a time of one's own."""
 
     def __init__(self, folder, monkeypatch, phase, size=2):
-        self.now, self.failed, store = 100.0, False, Store(at_0="step 3 (a)", at_1="step 3 (a)")
+        self.now, self.failed, store = 100.0, False, Store(at_0="3 step 4 (a)", at_1="3 step 4 (a)")
         self.held = store.held
         progress = SimpleNamespace(phase=phase, since=100.0, step=3)
         exchange = SimpleNamespace(progress=progress, has_failed=lambda: self.failed)
@@ -229,7 +231,7 @@ def test_an_exchange_that_failed_is_given_a_second_and_one_that_came_back_is_for
 def test_a_loss_that_one_rank_reads_alone_is_told_after_a_second(tmp_path, monkeypatch):
     watch = Watch(tmp_path, monkeypatch, READING)
     assert watch.at(1.1) == ""  # the other may read it too
-    watch.held["k/at/1"] = "step 4 (a)"
+    watch.held["k/at/1"] = "4 step 5 (a)"
     assert watch.at(0.9) == ""
     assert str(watch.at(1.4)).startswith("rank 0: the loss was read after step 4, and not on rank 1")
     alone = Watch(tmp_path, monkeypatch, READING, size=1)

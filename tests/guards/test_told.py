@@ -29,7 +29,7 @@ class Store:
 
 
 def test_who_waits_for_the_others_asks_now_and_then_where_they_stand():
-    store = Store(after=1.2, places=("step 7 a", "step 7 b"))
+    store = Store(after=1.2, places=("7 step 8 a", "7 step 8 b"))
     assert all_do(Heartbeats(store, "k", 2), "stop", 7, lambda: 30.0)
     assert store.asked == 2  # for all ranks, after half a second and after one
 
@@ -41,14 +41,14 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
         clock.now += seconds
 
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    store = Store(after=0.0, places=("step 7 a", "step 7 b"))
+    store = Store(after=0.0, places=("7 step 8 a", "7 step 8 b"))
     assert waited_for(Heartbeats(store, "k", 2), 7) == []
     assert 52.0 < clock.now < 54.0  # the person waits for the line that names the rank
     asked, began = store.check, clock.now
 
     def check(keys):
         if clock.now > began + 2.0:
-            store.held["k/at/1"] = "step 8 b"
+            store.held["k/at/1"] = "8 step 9 b"
         return asked(keys)
 
     store.check = check
@@ -57,6 +57,8 @@ def test_a_rank_is_given_two_words_of_a_second_each_to_say_that_it_went_on(monke
 
 def test_a_rank_that_went_on_is_seen_by_its_place_and_one_that_is_silent_after_patience():
     began = time.monotonic()
-    assert not all_do(Heartbeats(Store(after=60.0, places=("step 7 a", "step 9 b")), "k", 2), "stop", 7, lambda: 30.0)
+    assert not all_do(
+        Heartbeats(Store(after=60.0, places=("7 step 8 a", "9 step 10 b")), "k", 2), "stop", 7, lambda: 30.0
+    )
     assert not all_do(Heartbeats(Store(after=60.0), "k", 2), "stop", 7, lambda: 0.2)
     assert time.monotonic() - began < 15.0

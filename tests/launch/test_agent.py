@@ -86,7 +86,7 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     mine._explain(processes, group)
     assert processes[0].returncode == -signal.SIGKILL
     assert (mine._failure.rank, mine._failure.code, mine.has_cause) == (5, 1, False)
-    line = "rank 5 ended first, with code 1 and no message, before step 0"
+    line = "rank 5 ended first, with code 1 and no message, before step 1"
     assert capfd.readouterr().err == f"lockstep: {line}; restart 2 of 3\n"
     assert str(mine.error()) == f"{line}; the same command goes on from the newest checkpoint, if there is one"
     assert mine.error().exit_code == 1
@@ -153,15 +153,15 @@ def test_what_all_ranks_found_together_is_told_as_such_and_what_one_found_is_not
     same = {0: "step 3: nan", 1: "step 3: nan"}
     for notes, line in (
         (same, "step 3: nan"),
-        ({0: "step 3: nan", 1: "another"}, "rank 4 failed first before step 0: step 3: nan"),
-        ({0: "lost rank 5", 1: "step 3: nan"}, "rank 5 failed first before step 0: step 3: nan"),
+        ({0: "step 3: nan", 1: "another"}, "rank 4 failed first before step 1: step 3: nan"),
+        ({0: "lost rank 5", 1: "step 3: nan"}, "rank 5 failed first before step 1: step 3: nan"),
     ):
         mine, processes, group = watched(BAD, BAD, notes=notes, ended=[0, 1])
         mine._explain(processes, group)
         assert (str(mine.error()), mine.has_cause) == (line, True)
     mine, processes, group = watched(GOOD, BAD, notes=same, ended=[0, 1])
     mine._explain(processes, group)
-    assert str(mine.error()) == "rank 5 failed first before step 0: step 3: nan"
+    assert str(mine.error()) == "rank 5 failed first before step 1: step 3: nan"
 
 
 def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missing(watched, tmp_path, monkeypatch):
@@ -171,8 +171,8 @@ def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missi
     mine, processes, group = watched(STOPS, BAD, STOPS, notes={1: lost}, ended=[1])
     Progress.of(6).at(2, 2)
     mine._explain(processes, group)
-    stood = "rank 4 did not arrive: it was in its start, before step 0 and "
-    stood += "rank 6 did not arrive: it was in step 2 (loading or computing)"
+    stood = "rank 4 did not arrive: it was in its start, before step 1 and "
+    stood += "rank 6 did not arrive: it was in step 3 (loading or computing)"
     assert mine._failure.message == stood + said
     assert not mine.has_cause
     for commands, text in (((STOPS, BAD), "step 3: nan"), ((STOPS, BAD), "lost rank 4"), ((GOOD, BAD), lost)):
@@ -192,15 +192,15 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched):
 @pytest.mark.parametrize(
     ("code", "message", "kills", "words"),
     [
-        (-9, "", 8, "rank 1 was the first to end, killed by SIGKILL, before step 0: out of memory, by the kernel"),
-        (-9, "", 7, "by SIGKILL, before step 0: something outside the run killed it"),
-        (-15, "", 8, "by SIGTERM, before step 0: somebody or something ended it before its steps began"),
-        (-2, "", 7, "by SIGINT, before step 0: somebody or something ended it before its steps began"),
-        (-1, "", 7, "by SIGHUP, before step 0: somebody or something ended it before its steps began"),
-        (-11, "", 8, "by SIGSEGV, before step 0: it crashed; its stack is above"),
-        (-9, "no", 8, "rank 1 failed first before step 0: no"),
-        (-15, "no", 7, "rank 1 failed first before step 0: no"),
-        (3, "no", 7, "rank 1 failed first before step 0: no"),
+        (-9, "", 8, "rank 1 was the first to end, killed by SIGKILL, before step 1: out of memory, by the kernel"),
+        (-9, "", 7, "by SIGKILL, before step 1: something outside the run killed it"),
+        (-15, "", 8, "by SIGTERM, before step 1: somebody or something ended it before its steps began"),
+        (-2, "", 7, "by SIGINT, before step 1: somebody or something ended it before its steps began"),
+        (-1, "", 7, "by SIGHUP, before step 1: somebody or something ended it before its steps began"),
+        (-11, "", 8, "by SIGSEGV, before step 1: it crashed; its stack is above"),
+        (-9, "no", 8, "rank 1 failed first before step 1: no"),
+        (-15, "no", 7, "rank 1 failed first before step 1: no"),
+        (3, "no", 7, "rank 1 failed first before step 1: no"),
     ],
 )
 def test_the_last_line_says_what_a_code_means(watched, monkeypatch, code, message, kills, words):

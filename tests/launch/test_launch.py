@@ -186,8 +186,8 @@ def test_the_first_failure_is_not_the_one_that_followed():
     killed = ProcessFailure(1, -signal.SIGKILL, when=2.0, place=place)
     later = ProcessFailure(2, 1, "RuntimeError: something", when=3.0)
     assert first_failure([lost, later, killed]) is killed
-    assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 7 (loading or computing)"
-    assert str(later) == "rank 2 failed first before step 0: RuntimeError: something"
+    assert str(killed) == "rank 1 was the first to end, killed by SIGKILL, at step 8 (loading or computing)"
+    assert str(later) == "rank 2 failed first before step 1: RuntimeError: something"
     assert first_failure([lost]) is lost
 
 
@@ -286,7 +286,7 @@ def test_a_rank_that_a_signal_ended_comes_before_those_that_lost_it(tmp_path):
     lost = ProcessFailure(0, 1, "rank 0 lost the other ranks", follows=True, when=1.0)
     ended = ProcessFailure.read(1, -signal.SIGTERM, tmp_path / "none", None, 2.0)
     assert first_failure([lost, ended]) == ended
-    assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 0"
+    assert str(ended) == "rank 1 was the first to end, killed by SIGTERM, before step 1"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_progress_outlives_the_process(tmp_path, monkeypatch):
     progress = Progress.of(3)
     progress.at(12, COMPUTING)
     place = RankProgress.read(tmp_path / "3")
-    assert str(place) == "step 12 (loading or computing)" == str(progress.place)
+    assert str(place) == "step 13 (loading or computing)" == str(progress.place)
     assert RankProgress.read(tmp_path / "4") is None
     (tmp_path / "5").write_bytes(b"short")
     assert RankProgress.read(tmp_path / "5") is None

@@ -85,7 +85,7 @@ def test_ctrl_c_ends_a_script_on_two_ranks_with_one_line_that_tells_what_was_sav
 def test_a_refusal_of_a_script_is_one_line_and_its_own_exit_code(script):
     done = launched(script, "--engine", "single")
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("lockstep: error: before step 0: --engine single with 2")
+    assert done.stderr.strip().splitlines()[-1].startswith("lockstep: error: before step 1: --engine single with 2")
     assert "Traceback" not in done.stderr
 
 

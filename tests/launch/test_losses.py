@@ -93,7 +93,7 @@ def test_the_others_go_on_once_all_of_them_have_left_their_groups():
     found = run.called(1)
     assert (found.number, found.members, found.fresh) == (1, ["0", "2"], [])
     assert [report.steps for report in found.reports.values()] == [7, 8]
-    assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 0"]
+    assert found.lost == ["rank 1 was the first to end, killed by SIGKILL, before step 1"]
     assert run.losses.replace == ["1"]
     assert [run.losses.rank_of(name) for name in ("0", "1", "2")] == [0, None, 1]
 
@@ -260,7 +260,7 @@ def test_a_replica_with_a_loss_leaves_whole_and_counts_as_one_loss():
     found = run.called(1)
     assert (found.members, sorted(run.losses.replace)) == (["0", "1", "4", "5"], ["2", "3"])
     assert found.lost == [
-        "rank 3 was the first to end, killed by SIGKILL, before step 0; rank 2, with other parts of the same replica, "
+        "rank 3 was the first to end, killed by SIGKILL, before step 1; rank 2, with other parts of the same replica, "
         "left with it"
     ]
     assert run.losses.rank_of("4") == 2

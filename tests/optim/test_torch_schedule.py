@@ -94,11 +94,11 @@ def test_a_run_has_them_and_a_resume_too(tmp_path):
         (lambda optimizer, steps: theirs.OneCycleLR(optimizer, LR, total_steps=steps), "cycle_momentum=False"),
         (
             lambda optimizer, steps: theirs.OneCycleLR(optimizer, LR, total_steps=7, cycle_momentum=False),
-            "in step 8 of 40",
+            "in step 9 of 40",
         ),
         (
             lambda optimizer, steps: theirs.LambdaLR(optimizer, [float, float]),
-            "failed in step 0 of 40: ValueError: Expec",
+            "failed in step 1 of 40: ValueError: Expec",
         ),
         (lambda optimizer, steps: [1.0] * steps, "the function returned list"),
         (

@@ -186,7 +186,7 @@ def test_a_run_that_stops_sleeps_and_resumes(tmp_path, capsys, monkeypatch):
     assert dispatch(["goodput", str(tmp_path / "r")]) == 0
     said = capsys.readouterr().out
     assert "the caller's own loop body" in said
-    assert "steps 5 to 12, 1 rank: finished" in said
+    assert "steps 6 to 12, 1 rank: finished" in said
     assert dispatch(["goodput", str(tmp_path / "r"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["wall_seconds"] == pytest.approx(sum(told["seconds"].values()))

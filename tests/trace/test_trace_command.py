@@ -191,7 +191,7 @@ def test_a_script_that_asks_for_torch_first_and_a_disk_that_is_full(tmp_path):
     (tmp_path / "train.py").write_text(FULL)
     traced = ran("-m", "lockstep", "trace", "-o", "one", "--", sys.executable, "train.py", cwd=tmp_path)
     assert (traced.returncode, traced.stdout) == (0, "to its end\n"), traced.stderr
-    assert "recording ended at step 2: OSError: [Errno 28] No space left on device" in traced.stderr
+    assert "recording ended in step 3: OSError: [Errno 28] No space left on device" in traced.stderr
     (path,) = (tmp_path / "one").glob("rank*")
     first, second = (step["fwd"][0]["rng"][1]["python"] for step in read(tmp_path / "one").parts[0].ranks[0].steps)
     assert first != second
@@ -233,14 +233,14 @@ def test_a_difference_is_a_line_an_object_and_a_code(folder, tmp_path, capsys):
             for group in line.get("groups", ()):
                 group["lr"] = 0.2 if line["k"] > 1 else group["lr"]
         (other / path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(DifferenceError, match="not the same training: schedule at step 2") as caught:
+    with pytest.raises(DifferenceError, match="not the same training: schedule in step 3") as caught:
         cli.dispatch(["compare", str(folder / "one"), str(other)])
     assert caught.value.exit_code == 3
     assert "the learning rate is 0.2 instead of 0.1" in capsys.readouterr().out
     with pytest.raises(DifferenceError):
         cli.dispatch(["compare", str(folder / "one"), str(other), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert (found["same"], found["finding"]["step"], found["finding"]["cause"]) == (False, 2, "schedule")
+    assert (found["same"], found["finding"]["step"], found["finding"]["cause"]) == (False, 3, "schedule")
 
 
 SPAWNING = """
@@ -358,7 +358,7 @@ def test_a_weight_that_moves_between_two_steps_is_seen(touch, moved, plain, tmp_
     assert begins == [number > 0 and not (moved and number == 5) for number in range(8)]
     with pytest.raises(DifferenceError) if moved else contextlib.nullcontext():
         cli.dispatch(["compare", str(plain), "touched"])
-    assert ("step 5" in capsys.readouterr().out) is moved
+    assert ("step 6" in capsys.readouterr().out) is moved
 
 
 @pytest.fixture(scope="module")

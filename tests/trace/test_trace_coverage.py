@@ -215,7 +215,7 @@ def test_each_value_that_is_not_finite_counts(monkeypatch):
     unseen.add(SimpleNamespace(at=(3, 3)))
     unseen.add(SimpleNamespace(at=(4, 4)))
     assert unseen.counts == {"gradients": 4, "weights": 2}
-    assert names(" ".join(unseen.text(Counter(gradients=6))), "step 3", "6 of 10 gradients", "0 of 2 weights")
+    assert names(" ".join(unseen.text(Counter(gradients=6))), "step 4", "6 of 10 gradients", "0 of 2 weights")
 
 
 @pytest.mark.parametrize(

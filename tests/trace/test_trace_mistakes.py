@@ -201,7 +201,7 @@ def test_two_versions_part_in_a_module(two):
     one, other = two(world=1, name="one", variables=every), two("kernel", world=1, variables=every)
     verdict = judged(one, other)
     assert (verdict.finding, verdict.bits) == (None, 3)
-    assert verdict.notes == ["the bits first differ in step 3, in the output of norm"]
+    assert verdict.notes == ["the bits first differ in step 4, in the output of norm"]
     seldom = judged(two(world=1, name="three"), two("kernel", world=1, name="four"))
     assert names(seldom.notes[0], "step", "gradient", "first.weight", "--modules")
 
@@ -212,7 +212,7 @@ def test_a_run_against_its_own_resume(one, two, tmp_path):
     whole = one()
     verdict = judged(whole, two(world=1, begin=3, saved=saved))
     assert (verdict.finding, verdict.bits, verdict.judged) == (None, 3, 3)
-    assert names(verdict.notes[0], "step 2")
+    assert names(verdict.notes[0], "step 3")
     made = judged(whole, two("made-state", world=1, name="made", begin=3, saved=saved))
     assert (made.finding, made.bits, made.judged) == (None, 3, 3)
     for mistake, step, stage, cause in (
@@ -292,7 +292,7 @@ def test_a_command_that_failed_is_compared_as_far_as_it_goes(one, two):
     failed, both = (dataclasses.replace(each, info={**each.info, "code": 1}) for each in (short, whole))
     verdict = judged(whole, failed)
     assert (verdict.word, verdict.judged) == ("NOT PROVED", 3)
-    assert verdict.missing == [f"{short.name} ended with exit code 1 after step 2"]
+    assert verdict.missing == [f"{short.name} ended with exit code 1 after step 3"]
     crashed = judged(both, failed)
     assert (crashed.word, len(crashed.missing)) == ("NOT PROVED", 2)
     assert judged(both, both).word == "NOT PROVED"
@@ -312,5 +312,5 @@ def test_the_limits_are_kept(one, two):
     assert judged(one(), small).finding is None
     two(name="small", variables={"LOCKSTEP_TRACE_MAX_MB": "0.02"})  # a restart: a line of a process's own is its all
     assert sum(path.stat().st_size for path in Path(small.name).glob("rank*")) <= 0.02 * 2**20 + 2 * 1024
-    assert "recording ended at step" in summary(Path(small.name))
+    assert "recording ended after step" in summary(Path(small.name))
     assert len(read(Path(small.name)).parts) == 1

@@ -220,5 +220,5 @@ def test_a_loader_counts_weights_and_samples_that_are_left_out():
         assert [weight for _, weight in found] == [count / items for count, _ in found]
     one_less = lengths(collate=lambda samples: default_collate(samples[1:]))
     assert one_less == [(12, [(3, 0.25)] * 4)] * 2
-    with pytest.raises(DataError, match="`count` returned -0.5 at rank 0, step 0"):
+    with pytest.raises(DataError, match="`count` returned -0.5 at rank 0, step 1"):
         lengths(lambda batch: -0.5)

@@ -189,7 +189,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_buffers_as_if_it_had_not_b
 def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_path, lag):
     task = Task(48, bad=(samples_of(7, 48)[3],))
     config = settings(tmp_path, 12)
-    with pytest.raises(LockstepError, match=r"step 7: the gradient is not finite .* micro-batch 1 \(samples"):
+    with pytest.raises(LockstepError, match=r"step 8: the gradient is not finite .* micro-batch 1 \(samples"):
         go(None, config, task)
     alike(kept(tmp_path), by_hand(task, settings(tmp_path, 12, stop_at=6), range(6, 12))[0])
     assert list(losses(tmp_path)) == list(range(1, 8))  # the step that stopped it has no record, whenever it was read
@@ -198,7 +198,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_nothing_of_it_is_kept(tmp_p
 def test_one_step_more_than_the_limit_stops_the_run(tmp_path, lag):
     bad = tuple(samples_of(step, 48)[0] for step in (2, 5, 8))
     config = settings(tmp_path, 12, guards={"nonfinite": "skip", "limit": 2})
-    with pytest.raises(LockstepError, match="step 8: .*2 steps were skipped before"):
+    with pytest.raises(LockstepError, match="step 9: .*2 steps were skipped before"):
         go(None, config, Task(48, bad))
     assert go(None, settings(tmp_path, 12, guards={"nonfinite": "skip", "limit": 3}), Task(48, bad))[1] == 0
     assert losses(tmp_path)[12]["steps_left_out"] == 3
@@ -226,7 +226,7 @@ def test_a_spike_that_is_not_left_out_trains(tmp_path, policy, lag):
     assert go(None, config, task)[1] == 0
     alike(kept(tmp_path), by_hand(task, config)[0])
     said = (tmp_path / "r" / "logs" / "rank-00000.log").read_text()
-    assert (f"step {SPIKE}: the gradient's norm" in said) == (policy == "warn")
+    assert (f"step {SPIKE + 1}: the gradient's norm" in said) == (policy == "warn")
     assert "steps_left_out" not in losses(tmp_path)[45]
 
 

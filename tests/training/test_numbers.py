@@ -225,7 +225,7 @@ def differing(world, folder):
 def test_ranks_with_other_names_end_in_the_first_step(tmp_path):
     for said in run(differing, 2, tmp_path):
         assert "'kept'" in said
-        assert "rank 1, step 0" in said
+        assert "rank 1, step 1" in said
     assert not jsonl.read(tmp_path / "r" / "metrics.jsonl")
 
 

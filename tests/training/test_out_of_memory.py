@@ -175,7 +175,7 @@ def test_the_rest_is_trained_as_from_a_resume_with_the_smaller_size(tmp_path, pa
         lockstep.train(settings(tmp_path / "b", stop_at=start, **changes), Tight(dropout=0.2))
     lockstep.train(settings(tmp_path / "b", **changes | {"micro_batch_size": 2}), Tight(dropout=0.2))
     assert mark(tmp_path / "a") == mark(tmp_path / "b")
-    names(*cuts(tmp_path / "a"), f"step {start}", "rank 0")
+    names(*cuts(tmp_path / "a"), f"step {start + 1}", "rank 0")
 
 
 def test_what_its_loss_wrote_into_its_own_tensors_goes_back_to_the_newest_checkpoint(tmp_path):
@@ -198,7 +198,7 @@ def test_a_later_start_takes_the_smaller_size_and_says_so(tmp_path, capfd):
 
 
 def test_a_sample_that_does_not_fit_ends_the_run_and_so_does_any_step_without_the_flag(tmp_path):
-    with refuses(LockstepError, "rank 0", name_settings("--micro-batch-size 1"), "step 3"):
+    with refuses(LockstepError, "rank 0", name_settings("--micro-batch-size 1"), "step 4"):
         lockstep.train(smaller(tmp_path / "a", micro_batch_size=1), Tight({24: 0}))
     with refuses(LockstepError, "rank 0", "2.50 GiB"):
         lockstep.train(settings(tmp_path / "b"), Tight({6: 2}))
@@ -282,7 +282,7 @@ def test_without_a_launcher_the_run_ends_and_the_same_start_goes_on_with_the_siz
     with pytest.raises(RankError) as caught:
         run(alone, 2, tmp_path)
     assert caught.value.rank == 1
-    names(str(caught.value), "step 4", name_settings("--on-oom"), "--max-restarts")
+    names(str(caught.value), "step 5", name_settings("--on-oom"), "--max-restarts")
     run(alone, 2, tmp_path)
     assert_close(weights(tmp_path), by_hand(Tight(), settings(tmp_path)))
 

@@ -317,7 +317,7 @@ def test_losses_of_micro_batches_are_averaged_as_means_are(tmp_path):
 
 
 def test_labels_that_are_all_masked_are_refused_before_training(tmp_path):
-    with pytest.raises(DataError, match="no micro-batch of steps 0 to 11 has an item"):
+    with pytest.raises(DataError, match="no micro-batch of steps 1 to 12 has an item"):
         go(None, config(tmp_path), Masked())
     assert not list((tmp_path / "r").rglob("step-*"))
 

@@ -113,12 +113,12 @@ def refused(world, folder, task, changes):
         (
             "Weightless",
             {"engine": "ddp"},
-            "the task's `work` returned 0.0 for the samples [0] of step 0",
+            "the task's `work` returned 0.0 for the samples [0] of step 1",
         ),
         (
             "Unknown",
             {"engine": "ddp"},
-            "the task's `work` failed at step 0, samples [0]: KeyError: 'length' (tasks_for_",
+            "the task's `work` failed at step 1, samples [0]: KeyError: 'length' (tasks_for_",
         ),
     ],
 )

@@ -478,7 +478,7 @@ def test_nan_that_the_guards_are_to_leave_out_is_no_error(tmp_path):
 
 
 def test_a_count_of_nothing_anywhere_is_refused(tmp_path):
-    assert "no micro-batch of steps 0 to 0 has an item" in refused(tmp_path, Given(items=0), DataError)
+    assert "no micro-batch of steps 1 to 1 has an item" in refused(tmp_path, Given(items=0), DataError)
 
 
 def test_a_loader_is_no_dataset(tmp_path):

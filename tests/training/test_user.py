@@ -456,9 +456,9 @@ def test_an_own_optimizer_goes_with_every_engine(tmp_path, engine):
         ("optimizer", lambda self, model, config: 3, ("int", "torch.optim.Optimizer")),
         ("optimizer", lambda self, model, config: torch.optim.SGD(nn.Linear(2, 2).parameters()), (2, "`model`")),
         ("optimizer", lambda self, model, config: 1 / 0, ("ZeroDivisionError",)),
-        ("schedule", lambda self, step, steps: math.nan, ("nan", "step 0 of 6")),
-        ("schedule", lambda self, step, steps: 1 / step, ("step 0 of 6", "ZeroDivisionError")),
-        ("schedule", lambda self, step, steps: "no", ("'no'", "step 0 of 6")),
+        ("schedule", lambda self, step, steps: math.nan, ("nan", "schedule(0, 6)")),
+        ("schedule", lambda self, step, steps: 1 / step, ("step 1 of 6", "ZeroDivisionError")),
+        ("schedule", lambda self, step, steps: "no", ("'no'", "schedule(0, 6)")),
     ],
 )
 def test_a_mistake_in_optimizer_or_schedule_is_one_line_before_anything_is_written(tmp_path, method, value, cause):

@@ -33,7 +33,7 @@ def found(task, config, folder, names, engines=("ddp",), world_size=2):
 
 
 def _found(task, config, folder, names, engines, world_size):
-    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT)
+    request = VerifyRequest(config, task, steps=STEPS, resume_at=RESUME, plant_at=AT + 1)
     executor = LocalExecutor(config, folder)
     executor.run(reference_specs(request, folder, fault(names[0]), compiled=False))
     reference = read_trace(folder, "reference", 1)[0]

@@ -345,7 +345,7 @@ def test_a_table_says_everything_in_words():
     rows = [TableRow(REFERENCE, "equal"), TableRow(Combination("ddp", 4), "different", difference=difference)]
     table = VerifyTable("title", rows)
     assert not table.ok
-    assert "DIFFERENT from step 3, rank 1 (and 2), head.weight: [0] is 1.0 instead of 2.0. Cause: reduction" in str(
+    assert "DIFFERENT from step 4, rank 1 (and 2), head.weight: [0] is 1.0 instead of 2.0. Cause: reduction" in str(
         table
     )
     assert all(STAGES.values())

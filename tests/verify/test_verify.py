@@ -143,8 +143,8 @@ def test_a_script_without_a_guard_is_told_so(tmp_path):
         [sys.executable, str(file)], env=environment(TMPDIR=str(scratch)), capture_output=True, text=True, check=False
     )
     assert not list(scratch.glob("lockstep-*"))
-    assert done.stderr.splitlines()[-1].endswith('below `if __name__ == "__main__":`'), done.stderr
-    assert done.stderr.count("Traceback") == 2, done.stderr  # the error and its cause, of the script alone
+    assert done.stderr.splitlines()[-1].endswith('under `if __name__ == "__main__":`'), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -175,13 +175,13 @@ def test_inside_a_torchrun_job(tmp_path):
     here = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
     flags = ["verify", *FLAGS.split()[:-2], "--task", f"{file}:Mine"]
-    for more, code in (([], 0), (["--plant", "bit-flip", "--plant-at", "1"], 1)):
+    for more, code in (([], 0), (["--plant", "bit-flip", "--plant-at", "2"], 1)):
         done = subprocess.run(
             [*launcher, *flags, *more], env=environment(PYTHONPATH=here), capture_output=True, text=True, check=False
         )
         assert done.returncode == code, done.stdout + done.stderr  # torchrun makes 1 of 3
         assert done.stdout.count("single x1") == 1
-    assert "step 1, rank 1, embedding.weight" in done.stdout
+    assert "step 2, rank 1, embedding.weight" in done.stdout
 
 
 def test_a_forward_that_depends_on_the_rank_is_named():
@@ -281,7 +281,7 @@ def test_the_command_writes_a_certificate_and_holds_another_run_against_it(tmp_p
     assert "against the certificate, within rounding: it agrees" in capsys.readouterr().out
     with pytest.raises(DifferenceError, match="not the same training: the certificate"):
         cli.dispatch([*again, "--against", str(tmp_path / "other.json")])
-    assert names(capsys.readouterr().out, "step 1", "micro-batch 3", "randomness")
+    assert names(capsys.readouterr().out, "step 2", "micro-batch 3", "randomness")
     assert not list(Path.cwd().iterdir()), "only --out writes"
 
 

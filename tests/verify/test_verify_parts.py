@@ -50,10 +50,10 @@ def test_the_step_of_a_fault_and_of_the_resume_are_apart():
         for steps in range(1, 9)
     }
     assert found == {1: (0, 0), 2: (1, 0), 3: (1, 2), 4: (2, 1), 5: (2, 1), 6: (3, 2), 7: (3, 2), 8: (4, 2)}
-    asked = VerifyRequest(Config(), steps=8, resume_at=7, plant_at=7)
+    asked = VerifyRequest(Config(), steps=8, resume_at=7, plant_at=8)
     assert (asked.resume, asked.fault_step) == (7, 7)
-    assert VerifyRequest(Config(), steps=8, resume_at=0, plant_at=0).resume == 0
-    for wrong in ({"resume_at": 8}, {"resume_at": -1}, {"plant_at": 8}, {"plant_at": -1}, {"steps": 0}):
+    assert VerifyRequest(Config(), steps=8, resume_at=0, plant_at=1).resume == 0
+    for wrong in ({"resume_at": 8}, {"resume_at": -1}, {"plant_at": 9}, {"plant_at": 0}, {"steps": 0}):
         with pytest.raises(ConfigError):
             VerifyRequest(Config(), **{"steps": 8, **wrong})
 

@@ -210,7 +210,9 @@ class Rates:
     def _factors(self) -> list[float]:
         factors = [row["lr"] / base if base else 0.0 for row, base in zip(self._now, self.base, strict=True)]
         if not all(map(math.isfinite, factors)):
-            raise ConfigError(f"{self._caller}: a scheduler gives a rate that is not finite in step {self._position}")
+            raise ConfigError(
+                f"{self._caller}: a scheduler gives a rate that is not finite in step {self._position + 1}"
+            )
         return factors
 
     def _values(self) -> list[dict[str, Any]]:

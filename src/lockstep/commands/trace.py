@@ -52,7 +52,7 @@ def compare_command(argv: list[str]) -> int:
         hint = lint_hint(_scripts(Path(args.two).expanduser()))
         if hint:
             print(f"lockstep compare: {hint}", file=sys.stderr)
-        raise DifferenceError(f"not the same training: {verdict.finding.stage} at step {verdict.finding.step}")
+        raise DifferenceError(f"not the same training: {verdict.finding.stage} in step {verdict.finding.step + 1}")
     if verdict.missing:
         raise DifferenceError(printable(f"not proved to be the same training: {verdict.missing[0]}"))
     return 0
@@ -144,18 +144,16 @@ def _say(line: str) -> None:
 
 
 def _span(text: str) -> tuple[int, int | None]:
-    """`100:200` -> (100, 200); `100:` and `:200` leave the other end open."""
+    """`101:200` -> (100, 200), the steps as a range from 0; `101:` and `:200` leave the other end open."""
     if not text:
         return 0, None
     first, colon, last = text.partition(":")
     try:
-        span = int(first or 0), int(last) if last else None
+        span = int(first or 1) - 1, int(last) if last else None
     except ValueError:
         span = -1, None
     if not colon or span[0] < 0 or (span[1] is not None and span[1] <= span[0]):
-        raise ConfigError(
-            f"--steps '{text}': give FIRST:END, the first step and the one after the last, such as 0:100 or 500:520"
-        )
+        raise ConfigError(f"--steps '{text}': give FIRST:LAST, both included, such as 1:100 or 501:520")
     return span
 
 
@@ -169,7 +167,7 @@ def _trace_parser() -> Parser:
     )
     add = parser.add_argument
     add("-o", "--out", required=True, metavar="DIR", help="a new folder for the trace")
-    add("--steps", default="", metavar="A:B", help="optimizer steps to record, B excluded (default: all)")
+    add("--steps", default="", metavar="A:B", help="optimizer steps to record, both included (default: all)")
     text = "maximum size of the folder in MiB, over all processes and restarts; recording ends there "
     text += "(default: %(default)s)"
     add("--max-mb", type=float, default=1024.0, metavar="N", help=text)

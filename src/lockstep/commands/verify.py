@@ -75,12 +75,12 @@ def _parser() -> Parser:
     add("--engines", action=_NotingAction, default="", help=text)
     add("--world-sizes", action=_NotingAction, default="1,2", help="numbers of processes (default: %(default)s)")
     add("--steps", action=_NotingAction, type=int, default=8, help="steps of each run (default: %(default)s)")
-    text = "save, exit and resume before this step (default: half-way; 0: never)"
+    text = "save, exit and resume after this step (default: half-way; 0: never)"
     add("--resume-at", action=_NotingAction, type=int, help=text)
     add(
         "--plant", default="", metavar="NAME", help=f"inject a fault and check that it is detected: {', '.join(FAULTS)}"
     )
-    text = "step of the injected fault (default: 2, or 1 if the run resumes there)"
+    text = "step of the injected fault (default: 3, or 2 if the run resumes before it)"
     add("--plant-at", type=int, help=text)
     add("--skip-unavailable", action="store_true", help="skip what cannot run here, and report it")
     add("-o", "--out", default="", metavar="FILE", help="write a certificate, for --against on any machine")

@@ -371,7 +371,7 @@ class Batches:
                 if items:
                     return data
         raise DataError(
-            f"no micro-batch of steps {step} to {last - 1} has an item to train on; check the labels and the task's "
+            f"no micro-batch of steps {step + 1} to {last} has an item to train on; check the labels and the task's "
             "`count`"
         )
 
@@ -537,13 +537,13 @@ class MicroBatchCosts:
         except LockstepError:
             raise
         except Exception as error:
-            raise blamed("work", error, f"step {step}, samples {samples[:8]}") from error
+            raise blamed("work", error, f"step {step + 1}, samples {samples[:8]}") from error
 
     def _cost(self, samples: list[int], step: int) -> float:
         cost = self._estimate(samples, step)
         if cost is None or not (math.isfinite(cost) and cost > 0.0):
             raise DataError(
-                f"the task's `work` returned {cost} for the samples {samples[:8]} of step {step}; return a finite "
+                f"the task's `work` returned {cost} for the samples {samples[:8]} of step {step + 1}; return a finite "
                 "number above 0, the cost of a micro-batch with these samples"
             )
         return cost

@@ -209,7 +209,7 @@ class Fetch:
 
     def _location(self, key: Key) -> str:
         samples = ", ".join(str(sample) for sample in key.samples[:8]) + (", ..." if len(key.samples) > 8 else "")
-        return f"{rank_label(self._rank)}, step {key.step}, samples {samples}"
+        return f"{rank_label(self._rank)}, step {key.step + 1}, samples {samples}"
 
     def _load_drawn(self, epoch: int, sample: int) -> Any:
         return self._load_seeded(sample, lambda index: seed_everything(derive(self._seed, "sample", epoch, index)))
@@ -417,12 +417,12 @@ class Loader:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
             raise DataError(
-                f"{rank_label(self._rank)}: a loader process died at step {step}: {line}; lower --data.workers "
+                f"{rank_label(self._rank)}: a loader process died in step {step + 1}: {line}; lower --data.workers "
                 "(memory?), or load in the training process with --data.workers 0"
             ) from error
         self._deaths += 1
         self.restarts += 1
-        _LOG.warning("%s: a loader process died at step %d: %s; restarting", rank_label(self._rank), step, line)
+        _LOG.warning("%s: a loader process died in step %d: %s; restarting", rank_label(self._rank), step + 1, line)
 
     def _record_timeout(self, tries: int) -> None:
         if tries >= _START_TRIES:

@@ -158,7 +158,7 @@ class StreamFetch(Fetch):
     def _location(self, key: Key) -> str:
         read = _read_of(key)
         last = read.first + read.size - 1
-        return f"{rank_label(self._rank)}, step {key.step}, lane {read.lane}, samples {read.first} to {last}"
+        return f"{rank_label(self._rank)}, step {key.step + 1}, lane {read.lane}, samples {read.first} to {last}"
 
 
 class StreamBatches(Batches):
@@ -241,7 +241,7 @@ class StreamBatches(Batches):
     def from_step(self, start: int) -> "StreamLoader":
         if start != self.start:
             raise LockstepError(
-                f"step {start}: a stream starts at its place, before step {self.start}; a bug in lockstep"
+                f"from_step({start}): a stream starts at its place, which is {self.start}; a bug in lockstep"
             )
         self._current = StreamLoader(self, start)
         return self._current

@@ -456,8 +456,8 @@ class LaneReader:
         tries = f" after {self._retries} more tries" if self._retries else ""
         where = f"part {opened.part}, sample {opened.offset}" if not opened.has_ended else f"lane {opened.lane}"
         return DataError(
-            f"{rank_label(self._rank)}, step {step}: the stream {self._source.name} cannot be read at {where}{tries}: "
-            f"{failure(error)}; repair it, or open it again more often: --guards.retries N"
+            f"{rank_label(self._rank)}, step {step + 1}: the stream {self._source.name} cannot be read at "
+            f"{where}{tries}: {failure(error)}; repair it, or open it again more often: --guards.retries N"
         )
 
 

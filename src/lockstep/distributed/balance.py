@@ -355,8 +355,8 @@ class Balancer:
     def _add(self, rule: _CutRule) -> None:
         if rule.first <= self._last_request:
             raise LockstepError(
-                f"--shares auto: new shares start at step {rule.first}, but step {self._last_request} was already "
-                "requested; this is a bug in lockstep"
+                f"--shares auto: new shares start in step {rule.first + 1}, but step {self._last_request + 1} was "
+                "already requested; this is a bug in lockstep"
             )
         self._rules.append(rule)
 

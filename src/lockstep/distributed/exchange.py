@@ -439,7 +439,7 @@ class StepExchange:
         try:
             pending.work.wait()
         except RuntimeError as error:
-            raise lost_peers(self._world.rank, f"before step {pending.due}") from error
+            raise lost_peers(self._world.rank, f"before step {pending.due + 1}") from error
         self.wait_seconds += time.perf_counter() - began
         rows = pending.rows.numpy()
         self._agreed_stop = int(rows[:, 0].max())
@@ -492,4 +492,6 @@ def _check_even(lasts: "np.ndarray[Any, np.dtype[np.float64]]", step: int) -> No
     """Raise LockstepError if the ranks plan different numbers of steps."""
     if lasts.min() != lasts.max():
         counts = ", ".join(f"{rank_label(rank)} has {int(last)}" for rank, last in enumerate(lasts))
-        raise LockstepError(f"uneven work before step {step}: {counts} steps; give every rank the same data and plan")
+        raise LockstepError(
+            f"uneven work before step {step + 1}: {counts} steps; give every rank the same data and plan"
+        )

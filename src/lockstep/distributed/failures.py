@@ -125,7 +125,7 @@ class ProcessFailure:
         return bool(self.origin) and (self.origin, step) == (earlier.origin, before)
 
     def __str__(self) -> str:
-        at = f"at {self.place}" if self.place else "before step 0"  # if it recorded no progress
+        at = f"at {self.place}" if self.place else "before step 1"  # if it recorded no progress
         label = rank_label(self.rank, self.at_start)
         if self.message and (self.follows or self.shared):
             return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"

@@ -88,6 +88,7 @@ _PHASES = (
     "in the body of the caller's loop",
     "reading the loss of a step, which every rank has to do",
 )
+_AFTER_STEP = frozenset(_PHASES[phase] for phase in (EVALUATING, SAVING, ENDING))  # of steps that are done
 _END, _UNDER_WAY = "ended", ".under-way"
 _CURRENT: "list[Progress]" = []  # the last one of this process
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
@@ -148,7 +149,11 @@ def ended_while_running(folder: Path, rank: int | str, *, forget: bool = False) 
 
 
 class RankProgress(NamedTuple):
-    """A 0-based step, the activity in it, and its start (seconds since 1970)."""
+    """What a process does, in which step, and since when (seconds since 1970).
+
+    Attributes:
+        step: steps taken before what it does: the 0-based step at work, or the steps that it saves or evaluates.
+    """
 
     step: int
     phase: str
@@ -163,8 +168,13 @@ class RankProgress(NamedTuple):
             return None
         return cls(step, _PHASES[phase], since) if 0 <= phase < len(_PHASES) and since else None
 
+    @property
+    def number(self) -> int:
+        """Number of the step for users: the steps taken once it is done, as in records and names of checkpoints."""
+        return self.step if self.phase in _AFTER_STEP else self.step + 1
+
     def __str__(self) -> str:
-        return f"step {self.step} ({self.phase})" if self.phase != _PHASES[STARTING] else "its start, before step 0"
+        return f"step {self.number} ({self.phase})" if self.phase != _PHASES[STARTING] else "its start, before step 1"
 
 
 class Progress:

@@ -491,7 +491,7 @@ class Audit:
             if batch is not None and (key, batch.index) == (step, micro):
                 return batch
             self.close()
-        raise LockstepError(f"--guards.audit: micro-batch {micro} of step {step} was not loaded")
+        raise LockstepError(f"--guards.audit: micro-batch {micro} of step {step + 1} was not loaded")
 
     def _own_audits(self, start: int, first: int) -> Iterator[tuple[int, int]]:
         """Yield what this rank recomputes, from micro-batch `first` of step `start` on."""
@@ -503,7 +503,10 @@ class Audit:
         for micro, reason in unlike:
             if reason not in self._warned and self._world.is_main:
                 _LOG.warning(
-                    "--guards.audit: micro-batch %d of step %d was not compared: %s", micro, step, _UNLIKE_TEXT[reason]
+                    "--guards.audit: micro-batch %d of step %d was not compared: %s",
+                    micro,
+                    step + 1,
+                    _UNLIKE_TEXT[reason],
                 )
             self._warned.add(reason)
 
@@ -529,7 +532,7 @@ class Audit:
         subject = f"micro-batch {disputed.micro} of {rank_label(owner)}{by}"
         if why == EVERYBODY:
             return (
-                f"step {step}: {subject} differs in nearly every recomputation and on most ranks ({names}): "
+                f"step {step + 1}: {subject} differs in nearly every recomputation and on most ranks ({names}): "
                 "a nondeterministic operation, or state outside buffers and state_dict(), rather than a device; "
                 "fix it, or drop --guards.audit"
             )
@@ -538,14 +541,14 @@ class Audit:
         after = f"the step was not applied; {saved}{self._last_match(ranks)}"
         if why == ONE_OF_TWO:
             return (
-                f"step {step}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank repeats "
-                f"its result, so only a third rank could decide; {after}; test both devices before continuing"
+                f"step {step + 1}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank "
+                f"repeats its result, so only a third rank could decide; {after}; test both devices before continuing"
             )
         than = "from most other ranks" if why == BY_OTHERS else "from its own recomputation there"
         if self._world.size == 1:
             than += ": a faulty device, or a nondeterministic model"
         return (
-            f"step {step}: {devices} computes wrongly: {subject} differs there ({names}) {than}; {after}; take the "
+            f"step {step + 1}: {devices} computes wrongly: {subject} differs there ({names}) {than}; {after}; take the "
             "device out of service and restart"
         )
 
@@ -561,7 +564,7 @@ class Audit:
 
     def _last_match(self, ranks: list[int]) -> str:
         steps = [self._last_matched[rank] for rank in ranks if rank in self._last_matched]
-        last = f"in step {min(steps)}" if len(steps) == len(ranks) else "none in this start"
+        last = f"in step {min(steps) + 1}" if len(steps) == len(ranks) else "none in this start"
         return f", and the last matching audit there was {last}"
 
 

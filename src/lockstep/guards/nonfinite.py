@@ -186,7 +186,7 @@ class Skips:
         steps: as `read_skips` returned them on rank 0; None: read and share them here.
 
     Attributes:
-        steps: in the order in which they were found.
+        steps: 0-based, in the order in which they were found.
     """
 
     def __init__(
@@ -215,18 +215,22 @@ class Skips:
 
     def _write(self) -> LockstepError | None:
         try:  # atomic: without it a rollback would run the step again
-            write_whole(self._path, json.dumps({"steps": self.steps, "plan": self._plan}) + "\n")
+            write_whole(
+                self._path, json.dumps({"skipped": [step + 1 for step in self.steps], "plan": self._plan}) + "\n"
+            )
         except OSError as error:
             return refusal_error(error)
         return None
 
 
 def read_skips(path: Path, plan: dict[str, Any]) -> list[int]:
-    """Return the skipped steps that the file names for this plan."""
+    """Return the skipped steps, 0-based, that the file names for this plan."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         data = json.loads(retry_io(lambda: path.read_text(encoding="utf-8")))
         if data["plan"] == _digest_of(plan):
-            return [int(step) for step in data["steps"]]
+            if "skipped" not in data:  # written before it counted as messages do
+                return [int(step) for step in data["steps"]]
+            return [int(step) - 1 for step in data["skipped"]]
     return []
 
 

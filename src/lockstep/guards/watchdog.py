@@ -10,7 +10,6 @@ import faulthandler
 import json
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -52,7 +51,6 @@ __all__ = [
 
 # --- heartbeats and stacks
 
-_STEP = re.compile(r"step (\d+) ")
 _REQUEST_INTERVAL = 0.005  # seconds between two checks whether all ranks requested something, in a small world
 _REQUEST_SHARE = 1e-4  # and at least this many seconds for each rank: all ranks ask one store
 _PLACES_INTERVAL = 0.5  # seconds between two checks of the others' heartbeats
@@ -71,13 +69,13 @@ class Heartbeats:
         """Seconds between two heartbeats of a rank, so that one store serves any number of ranks."""
         return max(_HEARTBEAT_INTERVAL, _HEARTBEAT_SHARE * self.size)
 
-    def tell(self, rank: int, place: str) -> None:
+    def tell(self, rank: int, place: RankProgress) -> None:
         """Publish the position of `rank`. Raises RuntimeError if the store is gone."""
-        self.store.set(f"{self.keys}/at/{rank}", place)
+        self.store.set(f"{self.keys}/at/{rank}", f"{place.step} {place}")
 
     def place_of(self, rank: int) -> str:
-        """Return the last position of `rank`; "" for none."""
-        return self.value(f"at/{rank}")
+        """Return the last position of `rank` in words; "" for none."""
+        return self.value(f"at/{rank}").partition(" ")[2]
 
     def value(self, key: str) -> str:
         """Return the value of `key`; "" for none."""
@@ -97,8 +95,8 @@ class Heartbeats:
         keys = [f"{self.keys}/at/{rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return []
-        places = [_STEP.match(place.decode()) for place in self.store.multi_get(keys)]
-        return [rank for rank, place in enumerate(places) if place and int(place[1]) > step]
+        steps = [int(place.partition(b" ")[0]) for place in self.store.multi_get(keys)]
+        return [rank for rank, at in enumerate(steps) if at > step]
 
 
 def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Callable[[], float]) -> bool:
@@ -248,7 +246,7 @@ class Inquiry:
     def tell(self, heartbeats: Heartbeats) -> None:
         """Publish this rank's position."""
         with contextlib.suppress(RuntimeError):
-            heartbeats.tell(self._world.rank, str(self._progress.place))
+            heartbeats.tell(self._world.rank, self._progress.place)
 
     def listen(self, heartbeats: Heartbeats) -> None:
         """Answer if another rank has called."""
@@ -307,7 +305,8 @@ class Inquiry:
         with self._answering:
             if not self._has_answered:
                 place = self._progress.place
-                answer = {"rank": self._world.rank, "step": place.step, "line": line, "waits": waits}
+                answer: dict[str, Any] = {"rank": self._world.rank, "step": place.step, "number": place.number}
+                answer |= {"line": line, "waits": waits}
                 heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
 
@@ -338,7 +337,7 @@ class Inquiry:
         behind = min(answer["step"] for answer in answers.values())
         late = busy or [rank for rank, answer in answers.items() if answer["step"] == behind]
         lines = [
-            f"{rank_label(rank)} did not arrive: it is in step {answers[rank]['step']}, at {answers[rank]['line']}"
+            f"{rank_label(rank)} did not arrive: it is in step {answers[rank]['number']}, at {answers[rank]['line']}"
             for rank in sorted(late)[:8]
         ]
         return " and ".join(lines)

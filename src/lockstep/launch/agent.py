@@ -457,7 +457,7 @@ class _Agent(LocalElasticAgent):
         ranks = [self._rank_of(local, group) for local in silent]
         text = " and ".join(
             f"{rank_label(rank, slot)} did not arrive: it was in "
-            f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 0'}"
+            f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 1'}"
             for rank, slot in ranks
         )
         return f"{text}; after --timeout seconds the others gave up; raise --timeout where it is only slow"

@@ -97,7 +97,7 @@ def _tabulate(make: Make, lr: float, steps: int) -> "array[float]":
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise ConfigError(
-            f"torch_schedule: the scheduler failed in step {len(table)} of {steps}: {type(error).__name__}: {line}"
+            f"torch_schedule: the scheduler failed in step {len(table) + 1} of {steps}: {type(error).__name__}: {line}"
         ) from error
     return table
 

@@ -353,7 +353,8 @@ def show(folder: Path, *, as_json: bool) -> None:
     print(f"goodput {account.share:.1%}: training steps that were kept; {count} start{'s' * (count != 1)}{more}")
     for start in account.starts if count > 1 else ():
         ended = start.ended or "no end recorded"
-        line = f"  steps {start.first} to {start.last}, {start.world} rank{'s' * (start.world != 1)}: {ended}"
+        span = f"steps {start.first + 1} to {start.last}" if start.last > start.first else "no step"
+        line = f"  {span}, {start.world} rank{'s' * (start.world != 1)}: {ended}"
         console.print(printable(line), markup=False)
     for note in account.notes:
         print(f"note: {note}")
@@ -392,7 +393,7 @@ def goodput(path: Path) -> Goodput:
             _mark_redone(pieces, line["step"], account)
             account.starts.append(Start(line["t"], line["step"], line["step"], line.get("world", 1), lost=gap))
             if len(account.starts) == 1 and line["step"]:
-                account.notes.append(f"the timeline begins at step {line['step']}; earlier time is missing")
+                account.notes.append(f"the timeline begins after step {line['step']}; earlier time is missing")
             step = line["step"]
         elif line["what"] == "recovered":
             if before is not None:  # time that rank 0 had not yet written when it was lost

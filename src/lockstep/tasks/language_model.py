@@ -190,7 +190,8 @@ class LanguageModel(Task):
     ) -> Iterator[str]:
         """Yield each prompt with its continuation, at most to the end of the document.
 
-        A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
+        A prompt is the beginning of a document, or in a conversation the user's message, whose answer begins a line.
+        The texts are in the prompts'
         order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
         the same for the same `sampling`, whatever else is written.
 
@@ -210,7 +211,7 @@ class LanguageModel(Task):
         for places in _by_length(begins):
             chosen = [begins[place] for place in places]
             continued = self._continue(model, chosen, device, sampling)
-            texts |= zip(places, map(self.corpus.decode, continued), strict=True)
+            texts |= zip(places, map(self.corpus.text_of, chosen, continued), strict=True)
             while position in texts:
                 yield texts.pop(position)
                 position += 1

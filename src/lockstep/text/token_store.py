@@ -411,6 +411,13 @@ class TokenCorpus:
             return tokens
         return [*self.begin, *self.encode(prompt)]
 
+    def text_of(self, begun: list[int], continued: list[int]) -> str:
+        """Return the text of `continued`, which begins with `begun`; in a conversation the answer begins a line."""
+        if not self.chat:
+            return self.decode(continued)
+        question, answer = self.decode(begun), self.decode(continued[len(begun) :])
+        return f"{question.rstrip()}\n{answer.lstrip()}"
+
     def opening(self) -> list[int]:
         """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]

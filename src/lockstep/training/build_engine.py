@@ -366,7 +366,7 @@ def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], 
         factor = math.nan
     if not (math.isfinite(factor) and factor >= 0):
         raise ConfigError(
-            f"the task's `schedule` returned {value!r} for step {step} of {steps}: return the factor of the base "
+            f"the task's `schedule` returned {value!r} for schedule({step}, {steps}): return the factor of the base "
             "rates, a finite number of 0 or more, or None to use --optim.schedule"
         )
     return factor
@@ -389,7 +389,7 @@ def _call_schedule(task: Task, step: int, steps: int) -> Any:
     except LockstepError:
         raise
     except Exception as error:
-        raise blamed("schedule", error, f"step {step} of {steps}") from error
+        raise blamed("schedule", error, f"step {step + 1} of {steps}") from error
 
 
 def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:

@@ -387,7 +387,9 @@ class RunGuards:
         with unmoved(built.own_tensors.values()):  # the loss may change them
             source = built.batches.samples, built.world
             cause = origin(step, built.model, self._loss_of, self._seed, *source, whole=self._whole_step)  # collective
-        message = f"step {step.record.step}: the gradient is not finite (norm {step.norm}) and was not applied; {cause}"
+        message = (
+            f"step {step.record.step + 1}: the gradient is not finite (norm {step.norm}) and was not applied; {cause}"
+        )
         self._skip_step(step.record.step, message, self._config.nonfinite)
 
     def _handle_weights(self, step: ReadStep, line: str) -> None:
@@ -397,12 +399,12 @@ class RunGuards:
             line: names the tensors.
         """
         number, first = step.record.step, self._first
-        message = f"step {number}: the gradient is not finite (norm {step.norm}) and was not applied; {line}"
+        message = f"step {number + 1}: the gradient is not finite (norm {step.norm}) and was not applied; {line}"
         updates = (n for n in range(number - 1, first - 1, -1) if n not in self._skips.steps)
         update = next(updates, None)  # the last one that was applied
         if update is None:
-            raise LockstepError(f"{message} since the run began at step {first}; start from other weights")
-        message += f" since the update of step {update}"
+            raise LockstepError(f"{message} since the run began after step {first}; start from other weights")
+        message += f" since the update of step {update + 1}"
         if self._config.nonfinite != "rollback":
             raise LockstepError(
                 f"{message}; lower --lr, check the optimizer, or skip that update with --guards.nonfinite rollback"
@@ -419,7 +421,8 @@ class RunGuards:
         number = step.record.step
         limit = self._spike.limit(number)
         message = (
-            f"step {number}: the gradient's norm {step.norm:.4g} is above {limit:.4g}, three times the usual or more"
+            f"step {number + 1}: the gradient's norm {step.norm:.4g} is above {limit:.4g}, three times the usual or "
+            "more"
         )
         if self._config.spike != "warn":
             self._skip_step(number, message, self._config.spike)
@@ -436,4 +439,4 @@ class RunGuards:
         if self._built.world.is_main:
             _LOG.warning("%s; skipped (%d so far)", message, len(self._skips.steps))
         if action == "rollback":
-            raise Rollback(f"step {step}: rolling back to the newest complete checkpoint")
+            raise Rollback(f"step {step + 1}: rolling back to the newest complete checkpoint")

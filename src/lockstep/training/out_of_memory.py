@@ -60,9 +60,9 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
         free_frames(error)
         size = smaller_size(built.config)
         if not size:
-            raise LockstepError(f"step {step}: {explain_smallest(world.rank)}") from error
+            raise LockstepError(f"step {step + 1}: {explain_smallest(world.rank)}") from error
         line = (
-            f"step {step}: {rank_label(world.rank)} ran out of memory with --micro-batch-size {before}; --on-oom "
+            f"step {step + 1}: {rank_label(world.rank)} ran out of memory with --micro-batch-size {before}; --on-oom "
             f"smaller computes it again with {size}"
         )
         _record(built, size, line)

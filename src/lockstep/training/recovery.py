@@ -404,4 +404,4 @@ def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: 
         _LOG.warning("the ranks lost their connections, though all are alive, and go on: %s", reason)
     new = f", {len(generation.fresh)} of them new" if generation.fresh else ""
     ranks = "1 rank goes" if len(generation.members) == 1 else f"{len(generation.members)} ranks go"
-    _LOG.info("%s on from step %d%s (after %.2f s)", ranks, built.start, new, seconds)
+    _LOG.info("%s on after step %d%s (after %.2f s)", ranks, built.start, new, seconds)

@@ -206,6 +206,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         "dataset_samples": run_plan.dataset_samples,
         "data": task.fingerprint,
         "task": type(user_task(task)).__qualname__,
+        **({"scheduler": task.scheduler} if task.scheduler else {}),
         **({name: options[name] for name in options if name.startswith("lora.")} if config.lora.rank else {}),
         **({"model.load_in": config.model.load_in} if config.lora.rank else {}),
         **({name: options[name] for name in options if name.startswith("fp16.")} if config.precision == "fp16" else {}),
@@ -232,7 +233,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
-    added |= {"data.shuffle_shards": 0, "model.load_in": "full"}
+    added |= {"data.shuffle_shards": 0, "model.load_in": "full", "scheduler": {}}
     added["dataset_samples"] = before.get("samples")
     before = {"geometry": now.get("geometry")} | before  # that of the first start
     before, now = defaults | added | before, defaults | now
@@ -260,7 +261,7 @@ _FOLLOWS_FROM = {
         ("lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.momentum"), _OPTIMIZER_SOURCES
     ),
 }
-_NO_FLAG = (*_DERIVED, "task", "stream_parts")
+_NO_FLAG = (*_DERIVED, "task", "scheduler", "stream_parts")
 
 
 def check_plan(
@@ -334,6 +335,8 @@ def _format_difference(difference: PlanDifference, user_config: Config) -> str:
         return "a model with other tensors"
     if key == "task":
         return f"the task {before} (now {now})"
+    if key == "scheduler":
+        return _format_scheduler(before, now)
     if key == "steps":
         return f"{before} steps (now {now} with {_format_length(user_config)})"
     if key == "samples":
@@ -344,6 +347,14 @@ def _format_difference(difference: PlanDifference, user_config: Config) -> str:
     if key == "dataset_samples":
         return f"{before} samples in the training set (now {now})"
     return f"{_format_flag(key, before)} (now {_format_value(now)})"
+
+
+def _format_scheduler(before: dict[str, Any], now: dict[str, Any]) -> str:
+    first, second = (each.get("class", "no scheduler given by hand") for each in (before, now))
+    if first != second:
+        return f"{first} (now {second})"
+    changed = [name for name in before if before[name] != now.get(name)]
+    return "; ".join(f"{first}: {name} {before[name]} (now {now.get(name)})" for name in changed[:3])
 
 
 def _suggest_fixes(differences: list[PlanDifference], user_config: Config) -> Iterator[str]:

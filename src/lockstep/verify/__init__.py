@@ -68,10 +68,10 @@ def verify(  # noqa: PLR0913
         steps: number of steps to run.
         precision: of weights and sums; "": float64, or the config's with `config.exact` or if an engine has no
             float64.
-        resume_at: step before which each combination is saved and resumed; None: half-way; 0: never.
+        resume_at: step after which each combination is saved and resumed; None: half-way; 0: never.
         compile: also compare compiled with eager.
         plant: fault to plant, to check that it is reported (one of lockstep.verify.FAULTS).
-        plant_at: step of the fault.
+        plant_at: step of the fault, from 1.
         skip_unavailable: skip combinations that cannot run here.
         scratch: folder for about 4 copies of the model per step; "": the system's.
 

@@ -88,7 +88,7 @@ def _changed(traces: Traces, step: int) -> Iterator[Difference]:
             ranks = [peer for peer, step_record in traces.records(step) if [kind, name] in step_record["changed"]]
             count = len({tuple(entry) for entry in record["changed"]})
             more = f" ({count} tensors)" if count > 1 else ""
-            text = f"its bits changed after step {step - 1} ended{cause}{more}"
+            text = f"its bits changed after step {step} ended{cause}{more}"
             yield Difference(step, stage, name, rank, text, ranks)
 
 
@@ -120,7 +120,7 @@ def _locate(traces: Traces, content: dict[str, str]) -> str:
     for record in traces.reference["steps"]:
         for slot in record["slots"]:
             if slot["data"] == content:
-                return f"the reference has these samples in step {record['step']}, micro-batch {slot['micro']}"
+                return f"the reference has these samples in step {record['step'] + 1}, micro-batch {slot['micro']}"
     return "the reference has this micro-batch in no step: the samples or their collation differ"
 
 

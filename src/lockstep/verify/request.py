@@ -174,18 +174,18 @@ class VerifyRequest:
         if not 0 <= self.resume < self.steps:
             raise ConfigError(f"--resume-at {self.resume} must be below --steps {self.steps}; use 0 for no resume")
         if not 0 <= self.fault_step < self.steps:
-            raise ConfigError(f"--plant-at {self.fault_step} must be below --steps {self.steps}")
+            raise ConfigError(f"--plant-at {self.plant_at} must be a step of the run: 1 to --steps {self.steps}")
 
     @property
     def resume(self) -> int:
-        """Step before which every combination is saved, ended and resumed."""
+        """Step after which every combination is saved, ended and resumed."""
         return self.steps // 2 if self.resume_at is None else self.resume_at
 
     @property
     def fault_step(self) -> int:
-        """Step at which a fault of moment "step" begins."""
+        """Step, 0-based, at which a fault of moment "step" begins."""
         if self.plant_at is not None:
-            return self.plant_at
+            return self.plant_at - 1
         usual = min(2, self.steps - 1)
         return max(0, usual - (usual == self.resume))  # not where a resume could be mistaken for it
 
@@ -349,7 +349,7 @@ class Difference:
     """First difference between a combination and the reference.
 
     Attributes:
-        step: 0-based.
+        step: steps taken before it: the 0-based step that differs, or all, for the evaluation after them.
         stage: the cause, a key of STAGES.
         where: the tensor, or the micro-batch.
         rank: the first rank that differs, -1 if no rank is at fault.
@@ -363,6 +363,11 @@ class Difference:
     rank: int
     text: str
     ranks: list[int] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """Number of the step for users, from 1."""
+        return self.step if self.stage.startswith("evaluation") else self.step + 1
 
 
 @dataclass(frozen=True)
@@ -444,7 +449,7 @@ def _describe(difference: Difference, *, with_rank: bool) -> str:
     also = f" (and {listed(peers)})" if peers else ""
     rank = f"rank {difference.rank}{also}, " if with_rank and difference.rank >= 0 else ""
     return (
-        f"DIFFERENT from step {difference.step}, {rank}{difference.where}: {difference.text}. "
+        f"DIFFERENT from step {difference.number}, {rank}{difference.where}: {difference.text}. "
         f"Cause: {difference.stage}: {STAGES[difference.stage]}"
     )
 

@@ -364,11 +364,12 @@ class Verification:
     def _notes(self) -> list[str]:
         request, notes = self._request, []
         if request.resume:
-            notes.append(f"each combination was saved, ended and resumed before step {request.resume}")
+            notes.append(f"each combination was saved, ended and resumed after step {request.resume}")
         if request.plant:
-            moment = {"start": 0, "step": request.fault_step, "resume": request.resume, "end": request.steps}
-            step = moment[self._fault.moment]
-            notes.append(f"planted from step {step}: {self._fault.text}; expected cause: {self._fault.stage}")
+            moments = {"start": "step 1", "step": f"step {request.fault_step + 1}"}
+            moments |= {"resume": f"step {request.resume + 1}", "end": f"the evaluation after step {request.steps}"}
+            moment = moments[self._fault.moment]
+            notes.append(f"planted from {moment}: {self._fault.text}; expected cause: {self._fault.stage}")
         return notes
 
 
@@ -463,7 +464,7 @@ def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:
     if not wrong or (skips and len(wrong) < len(steps)):
         return ""
     first = min(wrong)
-    text = f"the {wrong[first]} is not finite, first in step {first}, which compares nothing"
+    text = f"the {wrong[first]} is not finite, first in step {first + 1}, which compares nothing"
     return f"{text}: {len(steps) - len(wrong)} of {len(steps)} steps were compared"
 
 
@@ -504,7 +505,9 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
     Two more processes record every operation of the first step that differs, unless its data or its state after the
     resume differ already.
     """
-    head = f"the task is nondeterministic in a single process, so nothing else can be compared: step {difference.step}"
+    head = (
+        f"the task is nondeterministic in a single process, so nothing else can be compared: step {difference.number}"
+    )
     states = ("data", "optimizer state", "weights", "initial weights")
     if difference.stage in states or difference.step >= spec.request.steps:  # or in the evaluation after the last one
         return f"{head}, {difference.stage}, {difference.where}: {difference.text}"

@@ -8,10 +8,12 @@ The module does not import transformers.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -23,9 +25,12 @@ from lockstep.optim.schedule import TorchSchedule, torch_schedule
 
 __all__ = [
     "SchedulerReplay",
+    "describe_scheduler",
     "schedule_of",
 ]
 
+
+_GROUP_SETTINGS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")  # where schedulers store them
 
 Make = Callable[[Optimizer, int], Any]
 
@@ -180,6 +185,31 @@ def _replay_of(trainer: Any) -> SchedulerReplay:
             "of your own"
         ) from error
     return SchedulerReplay(lambda _, steps: copy.deepcopy(initial), metric)
+
+
+def describe_scheduler(scheduler: Any) -> dict[str, Any]:
+    """Return the class and settings of a new scheduler, by which a resume recognizes it."""
+    rates = [
+        {name: group[name] for name in _GROUP_SETTINGS if name in group} for group in scheduler.optimizer.param_groups
+    ]
+    return {"class": type(scheduler).__qualname__, **_plain(scheduler.state_dict()), "groups": _plain(rates)}
+
+
+def _plain(setting: Any) -> Any:
+    """Return a setting as JSON; of a function its name, of a partial one also its arguments."""
+    if isinstance(setting, Mapping):
+        return {str(name): _plain(each) for name, each in setting.items()}
+    if isinstance(setting, list | tuple):
+        return [_plain(each) for each in setting]
+    if isinstance(setting, functools.partial):
+        return [_plain(setting.func), _plain(setting.args), _plain(setting.keywords)]
+    if setting is None or isinstance(setting, bool | int | float | str):
+        return setting
+    return float(setting) if isinstance(setting, Tensor) and setting.numel() == 1 else _name_of(setting)
+
+
+def _name_of(setting: Any) -> str:
+    return str(getattr(setting, "__qualname__", type(setting).__qualname__))
 
 
 def _follows_metric(scheduler: Any) -> bool:

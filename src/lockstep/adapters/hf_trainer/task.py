@@ -32,7 +32,7 @@ from lockstep.adapters.hf_trainer.data import (
     of_transformers,
     samples_of,
 )
-from lockstep.adapters.hf_trainer.schedule import SchedulerReplay, schedule_of
+from lockstep.adapters.hf_trainer.schedule import SchedulerReplay, describe_scheduler, schedule_of
 from lockstep.config.schema import Config
 from lockstep.data.sampler import Sequential
 from lockstep.errors import ConfigError
@@ -77,6 +77,7 @@ class TrainerTask(Task):
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
         self.fingerprint = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
+        self.scheduler = describe_scheduler(trainer.lr_scheduler) if trainer.lr_scheduler is not None else {}
         _align(trainer, trainer.model)
         self._first: nn.Module | None = trainer.model
         self._initial = None if trainer.model_init is not None else _copied(trainer.model)

@@ -307,7 +307,7 @@ class TraceFinding:
     """The first difference between two trainings.
 
     Attributes:
-        step: of the first trace, counted from 0; `other`: of the second.
+        step: of the first trace, 0-based; `other`: of the second. Both are shown as numbers from 1.
         stage: one of `_STAGES`.
         where: the tensor, or what else was compared.
         rank: the wrong rank; -1 for all.
@@ -328,7 +328,7 @@ class TraceFinding:
     def __str__(self) -> str:
         rank = f", rank {self.rank}" if self.rank >= 0 else ""
         place = f", {self.where}" if self.where else ""
-        step = f"step {self.step}" if self.step == self.other else f"step {self.step} (in the second: {self.other})"
+        step = f"step {self.step + 1}" + (f" (in the second: {self.other + 1})" if self.step != self.other else "")
         return f"{step}{rank}, {self.stage}{place}: {self.text}\n  cause: {self.way}"
 
 
@@ -391,7 +391,7 @@ class TraceVerdict:
             lines.append(
                 f"SAME within rounding: {self.judged} steps, the weights differ by {self.largest:.1e} of themselves "
                 + "at most"
-                + (f"; the same bits to step {self.bits - 1}" if self.bits else "")
+                + (f"; the same bits to step {self.bits}" if self.bits else "")
             )
         counts = ", ".join(f"{self.compared[kind]} {kind}" for kind in _REPORTED_KINDS if self.compared[kind])
         if not self.finding:
@@ -409,7 +409,9 @@ class TraceVerdict:
 
     def plain(self) -> dict[str, Any]:
         """Return the values for `--json`."""
-        finding = None if self.finding is None else vars(self.finding)
+        finding = None
+        if self.finding:
+            finding = vars(self.finding) | {"step": self.finding.step + 1, "other": self.finding.other + 1}
         return {
             "verdict": self.word,
             "same": self.same,

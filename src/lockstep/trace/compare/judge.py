@@ -95,7 +95,7 @@ class Unseen:
     def add(self, step: StepPair) -> None:
         """Count the incomparable values of a step."""
         for kind, name in _not_finite(step):
-            self.where = self.where or f"from step {step.at[0]} on {name} is not finite in both runs"
+            self.where = self.where or f"from step {step.at[0] + 1} on {name} is not finite in both runs"
             self.counts[kind] += 1
 
     def text(self, compared: Counter[str]) -> list[str]:
@@ -252,7 +252,7 @@ class _Divergence:
         verdict.largest = max(verdict.largest, self.off) if self.off == self.off else verdict.largest
         if self.off > _TOO_FAR:
             verdict.unproven = (
-                f"from step {step.at[0]} on rounding has grown to {self.off:.1e} of the weights, which may hide a "
+                f"from step {step.at[0] + 1} on rounding has grown to {self.off:.1e} of the weights, which may hide a "
                 "mistake in the numbers; data, rates and evaluations were compared to the end"
             )
 
@@ -284,13 +284,13 @@ def _first_different_bits(step: StepPair) -> list[str]:
         return []
     module = first_module(step)
     if module:
-        return [f"the bits first differ in step {step.at[0]}, in the output of {module}"]
+        return [f"the bits first differ in step {step.at[0] + 1}, in the output of {module}"]
     for kind, name in (("grad", "the gradient of"), ("weights", "the update of")):
         first, second = step.one.tensors(kind), step.two.tensors(kind)
         tensor = next((n for n in first if n in second and first[n].digest != second[n].digest), "")
         if tensor:
             more = "" if any(f.get("mn") for f in _first(step.one)["fwd"]) else "; --modules names the module"
-            return [f"the bits first differ in step {step.at[0]}, in {name} {tensor}{more}"]
+            return [f"the bits first differ in step {step.at[0] + 1}, in {name} {tensor}{more}"]
     return []
 
 
@@ -414,9 +414,9 @@ def _end(pair: TracePair) -> TraceFinding | None:
 
 def _notes(pair: TracePair, verdict: TraceVerdict) -> None:
     if pair.shift > 0:
-        verdict.notes.append(f"{pair.two.name} starts with the weights of {pair.one.name} after step {pair.shift - 1}")
+        verdict.notes.append(f"{pair.two.name} starts with the weights of {pair.one.name} after step {pair.shift}")
     elif pair.shift < 0:
-        verdict.notes.append(f"{pair.one.name} starts with the weights of {pair.two.name} after step {-pair.shift - 1}")
+        verdict.notes.append(f"{pair.one.name} starts with the weights of {pair.two.name} after step {-pair.shift}")
     heads = [side.spots[0].part.first.head for side in (pair.one, pair.two)]
     names = sorted(set(heads[0]["versions"]) | set(heads[1]["versions"]))
     for name in names:
@@ -427,5 +427,5 @@ def _notes(pair: TracePair, verdict: TraceVerdict) -> None:
         verdict.notes.append("the scripts differ")
     for side in (pair.one, pair.two):
         if side.full:
-            text = f"{side.name}: the recording ended after step {len(side.spots) - 1}"
+            text = f"{side.name}: the recording ended after step {len(side.spots)}"
             verdict.notes.append(f"{text}, at the limit of --max-mb")

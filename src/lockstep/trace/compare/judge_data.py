@@ -93,7 +93,7 @@ def _repeated_epoch(
             earlier_samples, _ = trained(_uses(side, before), {})
             earlier = max((sample.epoch for each in earlier_samples.values() for sample in each), default=-1)
             if earlier < epoch and counted(earlier_samples) == counted(samples):
-                text = f"epoch {epoch + 1} reads the samples that epoch {earlier + 1} read in step {before}"
+                text = f"epoch {epoch + 1} reads the samples that epoch {earlier + 1} read in step {before + 1}"
                 return step.finding("data", "set-epoch", text, "samples")
     return None
 
@@ -121,7 +121,7 @@ def _samples_of_other_step(
         identical = contents == second
         part = abs(offset) == 1 and sum(missing.values()) < sum(first.values()) and not new - contents
         if (identical and (resumed or abs(offset) <= 2)) or (part and resumed):
-            text = f"it reads the samples of the first run's step {at}" if identical else text
+            text = f"it reads the samples of the first run's step {at + 1}" if identical else text
             if offset > 0:
                 return step.finding("data", "late-resume" if resumed else "lost-samples", text, "samples")
             return step.finding("data", "early-resume" if resumed else "repeated-samples", text, "samples")
@@ -258,7 +258,7 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
                 return "", step.finding("randomness", "random", text, key, rank)
         return "", None
     reason = (
-        f"the forward of step {step.at[0]} draws random numbers ({key} generator, as for dropout), which "
+        f"the forward of step {step.at[0] + 1} draws random numbers ({key} generator, as for dropout), which "
         "cannot agree if the batch is split differently; turn it off to prove the rest. Data, rates and "
         "evaluations were compared to the end"
     )

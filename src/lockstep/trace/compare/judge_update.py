@@ -77,7 +77,7 @@ def count_numbers(step: StepPair, compared: Counter[str]) -> None:
 def unended(pair: TracePair) -> list[str]:
     """List the runs that were not recorded to their end, or not on all ranks."""
     sides = (pair.one, pair.two)
-    runs = [f"{side.name} {side.stop} after step {len(side.spots) - 1}" for side in sides if side.stop]
+    runs = [f"{side.name} {side.stop} after step {len(side.spots)}" for side in sides if side.stop]
     for side in sides:
         part = side.spots[0].part
         if len(part.ranks) < part.world:
@@ -554,7 +554,7 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
 
 
 def _describe_time(spot: Spot) -> str:
-    return f"since step {spot.at - 1} ended" if spot.at else "between the first forward and the update"
+    return f"since step {spot.at} ended" if spot.at else "between the first forward and the update"
 
 
 def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:

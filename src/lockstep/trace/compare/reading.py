@@ -342,5 +342,5 @@ def summary(folder: Path) -> str:
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
     if run.full:
         count = min(len(rank.steps) for rank in last.ranks.values())
-        lines.append(f"recording ended at step {count}: the limit of --max-mb was reached")
+        lines.append(f"recording ended after step {count}: the limit of --max-mb was reached")
     return "; ".join(lines)

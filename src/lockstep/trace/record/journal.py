@@ -384,7 +384,7 @@ class Journal:
         self.on = False
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed its stderr
-            print(f"lockstep trace: recording ended at step {self.step}: {message}", file=sys.stderr, flush=True)
+            print(f"lockstep trace: recording ended in step {self.step + 1}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
         with contextlib.suppress(Exception):  # write the steps that ended before
