@@ -64,7 +64,7 @@ LAYERS = Words(
     r"^(Lazy)?(Linear|Bilinear|Conv(Transpose)?[123]d|Embedding(Bag)?|LSTM|GRU|RNN|PReLU|Parameter|MultiheadAttention"
     r"|\w*Norm([123]d)?|Transformer\w*)$"
 )
-GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings", "add_module", "register_parameter")
+GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
@@ -98,7 +98,8 @@ def whole_chain(holder: ast.expr | None) -> ast.expr | None:
 
 def parameters_of(node: ast.expr | None) -> ast.expr | None:
     """The one model whose parameters are in a group, a list or a filter of them."""
-    calls = (part for part in walk(node) if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
+    parts = walk(node) if node is not None else ()
+    calls = (part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
     found = {dotted(c.func.value): c.func.value for c in calls if c.func.attr in ("parameters", "named_parameters")}  # type: ignore[attr-defined]
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -408,21 +409,20 @@ class Marks:
             yield "shuffle", site.receiver, "numpy split"
 
     def grow(self, site: Site) -> Found:
-        """A model is given more parameters by a call."""
-        call = site.call
-        if site.name == "setattr":
-            made, holder = (call.args[2], call.args[0]) if len(call.args) == 3 else (None, None)
-        elif site.name in ("append", "add_module", "register_parameter"):
-            made, holder = call.args[-1] if call.args else None, site.receiver
-        else:
-            made, holder = None, next(iter(call.args), None) if site.receiver is None else site.receiver
-        if site.name in ("append", "setattr", "add_module", "register_parameter"):
-            if made is None or not self.has_parameters(made, site.scope) or not grown(holder, site.scope):
-                return
-            if site.name == "append" and not isinstance(holder, ast.Attribute):
-                return
-        if holder is not None:
-            yield "grow", holder, "resize" if site.name == "resize_token_embeddings" else ""
+        """A model is given more parameters, by a function that makes them or by a layer that it is handed."""
+        call, holder = site.call, site.receiver
+        if site.name in GROWS:
+            yield (
+                "grow",
+                holder if holder is not None else next(iter(call.args), None),
+                "resize" * ("resize" in site.name),
+            )
+            return
+        holder = next(iter(call.args), None) if site.name == "setattr" else holder
+        given = call.args[-1] if call.args else None
+        local = site.name == "append" and not isinstance(holder, ast.Attribute)  # a list of the function's own
+        if given is not None and not local and grown(holder, site.scope) and self.has_parameters(given, site.scope):
+            yield "grow", holder, ""
 
     def group(self, site: Site) -> Found:
         """An optimizer is given more parameters."""
@@ -444,9 +444,10 @@ class Marks:
         target, value = stmt.targets[0], stmt.value
         if not isinstance(value, ast.Call) or dotted(value.func) is None:
             return
-        if isinstance(target, ast.Attribute | ast.Subscript) and not APART.search(last(target)):
-            if grown(target.value, scope) and self.has_parameters(value, scope):
-                yield Mark("grow", stmt, stmt, scope, target.value)
+        part = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
+        trained = part is not None and not APART.search(last(target)) and grown(part, scope)
+        if trained and self.has_parameters(value, scope):
+            yield Mark("grow", stmt, stmt, scope, part)
         key = dotted(target)
         if key is not None and MODEL.search(last(target)) and key not in map(dotted, walk(value)):
             made = self.calls.names.definition(value.func, scope)
@@ -524,7 +525,7 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),
-    Marks.grow: (*GROWS, "append", "setattr"),
+    Marks.grow: (*GROWS, "append", "setattr", "add_module", "register_parameter"),
     Marks.group: ("add_param_group",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}

@@ -160,7 +160,7 @@ def main(loader, classes):
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep"}),
     note=(
         "It is told at the call or assignment that changes the model, where the next step is of the optimizer made "
-        "before. `.to()` and `convert_sync_batchnorm` keep the parameters. `resize_token_embeddings` is a hint: it makes "
-        "new ones of heads that are not tied to the embedding, and in older versions of transformers always."
+        "before. `.to()` and `convert_sync_batchnorm` keep the parameters. `resize_token_embeddings` is a hint: it "
+        "makes new ones of heads that are not tied to the embedding, and in older versions of transformers always."
     ),
 )
