@@ -251,6 +251,7 @@ MUTATIONS = [
     ]),
     ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
     ("LS053", "ddp", [append("import os", LINES)]),
+    ("LS054", "ddp", [append("optimizer = ", "model.module.net = nn.Linear(8, 2)")]),
 ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class Calls:
         self.names = names
         self.project = names.project
         self.targets: dict[ast.Call, Scope | None] = {}
-        self.classes: dict[tuple[ast.expr, Scope], Scope | None] = {}
+        self.classes: dict[tuple[ast.expr, Scope, bool], Scope | None] = {}
 
     @kept
     def method_names(self, module: Module) -> frozenset[str]:
@@ -57,7 +57,8 @@ class Calls:
         if found is None and isinstance(call.func, ast.Attribute):
             found = self.method(call.func, scope)
         if found is None and "__call__" in self.method_names(scope.module):
-            owner = self.class_of(call.func, scope) if isinstance(call.func, ast.Name | ast.Attribute) else None
+            plain = isinstance(call.func, ast.Name | ast.Attribute)
+            owner = self.class_of(call.func, scope, handed_in=False) if plain else None
             return self.names.member(owner, "__call__") if owner is not None else None
         if found is not None and found.kind == "class":
             return self.names.member(found, "__init__")
@@ -76,19 +77,20 @@ class Calls:
             return None
         return self.names.member(owner, func.attr) if owner is not None else None
 
-    def class_of(self, node: ast.expr, scope: Scope) -> Scope | None:
-        """The project's class of an object, found by the assignment that made it."""
-        key = (node, scope)
+    def class_of(self, node: ast.expr, scope: Scope, handed_in: bool = True) -> Scope | None:
+        """The project's class of an object, found by the assignment that made it, perhaps before it was `handed_in`."""
+        key = (node, scope, handed_in)
         if key not in self.classes:
-            self.classes[key] = self.find_class(node, scope)
+            self.classes[key] = self.find_class(node, scope, handed_in)
         return self.classes[key]
 
-    def find_class(self, node: ast.expr, scope: Scope) -> Scope | None:
+    def find_class(self, node: ast.expr, scope: Scope, handed_in: bool) -> Scope | None:
         """The first class on the ways back from a value. One search by itself: what it cut short is remembered by none
         of the expressions on the way, so that answers do not depend on which question came first.
         """
         seen: set[tuple[ast.expr, Scope]] = set()
         stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
+        unwraps = ".module" in (dotted(node) or "")
         for _ in range(MAX_CLASS_STEPS):
             if not stack:
                 return None
@@ -103,6 +105,10 @@ class Calls:
                     found = self.made_class(current, home, stack)
                     if found is not None:
                         return found
+                    if unwraps and current.args and last(current).endswith(("Parallel", "DDP")):
+                        stack.append((current.args[0], home, ""))
+                elif isinstance(current, ast.Attribute) and current.attr == "module":
+                    stack.append((current.value, home, ""))
                 else:
                     key = dotted(current)
                     if key is not None:
@@ -110,7 +116,20 @@ class Calls:
                         stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
                         stack.extend((made, at, "") for made, at in self.items(key, home))
                         stack.extend((made, at, "") for made, at in self.imported(key, home))
+                        if handed_in:
+                            stack.extend((made, at, "") for made, at in self.handed_in(key, home))
         return None
+
+    @kept
+    def handed_in(self, key: str, scope: Scope) -> tuple[tuple[ast.expr, Scope], ...]:
+        """The values of a parameter in the calls that name its function, or construct its class, by that name."""
+        if key not in scope.params or key in scope.binds or key in ("self", "cls"):
+            return ()
+        made = scope.owner if scope.name == "__init__" else scope
+        sites = (s for m in self.project.family(scope.module) for s in m.by_name.get(made.name, [])) if made else ()
+        calls = (s for s in sites if self.names.definition(s.call.func, s.scope) is made)
+        given_here = ((given(site.call, scope, key), site.scope) for site in calls)
+        return tuple((value, home) for value, home in given_here if value is not None)[:MAX_BINDS]
 
     def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
         """Yield the values of an imported name in the file that defines it (`from utils.comm import comm`)."""

@@ -117,6 +117,17 @@ class Origin:
         return self.node if isinstance(self.node, ast.Call) else None
 
 
+def filled(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
+    """Yield what a function puts into an empty table, under a key that is the wanted one or is not known."""
+    begun = [bind.value for bind in scope.binds.get(key, [])]
+    if not begun or not all(isinstance(value, ast.Dict) and not value.keys for value in begun):
+        return
+    for stmt in scope.stmts:
+        target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+        if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and dotted(target.value) == key:
+            yield from (stmt.value,) if constant(target.slice) in (None, wanted) else ()
+
+
 class Origins:
     """Follows values backwards through a project; what cannot be followed is an origin by itself."""
 
@@ -309,6 +320,10 @@ class _Walk:
                 target = self.origins.calls.target(bind.value, home)
                 tables = [(value, target) for value in target.returns()] if target is not None else []
             for table, place in tables:
+                if isinstance(table, ast.Name):  # a function returns the table that it has filled
+                    yield from ((value, place, None) for value in filled(table.id, place, constant(node.slice)))
+                if not bind.path and isinstance(table, ast.Dict) and not table.keys:
+                    yield from ((value, place, None) for value in filled(bind.key, home, constant(node.slice)))
                 if isinstance(table, ast.Dict):
                     yield from ((value, place, None) for value in under(table, constant(node.slice)))
                 elif isinstance(table, ast.DictComp):

@@ -59,6 +59,15 @@ DISTRIBUTED = (
 )
 STATES = ("state_dict", "consolidate_state_dict", "summon_full_params", "full_tensor", *DISTRIBUTED)
 
+# What makes layers with parameters, and what gives a model more of them.
+LAYERS = Words(
+    r"^(Lazy)?(Linear|Bilinear|Conv(Transpose)?[123]d|Embedding(Bag)?|LSTM|GRU|RNN|PReLU|Parameter|MultiheadAttention"
+    r"|\w*Norm([123]d)?|Transformer\w*)$"
+)
+GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
+# Parts of a model that are not to be trained with it.
+APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
+
 # What a function that is handed on may be written as (`start(helper.manual_seed)`).
 NAMED_AS = (ast.Name, ast.Attribute)
 Found = Iterator[tuple[str, ast.expr | None, str]]
@@ -71,11 +80,28 @@ def whole(node: ast.expr) -> ast.expr:
     return node
 
 
-def optimized(call: ast.Call) -> ast.expr | None:
-    """The model whose parameters an optimizer is given, as they stand (`Adam(model.parameters())`)."""
-    given = argument(call, 0, "params")
-    own = isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
-    return given.func.value if own else None  # type: ignore[union-attr]
+def grown(holder: ast.expr | None, scope: Scope) -> bool:
+    """Check whether a layer that an object gets is given later than in the making of the object itself."""
+    owner = scope.owner
+    if (dotted(holder) or "").partition(".")[0] != "self" or owner is None:
+        return dotted(whole_chain(holder)) is not None
+    begins = owner.defs.get("__init__")
+    return scope.name != "__init__" and (begins is None or not begins.named(scope.name))
+
+
+def whole_chain(holder: ast.expr | None) -> ast.expr | None:
+    """The name that an attribute or an item of an item begins with."""
+    while isinstance(holder, ast.Attribute | ast.Subscript):
+        holder = holder.value
+    return holder
+
+
+def parameters_of(node: ast.expr | None) -> ast.expr | None:
+    """The one model whose parameters are in a group, a list or a filter of them."""
+    parts = walk(node) if node is not None else ()
+    calls = (part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
+    found = {dotted(c.func.value): c.func.value for c in calls if c.func.attr in ("parameters", "named_parameters")}  # type: ignore[attr-defined]
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def summed(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
@@ -148,7 +174,7 @@ class Marks:
         if name.endswith("_") and site.call.args and self.full(site).startswith("torch.nn.init."):
             yield "initialise", whole(site.call.args[0]), ""
         if name[:1].isupper() and self.makes_optimizer(site):
-            yield "optimizer", optimized(site.call), ""
+            yield "optimizer", self.optimized(site), ""
         if SCALER.search(name) and self.steps.helps(site):
             yield "backward", argument(site.call, 0, "loss"), "scaled"
             yield "step", argument(site.call, 1, "optimizer"), ""
@@ -189,6 +215,15 @@ class Marks:
         """Whether a call makes an optimizer of torch."""
         return TORCH_OPTIMIZERS.match(self.full(site)) is not None
 
+    def optimized(self, site: Site) -> ast.expr | None:
+        """The one model whose parameters an optimizer is given: all or some, or by a function (`groups(model)`)."""
+        given = argument(site.call, 0, "params")
+        binds = site.scope.binds.get(dotted(given) or "", [])
+        given = binds[0].value if len(binds) == 1 and not binds[0].path else given
+        found = parameters_of(given)
+        first = next(iter(given.args), None) if isinstance(given, ast.Call) and found is None else None
+        return first if first is not None and self.kinds.is_model(first, site.scope) else found
+
     def makes_model(self, site: Site, known: bool) -> bool:
         """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
         func, owner = site.call.func, site.scope.owner
@@ -220,15 +255,21 @@ class Marks:
         """An optimizer or a scheduler makes a step."""
         if self.steps.steps_scheduler(site):
             yield "schedule", site.receiver, ""
-        elif self.steps.steps_optimizer(site) and self.calls.target(site.call, site.scope) is None:
+        elif self.steps.steps_optimizer(site) and self.of_torch(site):
             if self.steps.steps_on(site):
                 yield "backward", self.steps.loss_of(site), ""
             scaled = self.kinds.is_scaler(site.receiver, site.scope) and site.call.args
             yield "step", site.call.args[0] if scaled else site.receiver, "scaled" if scaled else ""
 
+    def of_torch(self, site: Site) -> bool:
+        """Whether a call is of an optimizer's own method: of torch, or of a class that derives from torch's."""
+        target = self.calls.target(site.call, site.scope)
+        bases = self.calls.names.bases_of(target.owner) if target is not None and target.owner is not None else ()
+        return target is None or any(name.endswith(".Optimizer") for name in bases)
+
     def zero(self, site: Site) -> Found:
         """Gradients are cleared."""
-        if self.calls.target(site.call, site.scope) is None:
+        if self.of_torch(site):
             yield "zero", site.receiver, ""
 
     def clip(self, site: Site) -> Found:
@@ -367,6 +408,53 @@ class Marks:
         elif site.name == "train_test_split" and not full and site.receiver is not None:
             yield "shuffle", site.receiver, "numpy split"
 
+    def grow(self, site: Site) -> Found:
+        """A model is given more parameters, by a function that makes them or by a layer that it is handed."""
+        call, holder = site.call, site.receiver
+        if site.name in GROWS:
+            yield (
+                "grow",
+                holder if holder is not None else next(iter(call.args), None),
+                "resize" * ("resize" in site.name),
+            )
+            return
+        holder = next(iter(call.args), None) if site.name == "setattr" else holder
+        given = call.args[-1] if call.args else None
+        local = site.name == "append" and not isinstance(holder, ast.Attribute)  # a list of the function's own
+        if given is not None and not local and grown(holder, site.scope) and self.has_parameters(given, site.scope):
+            yield "grow", holder, ""
+
+    def group(self, site: Site) -> Found:
+        """An optimizer is given more parameters."""
+        yield "group", parameters_of(next(iter(site.call.args), None)), ""
+
+    def has_parameters(self, value: ast.expr, scope: Scope) -> bool:
+        """Whether an expression makes layers that have parameters."""
+        for part in walk(value):
+            if isinstance(part, ast.Call) and last(part)[:1].isupper():
+                if LAYERS.search(last(part)) and self.calls.names.qualify(part.func, scope).startswith("torch.nn."):
+                    return True
+                made = self.calls.names.definition(part.func, scope) if part is value else None
+                if made is not None and made.kind == "class" and self.kinds.is_module_class(made):
+                    return True
+        return False
+
+    def changed(self, stmt: ast.Assign, scope: Scope) -> Iterator[Mark]:
+        """Yield the marks of an assignment that gives a model a new layer, or a variable a new model."""
+        target, value = stmt.targets[0], stmt.value
+        if not isinstance(value, ast.Call) or dotted(value.func) is None:
+            return
+        part = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
+        trained = part is not None and not APART.search(last(target)) and grown(part, scope)
+        if trained and self.has_parameters(value, scope):
+            yield Mark("grow", stmt, stmt, scope, part)
+        key = dotted(target)
+        if key is not None and MODEL.search(last(target)) and key not in map(dotted, walk(value)):
+            made = self.calls.names.definition(value.func, scope)
+            pretrained = last(value) == "from_pretrained" or self.calls.names.qualify(value.func, scope) == "torch.load"
+            if pretrained or (made is not None and made.kind == "class" and self.kinds.is_module_class(made)):
+                yield Mark("remake", stmt, stmt, scope, target)
+
     def state(self, site: Site) -> Found:
         """The state of something is read, for which sharded objects need all ranks."""
         sharded = self.full(site).startswith("torch.distributed")
@@ -401,6 +489,9 @@ class Marks:
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
+        changed = tuple(self.changed(stmt, scope)) if isinstance(stmt, ast.Assign) else ()
+        if changed:
+            return changed
         holder, value = summed(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)
@@ -434,6 +525,8 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),
+    Marks.grow: (*GROWS, "append", "setattr", "add_module", "register_parameter"),
+    Marks.group: ("add_param_group",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():

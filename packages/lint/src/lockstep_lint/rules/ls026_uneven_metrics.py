@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Guard, guards, inside, loops
 from lockstep_lint.analysis.index import Scope, Site
@@ -204,15 +205,31 @@ METRICS = ("evaluate.load", "datasets.load_metric")
 TELLS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
 
 
+# They give each rank its own part of the loaders that they prepare.
+PREPARING = frozenset({"accelerate", "lightning", "lightning_fabric"})
+PREPARES = ("prepare", "prepare_data_loader", "setup_dataloaders")
+
+
+@kept
+def prepared(view: View) -> frozenset[ast.Call]:
+    """The loaders that Accelerate or Fabric divides among the ranks."""
+    members = [m for m in view.project.family(view.module) if any(m.sites(*PREPARES))]
+    members = members if any(view.analysis.named(m) & PREPARING for m in members) else []
+    given = ((value, site.scope) for member in members for site in member.sites(*PREPARES) for value in site.call.args)
+    made = (each for value, scope in given for each in view.origins.calls_of(value, scope))
+    return frozenset(call for call, _, full in made if full.endswith("DataLoader"))
+
+
 def check(view: View) -> Iterator[Found]:
     """Looks at evaluations over a DistributedSampler that average per-rank means, or that share nothing."""
     samplers = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
     samplers = [s for s in samplers if constant(keyword(s.call, "drop_last")) is not True]
     by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
-    if not samplers and not by_hand:
+    divides = view.analysis.is_moot(view.module, PREPARING)
+    if not prepared(view) and (divides or not (samplers or by_hand)):
         return
     yield from unshared(view)
-    if drops_rest(view):
+    if divides or drops_rest(view) or not (samplers or by_hand):
         return
     said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
     for scope in view.scopes:
@@ -255,7 +272,7 @@ def over_shard(view: View, scope: Scope) -> bool:
 def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loop runs over a rank's own part of held-out data, by the names here or where a caller gives it."""
     if EVALUATION.search(scope.name) or any(EVALUATION.search(name) for name in idents(loop.iter)):
-        return view.kinds.is_shard(loop.iter, scope)
+        return is_shard(view, loop.iter, scope)
     if phased(loop, scope):
         return view.kinds.is_shard(loop.iter, scope, alike=True)
     key = dotted(view.kinds.iterated(loop.iter, scope))
@@ -263,9 +280,17 @@ def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
         return False
     given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
     return any(
-        value is not None and any(map(EVALUATION.search, idents(value))) and view.kinds.is_shard(value, home)
+        value is not None and any(map(EVALUATION.search, idents(value))) and is_shard(view, value, home)
         for value, home in given
     )
+
+
+def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
+    """Whether a loader has a rank's own part of the data, by sampler, data, or the framework that prepares it."""
+    if view.kinds.is_shard(loader, scope):
+        return True
+    made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}
+    return bool(made) and made <= prepared(view)
 
 
 def unshared(view: View) -> Iterator[Found]:
@@ -274,12 +299,30 @@ def unshared(view: View) -> Iterator[Found]:
         return
     for scope in view.scopes:
         for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
-            if sums(view, loop, scope) and sharded(view, loop, scope) and not exchanges(view, scope, loop):
+            if not sums(view, loop, scope) or not sharded(view, loop, scope):
+                continue
+            if not exchanges(view, scope, loop) or some_kept(view, scope, loop):
                 yield Found(
                     loop,
                     "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
                 )
                 break
+
+
+def some_kept(view: View, scope: Scope, loop: ast.For) -> bool:
+    """Whether an evaluation exchanges some of its meters by their own method, and gives back others as they are."""
+    filled = {dotted(s.receiver) for s in view.effects.block(loop, scope) if s.name == "update"} - {None}
+    asked = [site for site in scope.sites if EXCHANGE.search(site.name) and not is_made(view, site)]
+    own = {dotted(site.receiver) for site in asked}
+    given = {dotted(part.value) for value in scope.returns() for part in walk(value) if isinstance(part, ast.Attribute)}
+    called = [caller for caller in view.calls.callers(scope) for site in caller.scope.sites if passes_on(caller, site)]
+    return bool(own) and own < filled and not called and bool(given & (filled - own))
+
+
+def is_made(view: View, site: Site) -> bool:
+    """Whether a call makes an object of a class (`AverageMeter()`), or scores what it is given."""
+    owner = view.names.definition(site.call.func, site.scope)
+    return owner is not None and (owner.kind == "class" or not any(EXCHANGE.search(each.name) for each in owner.sites))
 
 
 def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
@@ -514,10 +557,10 @@ def validate(model, val_loader, criterion, device):
     check=check,
     fix="none",
     remedy="Sum values and counts over all ranks, then divide once",
-    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    moot=frozenset({"pytorch_lightning", "composer", "lockstep", "trl"}),
     note=(
         "Data that the script divides itself counts like a DistributedSampler's (`data[rank::world_size]`, "
         "`indices.split(n)[rank]`, `data.shard(...)`). It is told at the call that averages over the ranks, or at the "
-        "loop over the data where nothing is exchanged."
+        "loop over the data where nothing is exchanged. What Accelerate or Fabric prepares is a rank's part, too."
     ),
 )
