@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.imports import EXTERNAL
 from lockstep_lint.analysis.index import Bind, Imported, Module, Scope
 from lockstep_lint.analysis.nodes import dotted
@@ -44,11 +45,25 @@ class Names:
             known = self.qualified[node] = self.qualify_name(name, scope) if name else ""
         return known
 
+    @kept
+    def foreign(self, name: str, module: Module) -> bool:
+        """Whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most of the
+        names that are asked for do not need to be looked for any further.
+        """
+        if name in module.given:
+            return False
+        imported = module.imports.get(name)
+        if imported is None:
+            return not module.stars
+        return not imported.level and self.project.paths.external(module.folder, imported.module.partition(".")[0])
+
     def qualify_name(self, name: str, scope: Scope, depth: int = 0) -> str:
         """The full name behind a dotted name in a scope."""
         head, _, rest = name.partition(".")
         module = scope.module
         imported = module.imports.get(head)
+        if imported is None and self.foreign(head, module):
+            return ""
         if imported is not None and not bound_locally(head, scope):
             full = self.passed_on(module, imported) or (imported.full if not imported.level else "")
             return f"{full}.{rest}" if rest and full else full
@@ -110,6 +125,8 @@ class Names:
         if name is None:
             return None
         head, _, rest = name.partition(".")
+        if self.foreign(head, scope.module):
+            return None
         if not rest:
             return self.named(head, scope)
         imported = scope.module.imports.get(head)
