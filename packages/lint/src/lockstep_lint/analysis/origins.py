@@ -114,7 +114,7 @@ class Origin:
     @property
     def call(self) -> ast.Call | None:
         """The call that made the value, if it was one."""
-        return self.node if isinstance(self.node, ast.Call) else None
+        return self.node if self.node.__class__ is ast.Call else None
 
 
 class Origins:
@@ -141,8 +141,9 @@ class Origins:
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
         """The calls among the origins of `node`, each with the full name of what it calls."""
         for origin in self.of(node, scope):
-            if origin.call is not None:
-                yield origin.call, origin.scope, self.names.qualify(origin.call.func, origin.scope)
+            call = origin.call
+            if call is not None:
+                yield call, origin.scope, self.names.qualify(call.func, origin.scope)
 
     def binds(self, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
         """The bindings of a name that may hold at a line of a scope."""

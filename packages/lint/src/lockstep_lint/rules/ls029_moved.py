@@ -97,7 +97,7 @@ def names(view: View) -> Iterator[Found]:
     used: set[str] = set()
     for scope in view.scopes if rows else ():
         for stmt, node, full in named(view, scope, known):
-            row = next((row for row in rows if f"{full}.".startswith(f"{row.name}.")), None)
+            row = next((row for row in rows if f"{full}.".startswith(f"{row.name}.")), None) if full else None
             if row is None or by_version(stmt, node, view.module):
                 continue
             if isinstance(node, ast.stmt):
