@@ -1,6 +1,6 @@
 """Define a finding, what the linter reports for one place in a file."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = ["Change", "Confidence", "Edit", "Finding", "Severity"]
@@ -87,7 +87,7 @@ class Finding:
 
     def as_dict(self) -> dict[str, object]:
         """The finding as `--format json` prints it."""
-        data = asdict(self)
-        data["severity"], data["confidence"] = self.severity.value, self.confidence.value
-        keys = ("path", "line", "column", "rule", "severity", "confidence", "message", "fix")
-        return {key: data[key] for key in keys} | ({"cell": self.cell} if self.cell else {})
+        data: dict[str, object] = {key: getattr(self, key) for key in ("path", "line", "column", "rule")}
+        data |= {"severity": self.severity.value, "confidence": self.confidence.value}
+        data |= {"message": self.message, "fix": self.fix}
+        return data | ({"cell": self.cell} if self.cell else {})

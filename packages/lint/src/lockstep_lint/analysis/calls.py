@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
-from lockstep_lint.analysis.nodes import dotted, element_of, is_true, keyword, last, walk
+from lockstep_lint.analysis.nodes import dotted, element_of, head, is_true, keyword, last, walk
 
 __all__ = [
     "COLLECTIVES",
@@ -79,6 +79,9 @@ class Calls:
 
     def class_of(self, node: ast.expr, scope: Scope, handed_in: bool = True) -> Scope | None:
         """The project's class of an object, found by the assignment that made it, perhaps before it was `handed_in`."""
+        first = head(node)
+        if first is not None and self.names.foreign(first, scope.module):
+            return None
         key = (node, scope, handed_in)
         if key not in self.classes:
             self.classes[key] = self.find_class(node, scope, handed_in)

@@ -89,7 +89,7 @@ class Paths:
         parts = [part for part in name.split(".") if part and part != "*"]
         if level:
             return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
-        if not parts or (parts[0] in EXTERNAL and not self.hides(folder, parts[0])):
+        if not parts or self.external(folder, parts[0]):
             return None
         more = self.added(self.root(folder)) if self.added is not None else ()
         found = (
@@ -98,9 +98,11 @@ class Paths:
         )
         return next((path for path in found if path is not None), None)
 
-    def hides(self, folder: str, name: str) -> bool:
-        """Whether a folder beside the script hides an installed package of the same name (Python looks there first)."""
-        return name not in {"torch", "numpy"} and self.is_file(os.path.join(folder, name, "__init__.py"))
+    def external(self, folder: str, package: str) -> bool:
+        """Whether a well-known package is meant: no folder beside the script hides it (Python looks there first)."""
+        if package not in EXTERNAL:
+            return False
+        return package in {"torch", "numpy"} or not self.is_file(os.path.join(folder, package, "__init__.py"))
 
     def bases(self, folder: str) -> tuple[str, ...]:
         """The folders that imports in `folder` can start from: it and its parents, up to the repository's root."""

@@ -3,9 +3,10 @@
 import ast
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.imports import EXTERNAL
 from lockstep_lint.analysis.index import Bind, Imported, Module, Scope
-from lockstep_lint.analysis.nodes import dotted
+from lockstep_lint.analysis.nodes import dotted, head
 from lockstep_lint.analysis.project import Project
 
 __all__ = ["Names", "bound_locally"]
@@ -44,23 +45,37 @@ class Names:
             known = self.qualified[node] = self.qualify_name(name, scope) if name else ""
         return known
 
+    @kept
+    def foreign(self, name: str, module: Module) -> bool:
+        """Whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most of the
+        names that are asked for do not need to be looked for any further.
+        """
+        if name in module.given:
+            return False
+        imported = module.imports.get(name)
+        if imported is None:
+            return not module.stars
+        return not imported.level and self.project.paths.external(module.folder, imported.module.partition(".")[0])
+
     def qualify_name(self, name: str, scope: Scope, depth: int = 0) -> str:
         """The full name behind a dotted name in a scope."""
-        head, _, rest = name.partition(".")
+        first, _, rest = name.partition(".")
         module = scope.module
-        imported = module.imports.get(head)
-        if imported is not None and not bound_locally(head, scope):
+        imported = module.imports.get(first)
+        if imported is None and self.foreign(first, module):
+            return ""
+        if imported is not None and not bound_locally(first, scope):
             full = self.passed_on(module, imported) or (imported.full if not imported.level else "")
             return f"{full}.{rest}" if rest and full else full
-        bind = _alias(head, scope)
+        bind = _alias(first, scope)
         if bind is not None and depth < 4:
             alias = dotted(bind.value)
-            if alias and alias != head:
+            if alias and alias != first:
                 return self.qualify_name(f"{alias}.{rest}" if rest else alias, scope, depth + 1)
             return ""
-        if module.stars and head in COMMON and head not in module.top.binds:
-            return f"{COMMON[head]}.{rest}" if rest else COMMON[head]
-        brought = self.brought(head, module)
+        if module.stars and first in COMMON and first not in module.top.binds:
+            return f"{COMMON[first]}.{rest}" if rest else COMMON[first]
+        brought = self.brought(first, module)
         if brought:
             return f"{brought}.{rest}" if rest else brought
         return self.star_name(name, module)
@@ -106,16 +121,17 @@ class Names:
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         """The project's function or class that a name or `module.name` stands for."""
-        name = dotted(node)
-        if name is None:
+        first = head(node)
+        if first is None or self.foreign(first, scope.module):
             return None
-        head, _, rest = name.partition(".")
+        name = dotted(node)
+        rest = name[len(first) + 1 :] if name is not None else ""
         if not rest:
-            return self.named(head, scope)
-        imported = scope.module.imports.get(head)
-        if imported is not None and not bound_locally(head, scope):
+            return self.named(first, scope)
+        imported = scope.module.imports.get(first)
+        if imported is not None and not bound_locally(first, scope):
             return self.exported(scope.module, imported, rest)
-        owner = self.named(head, scope)
+        owner = self.named(first, scope)
         return self.member(owner, rest) if owner is not None and owner.kind == "class" else None
 
     def named(self, name: str, scope: Scope, depth: int = 0) -> Scope | None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from ast import AST, Attribute, Call, Name, Subscript
 from collections.abc import Iterator
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "dotted",
     "element_of",
     "has_star",
+    "head",
     "idents",
     "is_none",
     "is_true",
@@ -63,24 +65,26 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
             value = getattr(current, name, None)
             if value.__class__ is list:
                 for item in reversed(value):
-                    if isinstance(item, ast.AST):
+                    if isinstance(item, AST):
                         add(item)
-            elif isinstance(value, ast.AST):
+            elif value is not None and isinstance(value, AST):
                 add(value)
 
 
 def dotted(node: ast.AST | None) -> str | None:
     """`a.b.c` for a chain of names and attributes, else None."""
-    if node.__class__ is ast.Name:
-        return node.id
-    parts: list[str] = []
-    while node.__class__ is ast.Attribute:  # asked a thousand times a file: `isinstance` costs three times as much
-        parts.append(node.attr)
+    rest = ""
+    while node.__class__ is Attribute:  # asked a thousand times a file: `isinstance` costs three times as much
+        rest = f".{node.attr}{rest}"
         node = node.value
-    if not isinstance(node, ast.Name):
-        return None
-    parts.append(node.id)
-    return ".".join(reversed(parts))
+    return f"{node.id}{rest}" if node.__class__ is Name else None
+
+
+def head(node: ast.AST | None) -> str | None:
+    """`a` for a chain of names and attributes `a.b.c`, else None."""
+    while node.__class__ is Attribute:
+        node = node.value
+    return node.id if node.__class__ is Name else None
 
 
 def base(node: ast.AST) -> ast.AST:
@@ -98,13 +102,13 @@ def last(node: ast.AST | None) -> str:
     """The final identifier of a name, attribute, call or subscripted name; "" for anything else."""
     while True:
         kind = node.__class__
-        if kind is ast.Attribute:
-            return str(node.attr)  # type: ignore[union-attr]
-        if kind is ast.Name:
-            return str(node.id)  # type: ignore[union-attr]
-        if kind is ast.Call:
+        if kind is Attribute:
+            return node.attr  # type: ignore[union-attr, no-any-return]
+        if kind is Name:
+            return node.id  # type: ignore[union-attr, no-any-return]
+        if kind is Call:
             node = node.func  # type: ignore[union-attr]
-        elif kind is ast.Subscript:
+        elif kind is Subscript:
             node = node.value  # type: ignore[union-attr]
         else:
             return ""
@@ -152,9 +156,9 @@ def is_true(node: ast.AST | None) -> bool:
 def idents(node: ast.AST) -> Iterator[str]:
     """Every identifier and attribute name in an expression."""
     for item in walk(node):
-        if isinstance(item, ast.Name):
+        if item.__class__ is Name:
             yield item.id
-        elif isinstance(item, ast.Attribute):
+        elif item.__class__ is Attribute:
             yield item.attr
 
 

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.budget import WORK
 from lockstep_lint.analysis.calls import Calls, given, passed
 from lockstep_lint.analysis.context import above, guards, loops
 from lockstep_lint.analysis.index import Bind, Scope
-from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, last
+from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, head, last
 
 __all__ = ["SAME", "Origin", "Origins", "default", "reaching", "returned", "truth", "under"]
 
@@ -114,7 +114,7 @@ class Origin:
     @property
     def call(self) -> ast.Call | None:
         """The call that made the value, if it was one."""
-        return self.node if isinstance(self.node, ast.Call) else None
+        return self.node if self.node.__class__ is ast.Call else None
 
 
 def filled(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
@@ -142,15 +142,19 @@ class Origins:
         if node is None:
             return []
         key = (node, scope)
-        if key not in self.memo:
-            self.memo[key] = _Walk(self).run(node, scope)
-        return self.memo[key]
+        found = self.memo.get(key)
+        if found is None:
+            first = head(node)
+            foreign = first is not None and self.names.foreign(first, scope.module)
+            found = self.memo[key] = [Origin(node, scope)] if foreign else _Walk(self).run(node, scope)
+        return found
 
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
         """The calls among the origins of `node`, each with the full name of what it calls."""
         for origin in self.of(node, scope):
-            if origin.call is not None:
-                yield origin.call, origin.scope, self.names.qualify(origin.call.func, origin.scope)
+            call = origin.call
+            if call is not None:
+                yield call, origin.scope, self.names.qualify(call.func, origin.scope)
 
     def binds(self, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
         """The bindings of a name that may hold at a line of a scope."""

@@ -20,9 +20,11 @@ MAX_DEPTH = 60
 # Kinds of marks that alone are no reason to enter a function.
 QUIET = ("sync", "keep", "batch", "leave")
 # Expressions whose parts are not all worked out, once, from left to right.
-FORKS = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+FORKS = frozenset({ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp})
 # Statements that may be events by themselves.
 MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return)
+# Most of all statements.
+SIMPLE = (ast.Expr, ast.Assign, ast.Return)
 ENDS = ("exit", "_exit", "quit", "abort")
 
 
@@ -122,10 +124,12 @@ class _Planner:
         for place, stmt in enumerate(body):
             found, ways = self.statement(stmt, depth)
             steps += found
+            if not ways:
+                continue
             exits += ways
             if any(not tests for _, tests in ways):
                 break  # what follows is never run
-            if ways and depth < MAX_EXITS and place + 1 < len(body):
+            if depth < MAX_EXITS and place + 1 < len(body):
                 rest, more = self.block(body[place + 1 :], depth + 1)
                 for _, tests in reversed(ways):
                     rest, more = self.otherwise(steps, tests, rest, more)
@@ -150,6 +154,8 @@ class _Planner:
 
     def statement(self, stmt: ast.stmt, depth: int) -> tuple[list[Step], list[Exit]]:
         """The steps of a statement, and the ways out that it has."""
+        if isinstance(stmt, SIMPLE):
+            return self.simple(stmt)
         if isinstance(stmt, ast.If):
             return self.choice(stmt, depth)
         if isinstance(stmt, Loop):
@@ -163,9 +169,7 @@ class _Planner:
             return self.attempt(stmt, depth)
         if isinstance(stmt, ast.Match):
             return self.cases(stmt, depth)
-        if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef):
-            return [], []
-        if isinstance(stmt, ast.ClassDef):
+        if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return [], []
         return self.simple(stmt)
 
@@ -235,7 +239,7 @@ class _Planner:
         if stmt not in self.loud:
             return []
         nodes = list(walk(root))
-        if any(isinstance(node, FORKS) for node in nodes):
+        if not FORKS.isdisjoint(map(type, nodes)):
             return self.parts(root)
         found = [node for node in nodes if isinstance(node, ast.Call) and node in self.does]
         return [self.does[node] for node in sorted(found, key=end)]

@@ -24,7 +24,8 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
-    aliased = ALIASED.search(view.module.text) is not None  # else the calls of these names alone need be asked
+    text = view.module.text
+    aliased = any(name in text for name in NAMES) and ALIASED.search(text)  # else only calls of these names are asked
     for site in view.sites() if aliased else view.sites(*NAMES):
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES

@@ -97,7 +97,7 @@ def names(view: View) -> Iterator[Found]:
     used: set[str] = set()
     for scope in view.scopes if rows else ():
         for stmt, node, full in named(view, scope, known):
-            row = next((row for row in rows if f"{full}.".startswith(f"{row.name}.")), None)
+            row = next((row for row in rows if f"{full}.".startswith(f"{row.name}.")), None) if full else None
             if row is None or by_version(stmt, node, view.module):
                 continue
             if isinstance(node, ast.stmt):
@@ -117,7 +117,8 @@ def of_libraries(view: View, roots: set[str]) -> set[ast.stmt]:
     """Return the statements that name something of some libraries."""
     found: set[ast.stmt] = set()
     for name, places in view.module.named.items():
-        inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for _, scope in places}
+        scopes = {scope for _, scope in places}
+        inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for scope in scopes}
         found.update(stmt for stmt, scope in places if inside[scope])
     return found
 
