@@ -45,6 +45,15 @@ def shown(records=(), summary=None, interactive=False, **options):
     return stream.getvalue()
 
 
+def test_text_from_outside_in_a_record_is_masked(monkeypatch):
+    monkeypatch.setenv("OWN_API_KEY", "planted-value")
+    hidden = shown([record(10, **{"train/planted-value": 1.0}), {"global_step": 10, "planted-value": 1.0}])
+    assert hidden.count("***") == 2
+    named = shown([record(10), record(20)], items="planted-value")
+    assert named.count("***/s") == 2
+    assert "planted-value" not in hidden + named
+
+
 def test_each_record_is_one_plain_line():
     text = shown(
         [record(10), record(20), {"global_step": 20, "evaluation/loss": 2.0, "evaluation/items": 50}], items="tokens"

@@ -2,8 +2,8 @@
 
     logger.info(mask("cloning https://me:hunter2@host/x"))    # cloning https://***@host/x
 
-`mask` applies to everything that is printed, logged or stored in a run's folder. It prefers to hide too much: an
-unquoted value after `--token` or `API_KEY=` is hidden up to the next blank.
+`mask` applies to all text that is printed, logged or stored in a run's folder; numbers stay. It prefers to hide too
+much: an unquoted value after `--token` or `API_KEY=` is hidden up to the next blank.
 """
 
 import os

@@ -176,10 +176,14 @@ def line_of(record: Mapping[str, Any], steps: int, items: str, seconds_left: flo
     parts += [f"epoch {epochs:.2f}"] if epochs is not None else []
     parts += _numbers_of(record, items)
     parts += [f"grad {record['grad_norm']:.3g}"] if record.get("grad_norm") is not None else []
-    task_names = [name for name in record if name.startswith("train/")][:_TASK_NUMBERS]
-    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in task_names]
+    parts += [f"{name.removeprefix('train/')} {record[name]:.5g}" for name in _task_names(record)]
     parts += [f"{duration_text(seconds_left)} left"] if seconds_left else []
     return "  ".join(parts)
+
+
+def _task_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the task's own numbers in the record's line."""
+    return [name for name in record if name.startswith("train/")][:_TASK_NUMBERS]
 
 
 def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tuple[str, str]]:
@@ -273,7 +277,7 @@ class Console:
         stream: TextIO | None = None,
         interactive: bool | None = None,
     ) -> None:
-        self._steps, self._step, self._items = steps, start, items
+        self._steps, self._step, self._items = steps, start, printable(mask(items))
         self._page = _Page(sys.stdout if stream is None else stream, interactive)
         self._bar: _Bar | None = None
         self._activity: list[str] = []
@@ -299,7 +303,9 @@ class Console:
             self._step = int(record["global_step"])
             self._recent.append((self._step, time.monotonic()))
         if self._bar is None:
-            self._page.line(line_of(record, self._steps, self._items, self._time_left()))
+            # Without the task's own names there is no text from outside in it, and masking takes a quarter of a record.
+            is_own = "running_loss" in record and "evaluation/loss" not in record and not _task_names(record)
+            self._page.line(line_of(record, self._steps, self._items, self._time_left()), is_own=is_own)
         elif self._bar.is_due():
             self._draw()
 
@@ -414,9 +420,13 @@ class _Page:
             self.line("")
             self.line(line, style)
 
-    def line(self, line: str, style: str = "") -> None:
-        """Write a line of external text: masked and printable."""
-        text = printable(mask(line))
+    def line(self, line: str, style: str = "", *, is_own: bool = False) -> None:
+        """Write a line of external text: masked and printable.
+
+        Args:
+            is_own: it has none, only lockstep's own words, numbers, and text that is masked already.
+        """
+        text = line if is_own else printable(mask(line))
         if self.terminal.is_terminal:
             self.show(Text(text, style))
         elif not self.terminal.quiet:
