@@ -515,7 +515,7 @@ def test_a_gan_with_a_bad_sample_stops_or_goes_back(tmp_path, policy):
     bad.tensors[0][37, 1] = torch.nan
     settings = {"guards": Guards(nonfinite=policy), "ckpt_freq": 2, "log_freq": 1}
     if policy == "stop":
-        with pytest.raises(lockstep.errors.LockstepError, match="step 4"):
+        with pytest.raises(lockstep.errors.LockstepError, match="step 5"):
             trained(tmp_path, seeded(gan(L)), DataLoader(bad, 8), trainer(L, max_epochs=1), **settings)
         return
     losses, run = trained(tmp_path, seeded(gan(L)), DataLoader(bad, 8), trainer(L, max_epochs=1), **settings)
