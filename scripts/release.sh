@@ -19,7 +19,7 @@ refuse() {
 
 [[ -z $(git status --porcelain) ]] || refuse "the working tree has changes; commit them (git status)"
 version=$("$python" - <<'END'
-import ast, pathlib, tomllib
+import ast, pathlib, sys, tomllib
 
 versions = {path: tomllib.loads(pathlib.Path(path).read_text())["project"]["version"]
             for path in ("pyproject.toml", "packages/lint/pyproject.toml")}
@@ -28,7 +28,8 @@ for node in ast.parse(pathlib.Path(path).read_text()).body:
     if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
         versions[path] = ast.literal_eval(node.value)
 if len(versions) != 3 or len(set(versions.values())) != 1:
-    raise SystemExit(f"release: the versions differ: {versions}")
+    print(f"release: the versions differ: {versions}", file=sys.stderr)
+    raise SystemExit(2)
 print(versions["pyproject.toml"])
 END
 )

@@ -129,7 +129,7 @@ def test_the_release_stops_before_it_builds(tmp_path):
         go([*git, "add", "."])
         if commit:
             go([*git, "commit", "--quiet", "--message", "a"])
-        return go(["bash", tmp_path / "scripts" / "release.sh"], code=2, cwd=tmp_path).stderr
+        return go(["env", f"PYTHON={sys.executable}", "bash", "scripts/release.sh"], code=2, cwd=tmp_path).stderr
 
     changes.write_text(f"## {version} (2026-12-01)\n")
     assert "the working tree has changes" in refusal(commit=False)
