@@ -7,7 +7,7 @@ TORCH := $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'to
 
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help train check chaos matrix mutants docs test test-lint test-full test-oldest test-gpu gpu clean
+.PHONY: help train check chaos matrix mutants docs test test-lint test-full test-oldest test-gpu gpu release clean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -87,6 +87,9 @@ test-gpu: ## the GPU tests, with the Python that is on PATH (nothing is installe
 
 gpu: ## all that only a GPU shows, into outputs/gpu: ARGS="--call 1" (510 s at most), then "--call 2" (240 s); --toy rehearses
 	$(PYTHON) bench/device/run.py $(ARGS)
+
+release: ## builds both distributions, checks and tries them, prints the upload command and uploads nothing (ARGS=--rehearse)
+	PYTHON=$(PYTHON) bash scripts/release.sh $(ARGS)
 
 clean: ## removes the virtual environments and every cache
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache build src/*.egg-info packages/lint/build packages/lint/src/*.egg-info

@@ -1,12 +1,13 @@
-"""What the build makes besides: the shells' completion files, from the commands' own flags, by shtab.
+"""What the build makes besides: the shells' completion files, and the readme of the distribution.
 
-pip install .           # they go into the wheel; `lockstep completion bash` prints one
+pip install .           # `lockstep completion bash` prints a completion file, which shtab makes of the flags
 """
 
 import argparse
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -112,6 +113,16 @@ def write(folder):
         (folder / name).write_text(text + (BEHIND_LAUNCH if shell == "bash" else ""), encoding="utf-8")
 
 
+def without_local_links(text):
+    """Turns links into the repository into their text: a distribution's page cannot follow them.
+
+    Args:
+        text: Markdown. Absolute links and anchors of the page itself stay.
+    """
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n*", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^]]+)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+
+
 class BuildPy(build_py):
     """Also makes the completion files: in the wheel, or beside the sources of an editable install."""
 
@@ -121,4 +132,8 @@ class BuildPy(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildPy})
+    setup(
+        cmdclass={"build_py": BuildPy},
+        long_description=without_local_links((HERE / "README.md").read_text(encoding="utf-8")),
+        long_description_content_type="text/markdown",
+    )

@@ -1,12 +1,14 @@
-"""What is declared is what is imported, and a wheel in an empty environment trains and verifies, the linter's lints."""
+"""What is declared is what is imported, and both wheels train, lint and verify in an empty environment."""
 
 import ast
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,8 +16,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import lockstep
+
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LINT = ROOT / "packages" / "lint"
+PROJECT, LINTER = (
+    tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"] for folder in (ROOT, LINT)
+)
 EXTRAS = PROJECT["optional-dependencies"]
 
 
@@ -68,12 +75,75 @@ def test_what_is_imported_is_declared():
         assert len(used[name]) == 1, f"{name} is an extra: {used[name]}"
 
 
-def test_the_distributions_name_is_ours():
-    assert PROJECT["name"] == "torch-lockstep"
-    tracked = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *(ROOT / "src").rglob("*.py")]
-    for path in tracked:
-        for found in re.findall(r"pip install[^`\n]*lockstep[\w\[\],-]*", path.read_text(encoding="utf-8")):
-            assert re.search(r"torch-lockstep|/lockstep|\./?lockstep", found), f"{path}: {found}"
+def test_no_document_names_an_index_where_the_distributions_are_not():
+    """A name alone is for the extras of an installed lockstep; lockstep itself and the linter come from a clone."""
+    assert (PROJECT["name"], LINTER["name"]) == ("torch-lockstep", "lockstep-lint")
+    allowed = re.compile(r"torch-lockstep\[|lockstep-lint\[|/lockstep|\./?lockstep|packages/lint")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *LINT.glob("*.md"), *(LINT / "docs").rglob("*.md")]
+    for path in [*pages, *(ROOT / "src").rglob("*.py")]:
+        for found in re.findall(r"pip install[^`\n]*lockstep[^`\n]*", path.read_text(encoding="utf-8")):
+            assert allowed.search(found), (path, found)
+            if path in pages:
+                assert "torch-lockstep[lint]" not in found, (path, found)
+
+
+def test_both_distributions_declare_the_same():
+    """One version in all places, which the extra takes; the same Pythons and licence."""
+    version = PROJECT["version"]
+    assert version == LINTER["version"] == lockstep.__version__
+    assert re.search(r"^## (.*) \(", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)[1] == version
+    (extra,) = (Requirement(text) for text in EXTRAS["lint"])
+    assert (extra.name, extra.extras) == ("lockstep-lint", {"fix"})
+    assert extra.specifier.contains(version)
+    major, minor = version.split(".")[:2]
+    assert not extra.specifier.contains(f"{major}.{int(minor) + 1}.0"), "another minor version may not fit"
+    for key in ("requires-python", "license", "license-files"):
+        assert PROJECT[key] == LINTER[key]
+    assert (ROOT / "LICENSE").read_bytes() == (LINT / "LICENSE").read_bytes()
+    pythons = [[line for line in each["classifiers"] if "Python :: 3." in line] for each in (PROJECT, LINTER)]
+    assert pythons[0] == pythons[1]
+    assert pythons[0][0].endswith(PROJECT["requires-python"].removeprefix(">="))
+
+
+def test_a_distributions_readme_has_no_link_into_the_repository():
+    specification = importlib.util.spec_from_file_location("setup_of_lockstep", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    text = "![a](x.svg)\n\n[one](docs/a.md#b) [two](https://example.org) [three](#there) [`four`](x)\n"
+    assert module.without_local_links(text) == "one [two](https://example.org) [three](#there) `four`\n"
+    readme = module.without_local_links((ROOT / "README.md").read_text(encoding="utf-8"))
+    for text in (readme, (LINT / "README.md").read_text(encoding="utf-8")):
+        assert re.findall(r"\]\((?!https?:|#)[^)]*\)", text) == []
+
+
+def test_the_release_stops_before_it_builds(tmp_path):
+    """With changes in the tree, a changelog without the version's date, or versions that differ."""
+    for name in ("scripts/release.sh", "pyproject.toml", "packages/lint/pyproject.toml", "src/lockstep/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    version, changes = PROJECT["version"], tmp_path / "CHANGELOG.md"
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    go([*git, "init", "--quiet"])
+
+    def refusal(commit=True):
+        go([*git, "add", "."])
+        if commit:
+            go([*git, "commit", "--quiet", "--message", "a"])
+        return go(["env", f"PYTHON={sys.executable}", "bash", "scripts/release.sh"], code=2, cwd=tmp_path).stderr
+
+    changes.write_text(f"## {version} (2026-12-01)\n")
+    assert "the working tree has changes" in refusal(commit=False)
+    changes.write_text(f"## {version} (unreleased)\n")
+    assert "CHANGELOG.md" in refusal()
+    changes.write_text(f"## {version}1 (2026-12-01)\n")
+    assert "CHANGELOG.md" in refusal()
+    changes.write_text(f"## {version} (2026-12-01)\n")
+    go([*git, "tag", f"v{version}"])
+    assert f"the tag v{version} exists" in refusal()
+    linter = tmp_path / "packages" / "lint" / "pyproject.toml"
+    linter.write_text(linter.read_text().replace(f'"{version}"', '"9.9.9"'))
+    assert "the versions differ" in refusal()
+    assert not (tmp_path / "dist").exists()
 
 
 def needed(requirements):
@@ -120,36 +190,48 @@ def test_the_build_needs_only_what_it_requires(tmp_path):
     assert "launch" in (tmp_path / "_lockstep").read_text()
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory):
-    """The bin folder of an environment with the wheel and its dependencies, without extras and without an index.
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+QUIET = ["--quiet", "--no-deps", "--no-index"]
+SDIST = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
 
-    The wheel is built from a copy, so that no build folder stands in the checkout. What it depends on is linked from
-    this environment, distribution by distribution: what is not declared cannot be imported.
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with both sdists and the wheels that are made from them, as `python -m build` makes them.
+
+    They are built from a copy, so that no build folder stands in the checkout.
     """
-    folder = tmp_path_factory.mktemp("packaging")
+    folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "completions")
+    for name in ("src", "packages/lint"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    quiet = ["--quiet", "--no-deps", "--no-index"]
-    go([*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", folder, source])
-    wheel = next(folder.glob("*.whl"))
-    assert wheel.name.startswith("torch_lockstep-")
-    with zipfile.ZipFile(wheel) as content:
-        assert {name.partition("/")[0] for name in content.namelist()} == {
-            "lockstep",
-            wheel.name.rpartition("-py3")[0] + ".dist-info",
-        }
-        wanted = {"lockstep/py.typed", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
-        wanted.add("lockstep/report/page.html")
-        wanted |= {f"lockstep/templates/{name}" for name in ("task.py", "config.toml", "test_task.py")}
-        assert wanted <= set(content.namelist())
-    go([sys.executable, "-m", "venv", "--without-pip", folder / "env"])
-    go([*pip, "--python", folder / "env" / "bin" / "python", "install", *quiet, wheel])
-    borrowed(next((folder / "env").glob("lib/python*/site-packages")), PROJECT["dependencies"])
-    return folder / "env" / "bin"
+    for name in (source, source / "packages" / "lint"):
+        go([sys.executable, "-c", SDIST, folder], cwd=name)
+    go([*PIP, "wheel", *QUIET, "--no-build-isolation", "--wheel-dir", folder, *folder.glob("*.tar.gz")])
+    shutil.rmtree(source)
+    return folder
+
+
+def environment(folder, wheels, requirements):
+    """Makes an environment with these wheels and what they require, without an index; its bin folder.
+
+    What they require is linked from this environment, distribution by distribution: what is not declared cannot be
+    imported.
+    """
+    go([sys.executable, "-m", "venv", "--without-pip", folder])
+    go([*PIP, "--python", folder / "bin" / "python", "install", *QUIET, *wheels])
+    borrowed(next(folder.glob("lib/python*/site-packages")), requirements)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def empty(built, tmp_path_factory):
+    """The bin folder of an environment with the wheel and its dependencies, without extras."""
+    folder = tmp_path_factory.mktemp("packaging") / "env"
+    return environment(folder, built.glob("torch_lockstep-*.whl"), PROJECT["dependencies"])
 
 
 def go(command, code=0, cwd=None):
@@ -157,6 +239,26 @@ def go(command, code=0, cwd=None):
     done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+@pytest.mark.slow
+def test_each_distribution_holds_what_it_needs_and_nothing_else(built):
+    pages = {f"lockstep/templates/{name}" for name in ("task.py", "config.toml", "test_task.py")}
+    pages |= {"lockstep/report/page.html", "lockstep/completions/lockstep.bash", "lockstep/completions/_lockstep"}
+    for package, wanted in (("torch_lockstep", pages | {"lockstep/py.typed"}), ("lockstep_lint", set())):
+        (wheel,), (source,) = built.glob(f"{package}-*.whl"), built.glob(f"{package}-*.tar.gz")
+        info = wheel.name.rpartition("-py3")[0] + ".dist-info"
+        name = {"torch_lockstep": "lockstep"}.get(package, package)
+        with zipfile.ZipFile(wheel) as content:
+            assert {entry.partition("/")[0] for entry in content.namelist()} == {name, info}
+            assert wanted | {f"{name}/py.typed", f"{info}/licenses/LICENSE"} <= set(content.namelist())
+            description = content.read(f"{info}/METADATA").decode().partition("\n\n")[2]
+        assert description.startswith("# lockstep")
+        assert re.findall(r"\]\((?!https?:|#)[^)]*\)", description) == []
+        with tarfile.open(source) as content:
+            tops = {"/".join(entry.split("/")[1:2]) for entry in content.getnames()}
+        assert {"LICENSE", "README.md", "pyproject.toml", "src"} <= tops
+        assert "tests" not in tops
 
 
 @pytest.mark.slow
@@ -171,22 +273,17 @@ def test_the_wheel_brings_itself_and_nothing_that_is_not_declared(empty, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_and_verifies_in_an_empty_environment(empty, tmp_path):
-    (tmp_path / "code.txt").write_text("".join(f"def f_{i}(x):\n    return x + {i * i}\n\n" for i in range(800)))
-    settings = (
-        "--dataset-name code.txt --data.vocab-size 300 --data.cache cache --seq-len 32 --batch-size 8 --device cpu"
-    )
-    done = go([empty / "lockstep", "train", *settings.split(), "--max-steps", "3"], cwd=tmp_path)
-    assert "finished" in done.stdout
-    assert (tmp_path / "outputs" / "default" / "checkpoints" / "step-00000003").is_dir()
-    done = go([empty / "lockstep", "checkpoint", "verify", "outputs/default"], cwd=tmp_path)
-    assert "step-00000003: whole" in done.stdout
-    go([empty / "lockstep", "export", "outputs/default", "model.safetensors"], cwd=tmp_path)
-    flags = ["--engines", "single,ddp", "--world-sizes", "1,2", "--steps", "2", "--resume-at", "0"]
-    done = go([empty / "lockstep", "verify", *settings.split(), *flags], cwd=tmp_path)
-    assert "ddp x2" in done.stdout
-    assert not list(tmp_path.glob("*.json"))
+def test_both_wheels_train_lint_and_verify_in_an_empty_environment(built, tmp_path):
+    requirements = [*PROJECT["dependencies"], *LINTER["optional-dependencies"]["fix"]]
+    place = environment(tmp_path / "env", built.glob("*.whl"), requirements)
+    done = go(["bash", ROOT / "scripts" / "smoke.sh", place], cwd=tmp_path)
+    assert f"trained, linted and verified with lockstep {PROJECT['version']}" in done.stdout
 
+
+@pytest.mark.slow
+def test_an_extra_that_is_missing_is_named(empty, tmp_path):
+    (tmp_path / "code.txt").write_text("".join(f"def f_{i}(x):\n    return x + {i * i}\n\n" for i in range(800)))
+    settings = "--dataset-name code.txt --data.vocab-size 300 --seq-len 32 --batch-size 8 --device cpu"
     line = "pip install 'torch-lockstep["
     for flags in (
         ["lint", "train.py"],
@@ -198,19 +295,11 @@ def test_the_wheel_trains_and_verifies_in_an_empty_environment(empty, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
+def test_the_linters_wheel_runs_without_torch(built, empty, tmp_path):
     """In an environment with nothing else; then beside lockstep, which finds it, and which it finds."""
-    ignored = shutil.ignore_patterns("*.egg-info", "build", "__pycache__")
-    shutil.copytree(ROOT / "packages" / "lint", tmp_path / "source", ignore=ignored)
-    pip, quiet = [sys.executable, "-m", "pip", "--disable-pip-version-check"], ["--quiet", "--no-deps", "--no-index"]
-    go([*pip, "wheel", *quiet, "--no-build-isolation", "--wheel-dir", tmp_path, tmp_path / "source"])
-    wheel = next(tmp_path.glob("lockstep_lint-*.whl"))
-    with zipfile.ZipFile(wheel) as content:
-        assert {name.partition("/")[0].partition("-")[0] for name in content.namelist()} == {"lockstep_lint"}
-    go([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
-    alone = tmp_path / "env" / "bin"
-    for python in (alone / "python", empty / "python"):
-        go([*pip, "--python", python, "install", *quiet, wheel])
+    (wheel,) = built.glob("lockstep_lint-*.whl")
+    alone = environment(tmp_path / "env", [wheel], [])
+    go([*PIP, "--python", empty / "python", "install", *QUIET, wheel])
     (tmp_path / "fixable.py").write_text(FIXABLE)
     try:
         for command in ([alone / "lockstep-lint"], [empty / "lockstep", "lint"]):
@@ -223,7 +312,7 @@ def test_the_linters_wheel_runs_without_torch(empty, tmp_path):
         refused = go([alone / "lockstep-lint", "--migrate", "loop.py"], code=2, cwd=tmp_path).stderr
         assert "pip install 'torch-lockstep[lint]'" in refused
     finally:
-        go([*pip, "--python", empty / "python", "uninstall", "--quiet", "--yes", "lockstep-lint"])
+        go([*PIP, "--python", empty / "python", "uninstall", "--quiet", "--yes", "lockstep-lint"])
 
 
 FIXABLE = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"

@@ -90,7 +90,7 @@ def judged(case: Case, code: int, found: dict[str, Any]) -> list[str]:
     if code != 3:
         return ["alarm"]
     first = found["finding"]
-    wrong = [] if first["step"] in case.steps else ["step"]
+    wrong = [] if first["step"] - 1 in case.steps else ["step"]  # compare counts from 1, the table from 0
     wrong += [] if first["stage"] in case.stages else ["stage"]
     return wrong + ([] if all(re.search(cause, said(found), re.IGNORECASE) for cause in case.causes) else ["cause"])
 

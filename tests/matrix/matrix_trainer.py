@@ -3,6 +3,8 @@
 task = trainer_task("batchnorm", "none", folder)
 """
 
+import os
+
 import numpy as np
 import torch
 from matrix_oracle import BETA2, LR, cyclic, groups
@@ -36,6 +38,7 @@ def trainer_task(model, fault, folder):
     """The task of a case, as `lockstep.from_trainer` makes it of a Trainer."""
     import transformers  # seconds: other tasks need not wait for it
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else accelerate warns and sets it
     net = Served(model)
     optimizer = torch.optim.AdamW(groups(net), lr=LR, betas=(0.9, BETA2))
     settings = {"output_dir": str(folder / "unused"), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
