@@ -3,16 +3,15 @@
 import contextlib
 import json
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 import warm
 from shell import environment, inspected
-from torch import nn
-from torch.nn import functional as F
 
 import lockstep
 from lockstep import cli
@@ -31,12 +30,11 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_first_screen_of_the_readme_runs(here):
-    samples = torch.utils.data.TensorDataset(torch.randn(64, 8, 8), torch.randint(10, (64,)))
-    names = {"nn": nn, "F": F, "train_set": samples, "test_set": samples}
-    exec(blocks("README.md")[0].replace("num_epochs=10", "num_epochs=2"), names)
-    assert isinstance(names["model"], nn.Module)
-    assert names["run"].status == "finished"
+def test_the_program_of_the_readme_has_the_same_fingerprint_on_two_processes(tmp_path):
+    run_page("README.md", tmp_path, ["classes.py"])
+    same_fingerprints(tmp_path, "classes.py", "--exact", "--max-steps", "20", "--experiment-name")
+    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert len(text.split()) <= 500
 
 
 def test_the_tasks_and_runs_of_the_documents_run(here):
@@ -187,6 +185,13 @@ def go(folder, *words, code=0, **variables):
     return done.stdout
 
 
+def same_fingerprints(folder, *words):
+    """Train a program on one process and on two; its last word is the run's name."""
+    go(folder, warm.python(), *words, "one")
+    go(folder, warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", *words, "two")
+    assert inspected(folder / "outputs" / "one") == inspected(folder / "outputs" / "two")
+
+
 def test_the_quickstart_runs_and_its_folder_has_the_files_and_fields_of_the_pages(tmp_path):
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
     python = warm.python()
@@ -240,3 +245,30 @@ def test_the_tutorial_of_a_ddp_script_finds_the_mistake_and_proves_the_mend(tmp_
     shown = go(tmp_path, *lockstep_command, "compare", "one", "two", code=3)
     assert "DIFFERENT from step 0, rank 0, normalisation" in shown
     assert "SAME" in go(tmp_path, *lockstep_command, "compare", "three", "four")
+
+
+def test_the_tutorial_of_contrastive_training_has_one_result_on_two_processes(tmp_path):
+    run_page("docs/tutorials/contrastive.md", tmp_path, ["pairs.py", "wrong.py"])
+    same_fingerprints(tmp_path, "pairs.py", "--exact", "--max-steps", "20", "--experiment-name")
+    go(tmp_path, warm.python(), "wrong.py", code=1)
+    assert not (tmp_path / "outputs" / "cut").exists()
+
+
+@pytest.mark.filterwarnings("ignore:::lightning")
+def test_the_tutorial_of_lightning_has_one_result_on_two_processes(here, tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    run_page("docs/tutorials/from-lightning.md", tmp_path, ["module.py", "before.py", "after.py"])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["after.py", "one"])
+    try:
+        for name in ("before.py", "after.py"):
+            script = tmp_path / name
+            script.write_text(
+                script.read_text(encoding="utf-8").replace("max_epochs=20", "max_epochs=2"), encoding="utf-8"
+            )
+            trained = runpy.run_path(name)
+    finally:
+        sys.modules.pop("module", None)
+    assert trained["result"].status == "finished"
+    go(tmp_path, warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "after.py", "two")
+    assert inspected(tmp_path / "outputs" / "two") == inspected(tmp_path / "outputs" / "one")

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,3 +79,16 @@ def test_the_reference_has_every_error_with_its_code(pages):
         value = getattr(errors, name)
         if inspect.isclass(value):
             assert f"| `{name}` | {value.exit_code} | " in pages["reference/errors.md"]
+
+
+def test_the_gallery_shows_what_its_commands_print_and_write(site, tmp_path):
+    import gallery
+
+    shown = gallery.render(
+        '```sh\necho "<p>$((6 * 7))</p>" | tee a.html\nls\n```\n\n<!-- page: a.html: one -->\n', tmp_path / "g"
+    )
+    assert "```text\n<p>42</p>\na.html\nddp.py\nspirals.py\n```" in shown
+    assert '<a href="g/a.html">one</a>' in shown
+    assert (tmp_path / "g" / "a.html").read_text() == "<p>42</p>\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        gallery.render("```sh\nfalse\n```\n", tmp_path / "g")

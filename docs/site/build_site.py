@@ -17,7 +17,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "src")]
 
-import reference  # noqa: E402 - beside this file, which need not be on the path
+import gallery  # noqa: E402 - beside this file, which need not be on the path
+import reference  # noqa: E402 - beside this file
 
 LIMIT = 500_000  # bytes of a page
 
@@ -38,12 +39,17 @@ def pages_of(navigation: dict) -> list[str]:
     return listed + [page for under in navigation["under"].values() for page in under]
 
 
-def stage(target: Path) -> None:
-    """Copy all pages, and the files that they show or link to, to `target`; write the generated ones."""
+def stage(target: Path, html: Path) -> None:
+    """Copy all pages, and the files that they show or link to, to `target`; write the generated ones.
+
+    The pages that the gallery's commands write come to `html`, beside the gallery.
+    """
     navigation = read_navigation()
     generated = reference.pages()
     for page in pages_of(navigation):
         text = generated.get(page) or (ROOT / page).read_text(encoding="utf-8")
+        if page == "docs/gallery.md":
+            text = gallery.render(text, html / "docs" / "gallery")
         if under := navigation["under"].get(page):
             text += toctree(under, hidden=True)
         write(target / page, text)
@@ -98,7 +104,7 @@ def main(target: Path) -> int:
     source, html = target / "source", target / "html"
     for folder in (source, html):
         shutil.rmtree(folder, ignore_errors=True)
-    stage(source)
+    stage(source, html)
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-j", "2"]
     code = subprocess.run([*command, "-c", HERE, "-d", target / "cache", source, html], check=False).returncode
     large = [path for path in html.rglob("*.html") if path.stat().st_size > LIMIT]
