@@ -331,7 +331,7 @@ def test_another_thread_is_told_of_a_failure_that_is_known_and_waits_for_none(wi
     assert not exchange.has_failed()
     wire.over = True
     assert exchange.has_failed()
-    with refuses(PeerError, "rank 0", "before step 1", "--timeout") as caught:
+    with refuses(PeerError, "rank 0", "before step 2", "--timeout") as caught:
         exchange.receive()
     assert caught.value.__cause__ is wire.error
     assert "connection" not in str(caught.value)
@@ -348,7 +348,7 @@ def test_in_a_run_that_outlives_a_loss_the_step_comes_to_its_end_before_it_is_to
     assert exchange.receive() == CONTINUE
     assert exchange.receive() == CONTINUE
     for _ in range(2):
-        with refuses(PeerError, "rank 0", "before step 1"):
+        with refuses(PeerError, "rank 0", "before step 2"):
             exchange.global_items(1)
     assert (exchange.release_group(), exchange.release_group(), wire.ended) == ("own", None, [])
     exchange.close()
