@@ -12,7 +12,7 @@ from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, shown_at, sides, subject
+from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -85,8 +85,15 @@ def misfits(view: View, run: Run) -> Iterator[Found]:
         states = list(kept_under(view, key)) if isinstance(key, str) and not any(map(TESTS.search, tests)) else []
         bare = bool(states) and all(isinstance(each, str) for each in map(bare_state, states))
         named = dotted(site.receiver)
-        if bare and any(bare_state(s) == named for s in states) and named and wrapped(view, site.receiver, event) == "DDP":
+        mine = bare and named is not None and named in map(bare_state, states)
+        if mine and in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
             yield at(site, MISFIT.format(plain=f"{named}.module"))
+
+
+def in_wrapper(view: View, run: Run, event: Event) -> bool:
+    """Whether the model is in its wrapper wherever the run comes to an event."""
+    wraps = [wrap for wrap in run.of("wrap") if wrap.detail == "ddp" and same(view, wrap, event)]
+    return all(any(w.place < e.place for w in wraps) for e in run.of(event.kind) if e.node is event.node)
 
 
 def kept_under(view: View, key: str) -> Iterator[ast.expr]:
