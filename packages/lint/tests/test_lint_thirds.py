@@ -236,3 +236,37 @@ def main(rank, losses, verbose):
 @pytest.mark.parametrize(("test", "number"), [("verbose", 0), ("losses", 1)])
 def test_a_name_that_is_read_where_the_program_talks(test, number):
     assert told(NAMED.format(test=test), "LS045") == number
+
+
+THAWED = """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(rank, model, optimizer, loader):
+    dist.init_process_group("nccl")
+    for name, weight in model.named_parameters():
+        if "head" not in name:
+            weight.requires_grad = {frozen}
+    ddp = DDP(model.to(rank), device_ids=[rank])
+    for step, (x, y) in enumerate(loader):
+        if step == 1000:
+            for weight in {model}.parameters():
+                weight.requires_grad = True
+            {again}
+        optimizer.zero_grad()
+        ddp(x, y).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "model", "again", "number"),
+    [
+        ("False", "model", "pass", 1),
+        ("True", "model", "pass", 0),
+        ("False", "teacher", "pass", 0),
+        ("False", "model", "ddp = DDP(model, device_ids=[rank])", 0),
+    ],
+)
+def test_parameters_that_are_unfrozen_under_the_wrapper(frozen, model, again, number):
+    assert told(THAWED.format(frozen=frozen, model=model, again=again), "LS031") == number

@@ -129,8 +129,9 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
     """Whether the code that makes a data set knows of ranks."""
     if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
         return True
-    given = (b for arg in (*call.args, *(k.value for k in call.keywords)) for b in scope.binds.get(dotted(arg) or "", ()))
-    if any(DIVIDED.search(word) for b in given if b.value is not None for word in (*idents(b.value), *strings(b.value))):
+    given = (dotted(arg) or "" for arg in (*call.args, *(item.value for item in call.keywords)))
+    values = [bind.value for key in given for bind in scope.binds.get(key, []) if bind.value is not None]
+    if any(DIVIDED.search(word) for value in values for word in (*idents(value), *strings(value))):
         return True  # the rank's part of a list
     owner = view.names.definition(call.func, scope)
     if owner is None:
