@@ -85,8 +85,9 @@ def misfits(view: View, run: Run) -> Iterator[Found]:
         states = list(kept_under(view, key)) if isinstance(key, str) and not any(map(TESTS.search, tests)) else []
         bare = bool(states) and all(isinstance(each, str) for each in map(bare_state, states))
         named = dotted(site.receiver)
-        mine = bare and named is not None and named in map(bare_state, states)
-        if mine and in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
+        if site.receiver is None or not bare or named is None or named not in map(bare_state, states):
+            continue
+        if in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
             yield at(site, MISFIT.format(plain=f"{named}.module"))
 
 
