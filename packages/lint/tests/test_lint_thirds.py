@@ -94,6 +94,7 @@ dist.init_process_group("nccl")
         ("1", "rank", "", 0),
         ("2", "0", "", 0),
         ("2", "rank", "world_size = 2", 0),
+        ("2", "rank", "WORLD_SIZE = 2", 0),
         ("2", "rank", "mp.spawn(main, nprocs=2)", 0),
     ],
 )
