@@ -49,7 +49,8 @@ def fixed_numbers(view: View) -> Iterator[Found]:
         looped = any(bind.how not in ("assign", "param") for bind in site.scope.binds.get(name, []))
         known = isinstance(rank, ast.Call) or name in site.scope.params or "." in name or name in site.scope.binds
         text = "\n".join(member.text for member in view.project.family(view.module))
-        meant = re.search(rf"(nprocs?(_per_node)?|world_?size|num_processes)['\"\]]*\s*=\s*{count}\b", text, re.IGNORECASE)
+        started = r"(nprocs?(_per_node)?|world_?size|num_processes)['\"\]]*\s*=\s*"
+        meant = re.search(rf"{started}{count}\b", text, re.IGNORECASE)
         if known and not looped and not meant:
             yield Found(site.call, FIXED.format(number=count))
 
