@@ -10,7 +10,18 @@ from lockstep_lint.analysis.context import every_so_often, loops
 from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all, waits_in_accelerate
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, is_none, keyword, last, walk
+from lockstep_lint.analysis.nodes import (
+    Words,
+    argument,
+    constant,
+    dotted,
+    idents,
+    is_none,
+    keyword,
+    last,
+    targets,
+    walk,
+)
 from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import Analysis
@@ -489,6 +500,10 @@ class Marks:
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
+        if isinstance(stmt, ast.Assign) and last(stmt.targets[0]) == "requires_grad":
+            model = parameters_around(stmt, scope)
+            if model is not None and isinstance(constant(stmt.value), bool):
+                return (Mark("thaw" if constant(stmt.value) else "freeze", stmt, stmt, scope, model),)
         changed = tuple(self.changed(stmt, scope)) if isinstance(stmt, ast.Assign) else ()
         if changed:
             return changed
@@ -496,6 +511,16 @@ class Marks:
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()
+
+
+def parameters_around(stmt: ast.Assign, scope: Scope) -> ast.expr | None:
+    """Return the model over whose parameters the loop around an assignment to one of them goes."""
+    name = dotted(getattr(stmt.targets[0], "value", None))
+    for loop in loops(stmt, scope.module):
+        over = loop.iter if isinstance(loop, ast.For) and name in {key for key, _ in targets(loop.target)} else None
+        if isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute):
+            return over.func.value if over.func.attr in ("parameters", "named_parameters") else None
+    return None
 
 
 # The readers of calls, with the last names of what they read.

@@ -21,6 +21,7 @@ DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
 )
 SAMPLERS = ("sampler", "batch_sampler")
+FIXED = "divides the data among {number} ranks, however many there are: leave num_replicas out"
 SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
@@ -29,12 +30,29 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
+    yield from fixed_numbers(view)
     fed = {
         call for run in runs(view) if wraps(view, run) for event in run.of("backward") for call in feeds(view, event)
     }
     for site in view.sites("DataLoader"):
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
             yield Found(site.call, SAME, proposal=sampler_given(view, site))
+
+
+def fixed_numbers(view: View) -> Iterator[Found]:
+    """The samplers that divide the data among a number of ranks that is written out, each by its own rank."""
+    for site in view.sites("DistributedSampler"):
+        number, rank = (argument(site.call, place, name) for place, name in ((1, "num_replicas"), (2, "rank")))
+        count, name = constant(number), dotted(rank.func if isinstance(rank, ast.Call) else rank) or ""
+        if not isinstance(count, int) or isinstance(count, bool) or count < 2 or not name:
+            continue
+        looped = any(bind.how not in ("assign", "param") for bind in site.scope.binds.get(name, []))
+        known = isinstance(rank, ast.Call) or name in site.scope.params or "." in name or name in site.scope.binds
+        text = "\n".join(member.text for member in view.project.family(view.module))
+        started = r"(nprocs?(_per_node)?|world_?size|num_processes)['\"\]]*\s*=\s*"
+        meant = re.search(rf"{started}{count}\b", text, re.IGNORECASE)
+        if known and not looped and not meant:
+            yield Found(site.call, FIXED.format(number=count))
 
 
 def samples(view: View, site: Site) -> bool:
@@ -113,6 +131,10 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
     """Whether the code that makes a data set knows of ranks."""
     if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
         return True
+    given = (dotted(arg) or "" for arg in (*call.args, *(item.value for item in call.keywords)))
+    values = [bind.value for key in given for bind in scope.binds.get(key, []) if bind.value is not None]
+    if any(DIVIDED.search(word) for value in values for word in (*idents(value), *strings(value))):
+        return True  # the rank's part of a list
     owner = view.names.definition(call.func, scope)
     if owner is None:
         return False

@@ -1,6 +1,7 @@
 """LS004: set_epoch missing or constant."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
@@ -22,6 +23,8 @@ __all__ = ["RULE"]
 
 FIXED = "set_epoch always gets the same number: pass the epoch, or every epoch has the same order"
 NEVER = "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)"
+# The methods that run before the epochs.
+BEFORE = re.compile(r"__init__|resume|load|restore|set_?up")
 # What keeps a program's options.
 OPTIONS = ("args", "cfg", "config", "opt")
 
@@ -32,10 +35,10 @@ def check(view: View) -> Iterator[Found]:
     if not any(run.of("sampler", "set_epoch") for run in programs):
         return
     calls = [event for run in programs for event in run.of("set_epoch")]
-    alike = {event.node: all(stays(e) for e in calls if e.node is event.node) for event in calls}
-    changed = {dotted(event.mark.subject) for event in calls if not alike[event.node]}
+    alike = {event.node: all(stays(view, e) for e in calls if e.node is event.node) for event in calls}
+    changed = {known_by(event) for event in calls if not alike[event.node]}
     for event in calls:
-        if event.module is view.module and alike[event.node] and dotted(event.mark.subject) not in changed:
+        if event.module is view.module and alike[event.node] and known_by(event) not in changed:
             yield Found(event.node, FIXED)
     if any(f"{quote}set_epoch{quote}" in m.text for m in view.project.family(view.module) for quote in "'\""):
         return  # called by its name, out of sight
@@ -123,7 +126,13 @@ def handles(stmt: ast.stmt, scope: Scope) -> bool:
     return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
-def stays(event: Event) -> bool:
+def known_by(event: Event) -> tuple[object, str | None]:
+    """What a sampler is known by: its name, and the class whose attribute it is."""
+    name = dotted(event.mark.subject)
+    return (event.scope.owner if (name or "").startswith("self.") else None), name
+
+
+def stays(view: View, event: Event) -> bool:
     """Whether set_epoch gets a literal, or a name that no turn of the loops around changes."""
     call = event.node
     if not isinstance(call, ast.Call) or not call.args or not event.loops:
@@ -132,11 +141,25 @@ def stays(event: Event) -> bool:
     key = dotted(node)
     if key is None:
         return isinstance(constant(node), int)
+    if key.startswith("self."):
+        return starts(view, event, key)
     around = [loop.node for loop in event.loops if loop.scope is scope and isinstance(loop.node, ast.stmt)]
     if not around or key in scope.globals or (key.partition(".")[0] not in OPTIONS and "." in key):
         return False
     changes = [bind.stmt for bind in scope.binds.get(key, [])]
     return not any(stmt is around[0] or inside(stmt, around[0], scope.module) for stmt in changes)
+
+
+def starts(view: View, event: Event, key: str) -> bool:
+    """Whether an attribute is where the loop of epochs starts (`for e in range(self.epoch, n)`), and stays there."""
+    over = [getattr(loop.node, "iter", None) for loop in event.loops]
+    calls = [call for call in over if isinstance(call, ast.Call) and last(call) == "range" and len(call.args) > 1]
+    if not any(dotted(call.args[0]) == key for call in calls):
+        return False
+    family = view.project.family(event.module)
+    given = sum(len(re.findall(rf"{key[4:]}\s*\W?=(?!=)", member.text)) for member in family)
+    homes = [scope for member in family for scope in member.scopes for _ in scope.binds.get(key, [])]
+    return given == len(homes) and all(BEFORE.search(scope.name) for scope in homes)
 
 
 RULE = Rule(

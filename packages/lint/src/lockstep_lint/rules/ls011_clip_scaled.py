@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.drafts import unscaled
+from lockstep_lint.analysis.nodes import last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, apart, seen_from
-from lockstep_lint.events.run import runs
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import turn_of
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+APEX = "clips inside the block of scale_loss, which unscales the gradients at its end: clip behind it"
 KINDS = ("backward", "zero", "step", "unscale", "clip")
 
 
@@ -20,11 +22,18 @@ def check(view: View) -> Iterator[Found]:
     for run in runs(view):
         for clip in run.of("clip"):
             events = [e for e in turn_of(run, clip, *KINDS) if not apart(e, clip)] if clip.detail != "master" else []
-            message = misplaced(events, clip)
+            message = APEX if within_scaling(run, clip) else misplaced(events, clip)
             near = next((e for e in events if e.kind in ("backward", "step")), clip)
             site = seen_from(clip, near)
             if message and site is not None and site.module is view.module:
-                yield at(site, message, proposal=unscaled(view, site))
+                yield at(site, message, proposal=unscaled(view, site) if message is not APEX else ())
+
+
+def within_scaling(run: Run, clip: Event) -> bool:
+    """Whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is left."""
+    blocks = [block for block in clip.withs if last(block.node) == "scale_loss"]
+    backs = (back for back in run.of("backward") if back.place < clip.place)
+    return bool(blocks) and any(blocks[-1] in back.path for back in backs)
 
 
 def misplaced(events: list[Event], clip: Event) -> str:

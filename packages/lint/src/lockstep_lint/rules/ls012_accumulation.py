@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.context import loops
+from lockstep_lint.analysis.context import guards, loops
 from lockstep_lint.analysis.gradients import modulo, steps_by
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
@@ -18,11 +18,15 @@ __all__ = ["RULE"]
 
 # Settings by which an Accelerator may know of the accumulation.
 TOLD = re.compile(r"accumulation|plugin")
+# What accumulates by itself, or by the Accelerator.
+HELPS = re.compile(r"\.accumulate\(|sync_gradients|no_sync|deepspeed|megatron", re.IGNORECASE)
+ALWAYS = "divides each loss by the number of micro-batches, and every one is stepped on: use accelerator.accumulate()"
 SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every accumulating loop for the three mistakes."""
+    yield from never_accumulated(view)
     for found in accumulations(view):
         if undivided(view, found):
             yield at(
@@ -38,6 +42,25 @@ def check(view: View) -> Iterator[Found]:
                 found.guard.test,
                 "the micro-batches after the last full group are never stepped on: step also in the loop's last turn",
             )
+
+
+def never_accumulated(view: View) -> Iterator[Found]:
+    """The Accelerators that divide each loss by a number of micro-batches, where every one of them is stepped on."""
+    for site in view.sites("Accelerator"):
+        told = keyword(site.call, "gradient_accumulation_steps")
+        names = {bind.key for bind in site.scope.bound(site.stmt)}
+        backs = [s for s in site.scope.named("backward") if dotted(s.receiver) in names]
+        if told is None or constant(told) == 1 or not backs or accumulations(view):
+            continue
+        if not any(HELPS.search(member.text) for member in view.project.family(view.module)) and steps_always(backs):
+            yield at(site, ALWAYS)
+
+
+def steps_always(backs: list[Site]) -> bool:
+    """Whether steps follow the backwards of a function, each under no test of its own."""
+    steps = [s for s in backs[0].scope.named("step") if s.line > backs[0].line]
+    tests = {guard.test for back in backs for guard in guards(back.stmt, back.module)}
+    return bool(steps) and all(guard.test in tests for s in steps for guard in guards(s.stmt, s.module))
 
 
 def undivided(view: View, found: Accumulation) -> bool:

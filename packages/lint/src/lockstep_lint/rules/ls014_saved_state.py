@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, mentions, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, keyword, last, mentions, walk
 from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, shown_at, sides, subject
+from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -20,6 +20,7 @@ from lockstep_lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 STATE = "saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()"
+MISFIT = "loads the bare model's state into its DDP wrapper, whose names have 'module.': load it into {plain}"
 OBJECT = "saves the {kind} wrapper itself, which only such a program can load: save model.module"
 ALL = "every rank writes this file at once: save on rank 0 only"
 HELPED = "every rank has this helper write one file at once: call it on rank 0 only"
@@ -48,6 +49,7 @@ def check(view: View) -> Iterator[Found]:
         yield from of_wrappers(view, run)
         yield from by_all(view, run)
         yield from read_early(view, run)
+        yield from misfits(view, run)
 
 
 def of_wrappers(view: View, run: Run) -> Iterator[Found]:
@@ -68,6 +70,50 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 change = () if kind == ACCELERATE else plain_state(view, site)
                 yield at(site, STATE.format(kind=kind, plain=plain), severity=Severity.HINT, proposal=change)
+
+
+def misfits(view: View, run: Run) -> Iterator[Found]:
+    """The states of bare models, saved under a key, that a wrapper loads by the same key: its names have `module.`."""
+    for event in run.of("load") if ".module.state_dict" in view.module.text else ():
+        site = event.mark.site
+        given = next(iter(site.call.args), None) if site is not None else None
+        if site is None or event.module is not view.module or not isinstance(given, ast.Subscript):
+            continue
+        if constant(keyword(site.call, "strict")) is False or any(word in view.module.text for word in STRIPS):
+            continue
+        key, tests = constant(given.slice), (ast.unparse(guard.test) for guard in guards(site.stmt, site.module))
+        states = list(kept_under(view, key)) if isinstance(key, str) and not any(map(TESTS.search, tests)) else []
+        bare = bool(states) and all(isinstance(each, str) for each in map(bare_state, states))
+        named = dotted(site.receiver)
+        if site.receiver is None or not bare or named is None or named not in map(bare_state, states):
+            continue
+        if in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
+            yield at(site, MISFIT.format(plain=f"{named}.module"))
+
+
+def in_wrapper(view: View, run: Run, event: Event) -> bool:
+    """Whether the model is in its wrapper wherever the run comes to an event."""
+    wraps = [wrap for wrap in run.of("wrap") if wrap.detail == "ddp" and same(view, wrap, event)]
+    return all(any(w.place < e.place for w in wraps) for e in run.of(event.kind) if e.node is event.node)
+
+
+def kept_under(view: View, key: str) -> Iterator[ast.expr]:
+    """Yield the states of models that a file's dictionaries keep under a key."""
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            for table in (part for part in walk(stmt) if isinstance(part, ast.Dict)):
+                for name, value in zip(table.keys, table.values, strict=True):
+                    if name is not None and constant(name) == key:
+                        yield value
+
+
+def bare_state(value: ast.expr) -> str | None:
+    """The name of the wrapper whose model's state an expression is, at least where there is a wrapper."""
+    if isinstance(value, ast.IfExp):
+        return bare_state(value.body) or bare_state(value.orelse)
+    func = value.func if isinstance(value, ast.Call) else None
+    model = func.value if isinstance(func, ast.Attribute) and func.attr == "state_dict" else None
+    return dotted(model.value) if isinstance(model, ast.Attribute) and model.attr == "module" else None
 
 
 def parts(view: View, site: Site) -> Iterator[ast.expr]:

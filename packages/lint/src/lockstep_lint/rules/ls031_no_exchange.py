@@ -10,6 +10,9 @@ from lockstep_lint.analysis.index import Module
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import apart
+from lockstep_lint.events.query import same
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -25,6 +28,7 @@ OTHERS = re.compile(
     r"all_reduce_grad|grad_sync|reduce_scatter|gossip|federat|bagua|byteps|megatron|fairscale|all_reduce_params|DistributedOptimizer"
 )
 EXCHANGES = re.compile(f"{DDP}|{OTHERS.pattern}")
+THAWED = "trains parameters that were frozen when line {line} built DDP, which never averages them: build it anew"
 # Gradients that are read may be exchanged by hand, where anything is exchanged at all; not those that are cleared.
 GRADIENTS = re.compile(r"\.grad\b(?!\s*=\s*None)")
 COLLECTIVES = re.compile(r"reduce|gather|broadcast|i?send\(|all_to_all|import \*")
@@ -38,6 +42,7 @@ WRAPS = Words(
 
 def check(view: View) -> Iterator[Found]:
     """Looks at programs with a group and a training loop for anything that could exchange gradients."""
+    yield from thawed(view)
     starts = any(True for _ in view.sites("init_process_group"))
     if not starts and not (".module" in view.module.text and view.training and view.distributed):
         return
@@ -57,6 +62,21 @@ def check(view: View) -> Iterator[Found]:
             "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP",
             proposal=wrapped(view),
         )
+
+
+def thawed(view: View) -> Iterator[Found]:
+    """Looks for parameters that were frozen when DDP was built, which takes in no others later, and that train then."""
+    for run in runs(view) if "requires_grad = True" in view.module.text else ():
+        wraps = [wrap for wrap in run.of("wrap") if wrap.detail == "ddp"]
+        for event in run.of("thaw"):
+            before = [wrap for wrap in wraps if wrap.place < event.place and not apart(wrap, event)]
+            wrap = next((each for each in reversed(before) if same(view, each, event)), None)
+            if wrap is None or event.module is not view.module or any(each.place > event.place for each in wraps):
+                continue
+            frozen = (e for e in run.of("freeze") if e.place < wrap.place and not apart(e, event))
+            trained = any(back.place > event.place for back in run.of("backward"))
+            if trained and any(same(view, each, event) for each in frozen):
+                yield Found(event.node, THAWED.format(line=wrap.line))
 
 
 def unheard(view: View) -> Iterator[Found]:

@@ -1,10 +1,12 @@
 """LS044: the process group started with the rank on the node."""
 
 import ast
+import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import Words, argument, dotted, last, strings, walk
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -12,6 +14,7 @@ from lockstep_lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 LOCAL = Words(r"^(args_)?local_?rank$")
+HOME = re.compile(r"^(\w+://)?(localhost|127\.\d+\.\d+\.\d+)(:|$)")
 # A number of processes that one node has.
 NODE = Words(r"device_count|local_world|n_?gpus?|num_gpus|nprocs|gpus_per_node")
 
@@ -20,10 +23,22 @@ def check(view: View) -> Iterator[Found]:
     """Looks at the rank that the start of a process group is given."""
     for site in view.sites("init_process_group"):
         rank, count = argument(site.call, 4, "rank"), argument(site.call, 3, "world_size")
-        if rank is not None and is_local(view, rank, site.scope) and not of_node(view, count, site.scope):
+        if rank is None or at_home(site):
+            continue
+        if is_local(view, rank, site.scope) and not of_node(view, count, site.scope):
             yield at(
                 site, "gives the rank on the node as the rank of all: a second node's processes repeat it, and hang"
             )
+
+
+def at_home(site: Site) -> bool:
+    """Whether the ranks meet at this machine's own address, where a second node's cannot come."""
+    if HOME.search(str(constant(argument(site.call, 1, "init_method")))):
+        return True
+    made = [stmt for stmt in site.scope.stmts if isinstance(stmt, ast.Assign) and "MASTER_ADDR" in strings(stmt)]
+    there = [guard.test for guard in guards(site.stmt, site.module)]
+    sure = [stmt for stmt in made if all(guard.test in there for guard in guards(stmt, site.module))]
+    return any(HOME.search(str(constant(stmt.value))) for stmt in sure)
 
 
 def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:

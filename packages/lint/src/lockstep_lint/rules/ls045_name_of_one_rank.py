@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.index import Bind, Scope
-from lockstep_lint.analysis.nodes import walk
+from lockstep_lint.analysis.nodes import Words, idents, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import operands
 from lockstep_lint.finding import Confidence, Severity
@@ -13,6 +13,8 @@ from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
+# What is on where rank 0 is, in most scripts: `verbose = args.verbose * (rank == 0)`.
+VERBOSE = Words(r"^(self_|args_)?verb(ose|osity)?$")
 COMPREHENSION = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
@@ -60,6 +62,7 @@ def tested(view: View, stmt: ast.stmt, scope: Scope) -> bool:
         for guard in guards(stmt, scope.module)
         for test in operands(guard.test)
     )  # `if scores is not None`, which only rank 0 may have got
+    there = there or any(VERBOSE.search(name) for guard in guards(stmt, scope.module) for name in idents(guard.test))
     return there or bool(view.ranks.side(stmt, scope)) or view.ranks.single(stmt, scope)
 
 
