@@ -21,7 +21,8 @@ from lockstep.data.loader import Fetching, Key
 
 __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 
-_SECONDS, _SAMPLES, _MANY = 3.0, 4000, 64.0  # of loading, at most; MB of growth that are enough
+_SECONDS, _WALL_SECONDS = 3.0, 10.0  # of the process's processor time, and by the clock, at most
+_SAMPLES, _MANY = 4000, 64.0  # at most; MB of growth that are enough
 _PAUSE, _SHARE = 0.02, 0.5  # seconds between two readings, at least; share of the time that readings may take
 _LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
 _PART = 17  # points in each third of the samples; odd, so that a median is a reading
@@ -35,32 +36,34 @@ def memory_growth(batches: Batches) -> float:
         MB per 1,000 samples; 0.0 where there is no growth, or no way to measure it.
     """
     readings: list[tuple[int, float]] = []
-    samples, end = 0, math.inf
+    samples, begin, end = 0, 0.0, math.inf
     with closing(batches.read_apart(MemoryFetch)) as stream:
-        for key, memory, _ in stream:
+        for key, (memory, seconds), _ in stream:
             samples += len(key.samples)
             if not readings:
-                end = time.monotonic() + _SECONDS  # what a process takes to start is no time of loading
+                # What a process takes to start is no time of loading.
+                begin, end = seconds, time.monotonic() + _WALL_SECONDS
             if not readings or memory != readings[-1][1]:
                 readings.append((samples, memory))
-            if time.monotonic() > end or samples > _SAMPLES or memory - readings[0][1] > _MANY:
+            is_over = seconds - begin > _SECONDS or time.monotonic() > end
+            if is_over or samples > _SAMPLES or memory - readings[0][1] > _MANY:
                 break
     return rate_of_growth(readings)
 
 
 class MemoryFetch:
-    """Loads micro-batches, and returns the MB of this process in place of each."""
+    """Loads micro-batches; in place of each it returns the MB of this process, and its seconds of processor time."""
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch, self._next, self._memory = fetch, 0.0, 0.0
 
-    def __getitem__(self, key: Key) -> tuple[float, float]:
+    def __getitem__(self, key: Key) -> tuple[tuple[float, float], float]:
         items = self._fetch[key][1]
         begin = time.monotonic()
         if begin > self._next:
             self._memory, end = _own_memory(), time.monotonic()
             self._next = end + max(_PAUSE, (end - begin) / _SHARE)
-        return self._memory, items
+        return (self._memory, time.process_time()), items
 
 
 def _own_memory() -> float:
