@@ -82,7 +82,8 @@ def _starts_well(start: Start, said: list[dict[str, object]]) -> list[str]:
         return [f"{where}: the ranks ended in different steps, {ends}"]
     if start.case.stops and start.meets_the_fault:
         bad = [e for e in errors if not e.startswith("LockstepError: ") or f"step {BAD + 1}" not in e or "\n" in e]
-        return [f"{where}: expected one line that names step {BAD + 1}, found {bad or 'none'}"] if bad or not errors else []
+        wrong = f"{where}: expected one line that names step {BAD + 1}, found {bad or 'none'}"
+        return [wrong] if bad or not errors else []
     if errors != {""}:
         return [f"{where}: expected no error, found {sorted(errors)}"]
     after_stop = start.number == 1 and start.case.fault != "killed"  # a kill has a start of its own after it
