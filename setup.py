@@ -1,4 +1,4 @@
-"""What the build makes besides: the shells' completion files, and the readme of the distribution.
+"""Build the shells' completion files, and the readme of the distribution.
 
 pip install .           # `lockstep completion bash` prints a completion file, which shtab makes of the flags
 """

@@ -1,4 +1,4 @@
-"""What is declared is what is imported, and both wheels train, lint and verify in an empty environment."""
+"""Imports match the declared packages, and both wheels train, lint and verify in an empty environment."""
 
 import ast
 import importlib.metadata

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import hub_files
 import pytest
 import warm
 
@@ -360,3 +361,28 @@ def test_a_lost_rank_0_hands_the_upload_to_another(data, tmp_path, whole):
     assert checkpoint.list_steps(there / "default") == steps
     assert not (there / "default" / "owner.json").exists()
     assert "not uploaded" not in run.said
+
+
+def test_a_lost_rank_beside_a_quantized_base_is_replaced_to_the_same_bits(tmp_path):
+    """The new process quantizes the base again."""
+    pytest.importorskip("bitsandbytes", reason="the extra quantized is not installed")
+    pytest.importorskip("peft", reason="the extra peft is not installed")
+    weights = hub_files.write_model(tmp_path / "weights", weights=True)
+    rows = hub_files.write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in hub_files.texts(30)])
+    data = ["--dataset-name", str(rows), "--data.cache", str(tmp_path / "cache"), "--seq-len", "16"]
+    base = ["--model-name", str(weights), "--model.pretrained", "--model.load-in", "4bit", "--lora.rank", "2"]
+    steps = ["--batch-size", "3", "--micro-batch-size", "1", "--max-steps", "8", "--log-freq", "1", "--exact"]
+    train = ["train", "--device", "cpu", *data, *base, *steps]
+
+    def trained(out, *launcher, faults=()):
+        command = [warm.python(), "-m", "lockstep", *launcher, *train, "--save-dir", str(out)]
+        run = finish(start(command, faults), out, time.monotonic())
+        assert run.code == 0, run.said
+        return run
+
+    alone = trained(tmp_path / "alone")
+    fault = [{"rank": 1, "step": 4, "at": BEAT, "do": "kill"}]
+    launcher = ["launch", "--nproc-per-node", "3", "--max-restarts", "0", "--max-losses", "1", "--"]
+    lost = trained(tmp_path / "lost", *launcher, faults=fault)
+    assert lost.state["losses"] == 1
+    assert lost.mark()[:3] == alone.mark()[:3]

@@ -231,7 +231,7 @@ def _patience(folder: Path, done: int) -> list[str]:
 
 
 def _best(name: str, folder: Path, done: int) -> list[str]:
-    """What `--best-metric` has found over all starts: the highest value of the evaluations, and its step."""
+    """Compare the best value and its step, over all starts, with the evaluations in the records."""
     values = [(numbers[name], step) for step, numbers in _evaluated(folder, done)]
     values = [(value, step) for value, step in values if math.isfinite(value)]
     kept = checkpoint.read_state(checkpoint.path_of(folder / NAME, done)).get("best")
@@ -241,7 +241,7 @@ def _best(name: str, folder: Path, done: int) -> list[str]:
 
 
 def _csv(folder: Path) -> list[str]:
-    """The sink's rows are the records, over all starts."""
+    """Compare the rows of metrics.csv with the records, over all starts."""
     records = [json.loads(line) for line in (folder / NAME / "metrics.jsonl").read_text().splitlines()]
     with (folder / NAME / "metrics.csv").open(newline="") as file:
         rows = [{name: cell for name, cell in row.items() if cell != ""} for row in csv.DictReader(file)]

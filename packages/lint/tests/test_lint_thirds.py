@@ -1,4 +1,4 @@
-"""What a third set of scripts showed: clips in apex's block, start epochs, fixed numbers of ranks, keys of wrappers."""
+"""Mistakes of the third held-out set: apex's scale_loss, start epochs, fixed numbers of ranks, keys of wrappers."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
 
 
-def told(text, rule):
-    """How often a rule is told of a script."""
+def count_findings(text, rule):
+    """Count the findings of a rule in a script."""
     return len(check_text(text, configure({}, rule, "")))
 
 
@@ -28,7 +28,7 @@ CLIP = "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
 
 @pytest.mark.parametrize(("inner", "after", "number"), [(CLIP, "pass", 1), ("pass", CLIP, 0)])
 def test_a_clip_before_apex_has_unscaled(inner, after, number):
-    assert told(APEX.format(inner=inner, after=after), "LS011") == number
+    assert count_findings(APEX.format(inner=inner, after=after), "LS011") == number
 
 
 EPOCHS = """
@@ -70,7 +70,7 @@ class Trainer:
     ],
 )
 def test_the_epoch_that_the_loop_starts_with(given, start, last, number):
-    assert told(EPOCHS.format(given=given, start=start, last=last), "LS004") == number
+    assert count_findings(EPOCHS.format(given=given, start=start, last=last), "LS004") == number
 
 
 DIVIDED = """
@@ -99,7 +99,7 @@ dist.init_process_group("nccl")
     ],
 )
 def test_a_number_of_ranks_that_is_written_out(number, rank, after, found):
-    assert told(DIVIDED.format(number=number, rank=rank, after=after), "LS003") == found
+    assert count_findings(DIVIDED.format(number=number, rank=rank, after=after), "LS003") == found
 
 
 PARTS = """
@@ -125,7 +125,7 @@ def main(local_rank, model, optimizer, criterion, config):
     ("files", "number"), [("config.files", 1), ("divide(config.files, dist.get_world_size())[dist.get_rank()]", 0)]
 )
 def test_a_data_set_of_the_rank_s_own_files(files, number):
-    assert told(PARTS.format(files=files), "LS003") == number
+    assert count_findings(PARTS.format(files=files), "LS003") == number
 
 
 ACCELERATED = """
@@ -219,7 +219,7 @@ def main(args):
     ],
 )
 def test_ranks_that_meet_on_one_machine(address, more, number):
-    assert told(LOCAL.format(address=address, more=more), "LS044") == number
+    assert count_findings(LOCAL.format(address=address, more=more), "LS044") == number
 
 
 NAMED = """
@@ -236,7 +236,7 @@ def main(rank, losses, verbose):
 
 @pytest.mark.parametrize(("test", "number"), [("verbose", 0), ("losses", 1)])
 def test_a_name_that_is_read_where_the_program_talks(test, number):
-    assert told(NAMED.format(test=test), "LS045") == number
+    assert count_findings(NAMED.format(test=test), "LS045") == number
 
 
 THAWED = """
@@ -270,4 +270,4 @@ def main(rank, model, optimizer, loader):
     ],
 )
 def test_parameters_that_are_unfrozen_under_the_wrapper(frozen, model, again, number):
-    assert told(THAWED.format(frozen=frozen, model=model, again=again), "LS031") == number
+    assert count_findings(THAWED.format(frozen=frozen, model=model, again=again), "LS031") == number

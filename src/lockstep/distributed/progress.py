@@ -149,10 +149,10 @@ def ended_while_running(folder: Path, rank: int | str, *, forget: bool = False) 
 
 
 class RankProgress(NamedTuple):
-    """What a process does, in which step, and since when (seconds since 1970).
+    """The activity of a process, its step, and its start (seconds since 1970).
 
     Attributes:
-        step: steps taken before what it does: the 0-based step at work, or the steps that it saves or evaluates.
+        step: steps done before the activity: the 0-based step at work, or the count that is saved or evaluated.
     """
 
     step: int
@@ -170,7 +170,7 @@ class RankProgress(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of the step for users: the steps taken once it is done, as in records and names of checkpoints."""
+        """The step's number in messages, from 1, as in records and names of checkpoints."""
         return self.step if self.phase in _AFTER_STEP else self.step + 1
 
     def __str__(self) -> str:

@@ -180,18 +180,14 @@ class LanguageModel(Task):
         temperature = 0.0 if corpus.prompts else Sampling().temperature
         # as many collectives as forwards, where the model is split
         sampling = Sampling(tokens=_SAMPLE_TOKENS, temperature=temperature, ends_early=False)
-        tokens = self._continue(model, [begin], device, sampling)[0]
-        if not corpus.chat:
-            return corpus.decode(tokens)
-        return f"{corpus.decode(begin)}\n{corpus.decode(tokens[len(begin) :])}"  # the template's marks are not shown
+        return corpus.text_of(begin, self._continue(model, [begin], device, sampling)[0])
 
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
     ) -> Iterator[str]:
         """Yield each prompt with its continuation, at most to the end of the document.
 
-        A prompt is the beginning of a document, or in a conversation the user's message, whose answer begins a line.
-        The texts are in the prompts'
+        A prompt is the beginning of a document, or in a conversation the user's message. The texts are in the prompts'
         order, each as soon as it is ready. Prompts of equal length go through the model together, at most 16. A text is
         the same for the same `sampling`, whatever else is written.
 

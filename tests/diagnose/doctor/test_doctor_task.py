@@ -253,7 +253,7 @@ def test_memory_that_comes_to_rest_is_no_growth():
     noise = [(step, 100.0 + 3 * (step % 3)) for step in range(0, 1000, 20)]
     grows = [(step, 100.0 + step / 50 + step % 3) for step in range(0, 1000, 20)]
     jumps = [[(step, 100.0 + 5 * (step >= at)) for step in range(0, 1000, 20)] for at in range(0, 1000, 20)]
-    assert [rate_of_growth(each) for each in (fills, noise, grows[:2], *jumps)] == [0.0] * (3 + len(jumps))
+    assert [rate_of_growth(each) for each in ([], fills, noise, grows[:2], *jumps)] == [0.0] * (4 + len(jumps))
     assert rate_of_growth(grows) == pytest.approx(20, rel=0.1)
 
 

@@ -52,7 +52,7 @@ def memory_growth(batches: Batches) -> float:
 
 
 class MemoryFetch:
-    """Loads micro-batches; in place of each it returns the MB of this process, and its seconds of processor time."""
+    """Loads micro-batches, and returns memory (MB) and processor time (s) of this process in place of each."""
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch, self._next, self._memory = fetch, 0.0, 0.0
@@ -86,6 +86,8 @@ def rate_of_growth(readings: list[tuple[int, float]]) -> float:
     Args:
         readings: (samples loaded so far, MB) in order.
     """
+    if not readings:
+        return 0.0
     samples, memory = np.array(readings, dtype=np.float64).T
     # Readings are not evenly spaced: a process that waits for its core makes few, then many. Each holds until the next.
     even = np.linspace(samples[-1] / 4, samples[-1], 3 * _PART)

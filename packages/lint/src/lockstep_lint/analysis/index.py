@@ -232,8 +232,8 @@ class Module:
         return group(self.sites())
 
     @functools.cached_property
-    def given(self) -> frozenset[str]:
-        """The first names of all that the file binds, defines or takes as a parameter; not what it imports."""
+    def own_names(self) -> frozenset[str]:
+        """The first part of every name that the file assigns, defines or takes as a parameter, without imports."""
         binds = {key.partition(".")[0] for scope in self.scopes for key in scope.binds}
         return frozenset(binds.union(*(scope.defs for scope in self.scopes), *(scope.params for scope in self.scopes)))
 

@@ -50,7 +50,7 @@ class Names:
         """Whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most of the
         names that are asked for do not need to be looked for any further.
         """
-        if name in module.given:
+        if name in module.own_names:
             return False
         imported = module.imports.get(name)
         if imported is None:

@@ -36,9 +36,9 @@ def check(view: View) -> Iterator[Found]:
         return
     calls = [event for run in programs for event in run.of("set_epoch")]
     alike = {event.node: all(stays(view, e) for e in calls if e.node is event.node) for event in calls}
-    changed = {known_by(event) for event in calls if not alike[event.node]}
+    changed = {identity_of(event) for event in calls if not alike[event.node]}
     for event in calls:
-        if event.module is view.module and alike[event.node] and known_by(event) not in changed:
+        if event.module is view.module and alike[event.node] and identity_of(event) not in changed:
             yield Found(event.node, FIXED)
     if any(f"{quote}set_epoch{quote}" in m.text for m in view.project.family(view.module) for quote in "'\""):
         return  # called by its name, out of sight
@@ -126,8 +126,8 @@ def handles(stmt: ast.stmt, scope: Scope) -> bool:
     return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
-def known_by(event: Event) -> tuple[object, str | None]:
-    """What a sampler is known by: its name, and the class whose attribute it is."""
+def identity_of(event: Event) -> tuple[object, str | None]:
+    """Identify a sampler by its name, and by the class if it is an attribute."""
     name = dotted(event.mark.subject)
     return (event.scope.owner if (name or "").startswith("self.") else None), name
 
