@@ -151,7 +151,7 @@ RULE = Rule(
     name="DDP without a distributed sampler",
     what=(
         "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
-        "samples; or a loader has `shuffle=True` beside a sampler."
+        "samples; or a loader has `shuffle=True` beside a sampler, or `num_replicas` is a number written out."
     ),
     why=(
         "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "

@@ -167,7 +167,7 @@ RULE = Rule(
     name="set_epoch missing",
     what=(
         "A DistributedSampler shuffles for training, but its `set_epoch` is never called, or always with the same"
-        " number."
+        " number, such as the first epoch."
     ),
     why=(
         "The sampler's order depends on its seed and epoch alone: without set_epoch every epoch has the same "

@@ -62,7 +62,10 @@ def misplaced(events: list[Event], clip: Event) -> str:
 RULE = Rule(
     code="LS011",
     name="clipping scaled or stepped gradients",
-    what="Gradients are clipped while a GradScaler's factor is still in them, or after the optimizer's step.",
+    what=(
+        "Gradients are clipped while the factor of a GradScaler or of apex's `scale_loss` is still in them, or after "
+        "the optimizer's step."
+    ),
     why=(
         "A scaler multiplies the loss, and so the gradients, by up to 65536: a clip at norm 1 then shrinks nearly "
         "everything to nothing. A clip after the step has no effect at all."

@@ -314,7 +314,8 @@ RULE = Rule(
     name="accumulation",
     what=(
         "Gradients are accumulated, but the loss is not divided by the number of micro-batches, the step comes "
-        "after the first one (`i % n == 0`), or the last incomplete group is dropped."
+        "after the first one (`i % n == 0`), or the last incomplete group is dropped; or an Accelerator with "
+        "`gradient_accumulation_steps` is stepped on every micro-batch, without `accumulate()`."
     ),
     why=(
         "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "

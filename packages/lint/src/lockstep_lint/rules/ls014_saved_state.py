@@ -335,7 +335,8 @@ RULE = Rule(
     name="wrapper's state saved",
     what=(
         "The `state_dict` of a DDP or DataParallel wrapper, or of what `accelerator.prepare` made, is saved, every "
-        "rank saves the same file, or others read a file before rank 0 has written it."
+        "rank saves the same file, others read a file before rank 0 has written it, or a bare model's state is "
+        "loaded into its wrapper."
     ),
     why=(
         "A wrapper's names start with `module.`, so the checkpoint fits no plain model. Files written by all ranks at "

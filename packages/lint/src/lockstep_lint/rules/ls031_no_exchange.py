@@ -135,7 +135,7 @@ RULE = Rule(
     name="no gradient exchange",
     what=(
         "A program starts a process group and trains, but nothing wraps the model or exchanges gradients, or each step "
-        "goes around the wrapper (`model.module.loss(x)`)."
+        "goes around the wrapper (`model.module.loss(x)`); or parameters are unfrozen after DDP was built."
     ),
     why=(
         "Each rank trains a model of its own on its share of the data, and the one that is saved has seen a "
