@@ -124,11 +124,11 @@ def test_a_stage_whose_rehearsal_fails_is_left_out_and_the_essential_one_ends_th
 
 
 def test_a_stage_that_hangs_or_fails_ends_nothing_else_and_none_is_begun_without_time(stages, tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "LEAST", 5)
-    monkeypatch.setattr(stages, "GRACE", 4)
+    monkeypatch.setattr(stages, "LEAST", 1)
+    monkeypatch.setattr(stages, "GRACE", 1)
     hangs = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('FAILED tests/a.py::b - x')\n"
     programs = {"fails": (f"{GOOD}raise SystemExit(4)\n", None), "hangs": (hangs, None), "late": (GOOD, None)}
-    _, ended = call(stages, tmp_path, monkeypatch, programs, seconds=9)
+    _, ended = call(stages, tmp_path, monkeypatch, programs, seconds=6)
     assert ended["fails"] == "exit 4"
     assert ended["hangs"].startswith("took longer than")  # interrupted first: it prints what failed
     assert "- `tests/a.py::b - x`" in (tmp_path / "gpu-results.md").read_text()

@@ -26,6 +26,7 @@ from lockstep.data.sampler import Sequential, Shuffled
 from lockstep.distributed.balance import equal_shares, shares_of_counts
 from lockstep.distributed.world import World
 from lockstep.errors import DataError
+from lockstep.text.corpus import ByteBPE
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -295,19 +296,50 @@ def test_loader_processes_compute_with_one_thread(monkeypatch, own, opencv):
     if own:
         monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", own)
 
-    class Plain(Task):
-        def collate(self, samples):
-            return samples
-
-        def count(self, batch):
-            return len(batch)
-
     monkeypatch.setitem(sys.modules, "cv2", OpenCV())
-    found = batches(4, StepPlan(2, 2, 4), workers=1, task=Plain(), dataset=Threads())
+    found = batches(4, StepPlan(2, 2, 4), workers=1, task=Listed(), dataset=Threads())
     seen = [sample for _, micro in found.from_step(0) for b in micro for sample in b.data]
     assert len(seen) == 4
     assert {threads for sample in seen for threads in sample["torch"]} == {1}
     assert [sample["cv2"] for sample in seen] == [opencv] * 4
+
+
+class Listed(Partial):
+    def collate(self, samples):
+        return samples
+
+    def count(self, batch):
+        return len(batch)
+
+
+class Encoded(torch.utils.data.Dataset):
+    """Numbers of the tokens in each sample's text, encoded by threads where the environment says so."""
+
+    draws_random = False
+
+    def __init__(self):
+        self.tokenizer = ByteBPE.train(["a plain text to begin with\n"], 300)
+
+    def __len__(self):
+        return 64
+
+    def __getitems__(self, indices):
+        return [len(tokens) for tokens in self.tokenizer.encode_all([f"{index} plain texts" for index in indices])]
+
+
+def encoded_on_rank(world):
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # a user's own
+    dataset = Encoded()
+    here = dataset.__getitems__(range(64))  # starts the threads
+    found = batches(64, StepPlan(32, 32, 64), workers=1, task=Listed(), dataset=dataset)
+    there = [count for _, micro in found.from_step(0) for b in micro for count in b.data]
+    return here, there, os.environ["TOKENIZERS_PARALLELISM"]
+
+
+def test_a_forked_loader_process_does_not_wait_for_the_threads_of_a_tokenizer_that_its_parent_used():
+    here, there, kept = run(encoded_on_rank, 1, timeout=60)[0]
+    assert sorted(here) == sorted(there)
+    assert kept == "true"
 
 
 def test_a_position_a_trillion_samples_in_is_found_at_once():

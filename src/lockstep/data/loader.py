@@ -56,6 +56,9 @@ __all__ = [
 ]
 
 
+TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # read by Hugging Face's tokenizers at each call
+
+
 class Key(NamedTuple):
     """A micro-batch to load: its place in the run, and its samples.
 
@@ -466,6 +469,7 @@ class _Processes:
         self._handler = signal.getsignal(signal.SIGCHLD)
         # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
+        os.environ.setdefault(TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
         with _collections_paused() as collecting:
             loader = DataLoader(
                 _KeyedDataset(fetch),
@@ -608,6 +612,8 @@ def _init_worker(collecting: bool, report: Connection, number: int) -> None:
         _keep_inherited(collecting)
         _end_with_parent()
         torch.set_num_threads(1)
+        # Not "true", even where the user set it: a forked process would wait for the threads that only its parent has.
+        os.environ[TOKENIZER_THREADS] = "false"
         threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and other loaded libraries
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")
         if opencv == "1" and "cv2" in sys.modules:  # if not imported yet, it reads the variable later

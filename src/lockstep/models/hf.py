@@ -13,7 +13,6 @@ model's loss inside its forward. `transformers` is imported only through `transf
 import copy
 import hashlib
 import inspect
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -449,7 +448,6 @@ class HubTokenizer:
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
         transformers = transformers_for("--tokenizer", name)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in every worker that is forked later
         self._name, self._where, self._revision = name, where(name), revision
         with explained("--tokenizer", name), once_per_node(name, cache, say):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(

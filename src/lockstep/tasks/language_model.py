@@ -180,7 +180,19 @@ class LanguageModel(Task):
         temperature = 0.0 if corpus.prompts else Sampling().temperature
         # as many collectives as forwards, where the model is split
         sampling = Sampling(tokens=_SAMPLE_TOKENS, temperature=temperature, ends_early=False)
-        return corpus.text_of(begin, self._continue(model, [begin], device, sampling)[0])
+        return self._text(begin, self._continue(model, [begin], device, sampling)[0])
+
+    def _text(self, prompt: list[int], tokens: list[int]) -> str:
+        """Return the text of a prompt with its continuation; an answer in a conversation begins on its own line.
+
+        Args:
+            prompt: tokens of the prompt.
+            tokens: those, and the generated ones.
+        """
+        if not self.corpus.chat:
+            return self.corpus.decode(tokens)
+        question, answer = self.corpus.decode(prompt), self.corpus.decode(tokens[len(prompt) :])
+        return f"{question.rstrip()}\n{answer.lstrip()}"  # the template's marks are not shown
 
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
@@ -207,7 +219,7 @@ class LanguageModel(Task):
         for places in _by_length(begins):
             chosen = [begins[place] for place in places]
             continued = self._continue(model, chosen, device, sampling)
-            texts |= zip(places, map(self.corpus.text_of, chosen, continued), strict=True)
+            texts |= zip(places, map(self._text, chosen, continued), strict=True)
             while position in texts:
                 yield texts.pop(position)
                 position += 1

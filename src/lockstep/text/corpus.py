@@ -5,7 +5,6 @@ those.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -53,7 +52,6 @@ class ByteBPE:
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
-        _allow_threads()
         self._tokenizer = tokenizer
         self.separator = tokenizer.get_vocab_size()
         self.vocab_size = self.separator + 1
@@ -116,12 +114,6 @@ class ByteBPE:
         Separators have none; an incomplete character becomes U+FFFD.
         """
         return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
-
-
-def _allow_threads() -> None:
-    # Unless this is set, the package prints a warning in every data worker that is forked after it has used threads.
-    # Workers only read tokens, so threads are safe.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 IGNORED = -100  # the label of a token that is not predicted

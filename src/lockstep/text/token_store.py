@@ -411,18 +411,6 @@ class TokenCorpus:
             return tokens
         return [*self.begin, *self.encode(prompt)]
 
-    def text_of(self, prompt: list[int], tokens: list[int]) -> str:
-        """Return the text of a prompt with its continuation; an answer in a conversation begins on its own line.
-
-        Args:
-            prompt: tokens of the prompt.
-            tokens: those, and the generated ones.
-        """
-        if not self.chat:
-            return self.decode(tokens)
-        question, answer = self.decode(prompt), self.decode(tokens[len(prompt) :])
-        return f"{question.rstrip()}\n{answer.lstrip()}"  # the template's marks are not shown
-
     def opening(self) -> list[int]:
         """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]

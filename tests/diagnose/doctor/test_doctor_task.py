@@ -1,6 +1,7 @@
 """Planted faults of the task: where its tensors lie, gradients, data, the loader."""
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.diagnose.doctor import task as checked
+from lockstep.diagnose.doctor import workers
 from lockstep.diagnose.doctor.workers import rate_of_growth
 from lockstep.engines import ddp
 from lockstep.errors import DataError
@@ -238,14 +240,27 @@ def test_a_checkpoint_that_does_not_fit(digits, monkeypatch):
     wrong(tried(digits()), "task", "has 100 B free", "make room")
 
 
+def growth_on_rank(world, config):
+    return [each for each in tried(config) if each.check == "workers"]
+
+
 def test_memory_of_loader_processes_that_grows_with_each_sample(digits):
     def growth(name):
-        found = tried(digits(name) | {"data": {"workers": 1}, "max_steps": 100})
-        return [each for each in found if each.check == "workers"]
+        """In a process like a user's: what is kept copies pages of the large one that has run other tests."""
+        return run(growth_on_rank, 1, digits(name) | {"data": {"workers": 1}, "max_steps": 100})[0]
 
     wrong(growth("Kept"), "workers", "by [456](.[0-9]+)? MB per 1,000 samples of Keeping")
     wrong(growth("Copied"), "workers", "MB per 1,000 samples of Rows")
     assert growth("Even") == []
+
+
+def test_quick_samples_are_not_all_loaded_between_two_slow_readings(monkeypatch):
+    readings = []
+    monkeypatch.setattr(workers, "_own_memory", lambda: readings.append(time.sleep(0.05)) or 1.0)
+    batches = type("Batches", (), {"__getitem__": lambda self, key: (None, 4.0)})()
+    fetch, key = workers.MemoryFetch(batches), SimpleNamespace(samples=[0, 1, 2, 3])
+    assert [fetch[key][1] for _ in range(100)] == [4.0] * 100
+    assert len(readings) >= 4
 
 
 def test_memory_that_comes_to_rest_is_no_growth():

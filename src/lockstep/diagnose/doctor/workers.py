@@ -24,6 +24,7 @@ __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 _SECONDS, _WALL_SECONDS = 3.0, 10.0  # of the process's processor time, and by the clock, at most
 _SAMPLES, _MANY = 4000, 64.0  # at most; MB of growth that are enough
 _PAUSE, _SHARE = 0.02, 0.5  # seconds between two readings, at least; share of the time that readings may take
+_EVERY = 100  # samples between two readings, at most: quick samples are all loaded while a large process is read once
 _LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
 _PART = 17  # points in each third of the samples; odd, so that a median is a reading
 _STEADY = 0.4  # slower rate to faster: a cache that fills up does not reach it, nor does memory that jumps once
@@ -55,13 +56,14 @@ class MemoryFetch:
     """Loads micro-batches, and returns memory (MB) and processor time (s) of this process in place of each."""
 
     def __init__(self, fetch: Fetching) -> None:
-        self._fetch, self._next, self._memory = fetch, 0.0, 0.0
+        self._fetch, self._next, self._samples, self._memory = fetch, 0.0, 0, 0.0
 
     def __getitem__(self, key: Key) -> tuple[tuple[float, float], float]:
         items = self._fetch[key][1]
+        self._samples += len(key.samples)
         begin = time.monotonic()
-        if begin > self._next:
-            self._memory, end = _own_memory(), time.monotonic()
+        if begin > self._next or self._samples >= _EVERY:
+            self._memory, end, self._samples = _own_memory(), time.monotonic(), 0
             self._next = end + max(_PAUSE, (end - begin) / _SHARE)
         return (self._memory, time.process_time()), items
 
@@ -81,7 +83,7 @@ def _own_memory() -> float:
 def rate_of_growth(readings: list[tuple[int, float]]) -> float:
     """Return MB per 1,000 samples if memory grows throughout; 0.0 if it is level, comes to rest, or jumps.
 
-    The first quarter is left out: processes import and fill their caches.
+    The first half is left out: processes import, fill their caches, and copy the pages that they were forked with.
 
     Args:
         readings: (samples loaded so far, MB) in order.
@@ -90,7 +92,7 @@ def rate_of_growth(readings: list[tuple[int, float]]) -> float:
         return 0.0
     samples, memory = np.array(readings, dtype=np.float64).T
     # Readings are not evenly spaced: a process that waits for its core makes few, then many. Each holds until the next.
-    even = np.linspace(samples[-1] / 4, samples[-1], 3 * _PART)
+    even = np.linspace(samples[-1] / 2, samples[-1], 3 * _PART)
     held = np.searchsorted(samples, even, side="right") - 1
     parts = memory[held].reshape(3, _PART)
     begin, middle, end = np.median(parts, axis=1)
