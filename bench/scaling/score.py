@@ -7,7 +7,7 @@ baselines see the same rows: Amdahl's law, X(n) = X(1) / (s + (1 - s) / n), fitt
 and the last efficiency kept, that of the next smaller size (of the next larger one for the smallest). Left out are, in
 turn, every row, and only the largest size of each table, which is what an extrapolation does.
 
---write puts the result into docs/scale.md; --each also prints every row.
+--write puts the result into docs/inside/scale.md; --each also prints every row.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import numpy as np
 from lockstep.diagnose.scale.fit import Fit, SizeMeasurement
 
 HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[1] / "docs" / "scale.md"
+DOCUMENT = HERE.parents[1] / "docs" / "inside" / "scale.md"
 BEGIN, END = "<!-- score -->\n", "<!-- /score -->\n"
 METHODS = ("fit", "Amdahl", "efficiency kept")
 
@@ -101,18 +101,19 @@ def shown(every, largest):
         lines.append(f"| {name} | {len(groups[1])} | {len(groups[0])} | {' | '.join(cells)} |")
     inside = [statistics.mean(row["inside"] for row in rows) for rows in (every, largest)]
     worst = sorted(every, key=lambda row: -abs(row["errors"]["fit"]))[:5]
-    told = "; ".join(f"{row['table']} at {row['size']}: {row['errors']['fit']:+.0%}" for row in worst)
     lines += [
         "",
         f"Medians of the absolute error of the throughput. The interval, which should hold 90%, held {inside[0]:.0%} "
-        f"of the rows left out and {inside[1]:.0%} of the largest. The worst five rows: {told}.",
+        f"of the rows left out and {inside[1]:.0%} of the largest. The worst five rows:",
+        "",
+        *(f"- {row['table']} at {row['size']}: {row['errors']['fit']:+.0%}" for row in worst),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the result into docs/scale.md")
+    parser.add_argument("--write", action="store_true", help="put the result into docs/inside/scale.md")
     parser.add_argument("--each", action="store_true", help="print every row")
     given = parser.parse_args()
     every, largest = scores(), scores(ends=True)
