@@ -268,7 +268,7 @@ def test_a_cancelled_gradient_may_move_a_weight_by_its_rate_and_any_other_by_lit
 
 
 def test_what_a_weight_may_be_off_is_the_formula_of_the_document():
-    """docs/verify.md, with n = 10 terms, u = v = 2^-24, L = 0.1, and a step that is not the first."""
+    """docs/inside/verify.md, with n = 10 terms, u = v = 2^-24, L = 0.1, and a step that is not the first."""
     k, u, norm, travel, beta2, eps = 3, 2.0**-24, 2.0, 0.1, 0.95, 1e-8
     weights, second = [3.0, -0.5], [1e-4, 4e-4]
     unbiased = [value / (1 - beta2 ** (k + 1)) for value in second]

@@ -136,7 +136,7 @@ def test_one_log_for_all_ranks_and_the_loopback_between_nodes(tmp_path):
 
 
 def test_the_page_has_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "network.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "network-variables.md").read_text(encoding="utf-8")
     section = page.partition("## Variables to leave alone\n")[2].partition("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("| `")] == page_rows()
 

@@ -305,7 +305,7 @@ def advice_on(place: CheckContext) -> list[Advice]:
 
 
 def page_rows() -> list[str]:
-    """Format the table for docs/network.md."""
+    """Format the table for docs/network-variables.md."""
     return [f"| `{each.name}` | {each.values} | {each.effect} | {each.remedy} |" for each in _TABLE]
 
 

@@ -4,7 +4,7 @@ verdict = judged(read(one), read(two))
 
 A step is examined in detail only if something that matters differs: gradients, rates, weights, buffers, values that
 ranks should share, the samples of an evaluation. Its stages are then compared in causal order; the first that differs
-is the cause. The tolerance is that of docs/verify.md plus the distance of the weights before the step.
+is the cause. The tolerance is that of docs/inside/verify.md plus the distance of the weights before the step.
 """
 
 import math

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-_SAFETY, _CEILING = 32.0, 0.25  # of docs/verify.md
+_SAFETY, _CEILING = 32.0, 0.25  # of docs/inside/verify.md
 _FINE = ROUNDOFF["float32"]
 _LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype; in between the measured distance decides
 _DISTANCE_FACTOR = 8.0  # times the distance of the same samples' outputs
