@@ -369,6 +369,25 @@ for batch in loader:
     assert has(rows, 8, "becomes", "engine.step()")
 
 
+FABRIC = """from lightning.fabric import Fabric
+
+fabric = Fabric(accelerator="cpu")
+fabric.launch()
+model = net()
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(data, batch_size=16, shuffle=True))
+for index, (x, y) in enumerate(loader):
+    waiting = (index + 1) % 4 != 0
+    with fabric.no_backward_sync(model, enabled=waiting):
+        fabric.backward(F.cross_entropy(model(x), y) / 4)
+    if not waiting:
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+fabric.save("model.ckpt", {"model": model, "optimizer": optimizer})
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "becomes"),
     [
@@ -383,6 +402,9 @@ def test_the_scripts_of_coming_from(name, kind, becomes):
     """Each as its documentation has it: nothing of it is refused."""
     document = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", document, re.DOTALL))
+    for script, diff in re.findall(r"<!-- (\w+) kept -->\n```diff\n(.*?)```", document, re.DOTALL):
+        blocks[script] = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("+"))
+    blocks["fabric"] = FABRIC
     found, rows = told(blocks["shared"] + blocks[name])
     assert found == kind
     assert [row for row in rows if row[1] == "refused"] == []
