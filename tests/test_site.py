@@ -14,6 +14,8 @@ from lockstep.config.cli import option_list
 from lockstep.config.schema import flag
 
 ROOT = Path(__file__).parents[1]
+USERS = {"Start", "Tutorials", "How-to", "Gallery", "Troubleshooting"}  # sections for those who train
+WORDS = 28_000  # of the users' sections, programs and output included (`wc -w`)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,62 @@ def test_every_page_is_in_the_navigation_once(site, pages):
     written = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
     rules = {str(path.relative_to(ROOT)) for path in (ROOT / "packages/lint/docs").rglob("*.md")}
     assert set(shown) == written | rules | set(pages) | {"CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+@pytest.fixture(scope="module")
+def for_users(site):
+    """The pages of the users' sections, with those below them: path -> text."""
+    navigation = site[0].read_navigation()
+    listed = [page for section in navigation["section"] if section["title"] in USERS for page in section["pages"]]
+    listed += [page for parent in listed for page in navigation["under"].get(parent, [])]
+    return {page: (ROOT / page).read_text(encoding="utf-8") for page in listed}
+
+
+def read_prose(text):
+    """Yield ("paragraph" or "cell", text) of a page, without its programs; an item of a list is a paragraph."""
+    text = re.sub(r"^( *)(```+).*?^\1\2 *$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^\n( {4}(?! *[-*\d]).*\n+)+", "\n", text, flags=re.MULTILINE)  # an indented program
+    text = re.sub(r"^(#+ .*|<!--.*-->)$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?= *(?:[-*]|\d+\.) )", "\n", text, flags=re.MULTILINE)
+    for block in re.split(r"\n\s*\n", text):
+        for line in re.findall(r"^ *\|.*", block, re.MULTILINE):
+            yield from (("cell", cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1])
+        yield "paragraph", re.sub(r"^ *\|.*", "", block, flags=re.MULTILINE).strip()
+
+
+def test_a_users_page_is_short(for_users):
+    words = {page: len(text.split()) for page, text in for_users.items()}
+    assert sum(words.values()) <= WORDS, sorted(words.items(), key=lambda item: item[1])
+    long = [
+        (page, text)
+        for page in for_users
+        for kind, text in read_prose(for_users[page])
+        if kind == "paragraph" and len(text.split()) > 90
+    ]
+    assert long == []
+
+
+def test_a_cell_of_a_table_is_short():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    long = [
+        (page.name, text)
+        for page in pages
+        for kind, text in read_prose(page.read_text(encoding="utf-8"))
+        if kind == "cell" and len(text.split()) > 30
+    ]
+    assert long == []
+
+
+def test_long_prose_is_found():
+    text = "# One\n\na b\nc\n- d\n  e\n- f\n\n```sh\ng h\n```\ni\n\n    j k\n\n| l | `m \\| n` |\n|---|---|\n| o p | |\n"
+    found = list(read_prose(text))
+    assert [text.split() for kind, text in found if kind == "paragraph" and text] == [
+        ["a", "b", "c"],
+        ["-", "d", "e"],
+        ["-", "f"],
+        ["i"],
+    ]
+    assert [text for kind, text in found if kind == "cell" and text.strip("-")] == ["l", "`m \\| n`", "o p"]
 
 
 def test_the_reference_has_every_public_name(site, pages):
