@@ -1,4 +1,4 @@
-"""docs/coming-from.md and docs/names.md: our lines run, every block is Python of about twenty lines, every flag exists."""
+"""docs/coming-from.md and docs/names.md: our lines run, each block is about twenty lines of Python, the flags exist."""
 
 import ast
 import re

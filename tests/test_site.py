@@ -89,7 +89,8 @@ def test_a_cell_of_a_table_is_short():
 
 
 def test_long_prose_is_found():
-    text = "# One\n\na b\nc\n- d\n  e\n- f\n\n```sh\ng h\n```\ni\n\n    j k\n\n| l | `m \\| n` |\n|---|---|\n| o p | |\n"
+    text = "# One\n\na b\nc\n- d\n  e\n- f\n\n```sh\ng h\n```\ni\n\n    j k\n\n"
+    text += "| l | `m \\| n` |\n|---|---|\n| o p | |\n"
     found = list(read_prose(text))
     assert [text.split() for kind, text in found if kind == "paragraph" and text] == [
         ["a", "b", "c"],

@@ -169,7 +169,7 @@ def allowed(folder, kind, name, mine, theirs, moment=None, step=1, tolerance=Non
 
 
 def test_what_is_allowed_to_each_kind_of_tensor(tmp_path):
-    """docs/inside/verify.md: gradients and means by the gradient's norm, squares by its square, buffers by themselves."""
+    """docs/inside/verify.md: gradients and means by the gradient's norm, squares by its square, buffers alone."""
     u, scales = 2.0**-24, Scales(3.0, 0.2, 0.9, 1e-8)
     tolerance = Tolerance(10, u, u)
     relative, ones, far = tolerance.relative(1), torch.ones(4), torch.full((4,), 99.0)

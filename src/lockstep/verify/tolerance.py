@@ -3,7 +3,7 @@
 tolerance = Tolerance(terms=10, sums=2**-53, inner=2**-53)
 tolerance.relative(step)        of a gradient, as a share of the whole gradient's norm
 
-docs/inside/verify.md derives the bounds. `DtypeTracker` and `OperationLog` record the dtypes and operations of a forward.
+docs/inside/verify.md derives the bounds. `DtypeTracker` and `OperationLog` record a forward's dtypes and operations.
 """
 
 import math

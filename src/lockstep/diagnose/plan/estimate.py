@@ -333,7 +333,7 @@ _LINK = 0.7
 _NODE = 8  # devices
 _LATENCY = 20e-6  # seconds a collective and doubling of the ranks
 _CALL = 5e-6  # seconds to launch a kernel from eager code; an estimate
-_HOST_CALL = 12e-6  # seconds of Python, autograd and dispatch around an operation on a CPU; measured in docs/inside/plan.md
+_HOST_CALL = 12e-6  # seconds of Python, autograd and dispatch around an operation on a CPU: docs/inside/plan.md
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
