@@ -389,18 +389,18 @@ def _coded_image(data: bytes) -> Any:
 
 @functools.cache
 def _images() -> Any:
-    return _package("PIL.Image", "pillow")
+    return _package("PIL.Image", "images")
 
 
 @functools.cache
 def _arrow() -> Any:
-    return _package("pyarrow", "'torch-lockstep[shards]'")
+    return _package("pyarrow", "shards")
 
 
-def _package(module: str, install: str) -> Any:
+def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"lockstep.shards: these shards need the package {error.name}; pip install {install}"
+            f"lockstep.shards: these shards need the package {error.name}: install the extra {extra} of torch-lockstep"
         ) from error

@@ -75,7 +75,9 @@ def _datasets(flag: str) -> Any:
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the package scikit-learn: pip install 'torch-lockstep[images]'") from error
+        raise ConfigError(
+            f"{flag} needs the package scikit-learn: install the extra images of torch-lockstep"
+        ) from error
     return datasets
 
 

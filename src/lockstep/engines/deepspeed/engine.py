@@ -519,7 +519,7 @@ def _package(world: World) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
-            "pip install 'torch-lockstep[deepspeed]'"
+            "install the extra deepspeed of torch-lockstep"
         ) from error
     except Exception as error:  # it searches for compilers and CUDA on import
         raise ConfigError(
