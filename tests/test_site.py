@@ -1,4 +1,4 @@
-"""The site has every page once, its reference every name, option, command and error, and its messages are the code's."""
+"""The site has every page once, its reference every name, option, command and error, its messages the code's words."""
 
 import ast
 import inspect

@@ -107,7 +107,10 @@ class SplitState:
         unstepped = {n for n in own if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped}
         missing = sorted((own.keys() - unstepped) ^ state.keys())
         if missing:
-            raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
+            raise CheckpointError(
+                f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
+                "optimizer that wrote it"
+            )
         numbers: dict[str, Tensor] = {}
         owners = self._owners()
         for name, parameter in self._model.named_parameters():
