@@ -54,7 +54,7 @@ def test_bad_input_is_one_line(monkeypatch, tmp_path):
         with refuses(ConfigError, *named):
             lockstep.ray.train(Config(), **arguments)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with refuses(ConfigError, "ray", "pip install 'torch-lockstep[ray]'") as caught:
+    with refuses(ConfigError, "ray", "install the extra ray of torch-lockstep") as caught:
         lockstep.ray.train(Config())
     assert "\n" not in str(caught.value)
 

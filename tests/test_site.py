@@ -1,5 +1,6 @@
-"""The site has every page once, and its reference has every name, option, command and error."""
+"""The site has every page once, its reference every name, option, command and error, its messages the code's words."""
 
+import ast
 import inspect
 import re
 import subprocess
@@ -138,6 +139,65 @@ def test_the_reference_has_every_error_with_its_code(pages):
         value = getattr(errors, name)
         if inspect.isclass(value):
             assert f"| `{name}` | {value.exit_code} | " in pages["reference/errors.md"]
+
+
+INTERNAL = {
+    "RankLost": "the other ranks catch it and go on; the launcher reports the loss",
+}
+
+
+def test_each_message_in_troubleshooting_is_one_of_the_code():
+    """A heading is what stays the same of a message; each class of errors has an entry, or never reaches a user."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert len(headings) == len(set(headings)) >= 40
+    found, explained = messages(), set()
+    for heading in headings:
+        assert re.fullmatch(r"`[^`]+`", heading), "nothing but the message, as code"
+        parts = [part.strip() for part in heading.strip("`").split("…")]
+        assert len("".join(parts)) >= 11, f"{heading}: too short to find it in a line"
+        renamed = [word for word in heading.split() if word in errors.SETTINGS.fields]
+        assert renamed == [], f"{heading}: a configuration made in Python names the field"
+        where = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        kinds = [kind for message, kind in found if where.search(message)]
+        assert kinds, f"{heading}: no message of the code has it"
+        explained |= set(kinds)
+    kinds = {name for name in errors.__all__ if inspect.isclass(getattr(errors, name))}
+    assert kinds - explained == INTERNAL.keys()
+
+
+def messages():
+    """Each string of the source, with … for a value in it, and the class of errors that is made with it, or ""."""
+    kinds = {name for name in errors.__all__ if inspect.isclass(getattr(errors, name))}
+    found = []
+
+    def visit(node, kind):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return  # a docstring
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds:
+            kind = node.func.id
+        if isinstance(node, ast.JoinedStr):
+            found.append(("".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values), kind))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append((re.sub(r"%[\w.]*[sdgf]", "…", node.value), kind))  # of the log
+        for each in ast.iter_child_nodes(node):
+            visit(each, kind)
+
+    for path in (ROOT / "src" / "lockstep").rglob("*.py"):
+        visit(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def test_the_search_of_messages_uses_what_sphinx_has():
+    """`search.js` extends functions of Sphinx that are no interface."""
+    sphinx = pytest.importorskip("sphinx")
+    theirs = Path(sphinx.__file__).parent.joinpath("themes/basic/static/searchtools.js").read_text(encoding="utf-8")
+    ours = (ROOT / "docs" / "site" / "search.js").read_text(encoding="utf-8")
+    assert {"_performSearch", "_index"} <= (names := set(re.findall(r"Search\.(\w+)", ours)))
+    assert [name for name in names if f"  {name}:" not in theirs] == []
+    fields = {"alltitles", "docnames", "filenames", "titles", "terms"}
+    assert {name for name in fields if f"Search._index.{name}" in theirs and name in ours} == fields
+    assert "[docName, title, anchor, descr, score, _filename, kind] = item" in theirs
 
 
 def test_the_gallery_shows_what_its_commands_print_and_write(site, tmp_path):

@@ -286,7 +286,8 @@ def error_page() -> str:
         (
             "# Errors and exit codes\n",
             "Errors that lockstep raises on purpose, in `lockstep.errors`. A command prints one line and exits with "
-            "the code. A traceback shows an error of your code, or a bug of lockstep.\n",
+            "the code. A traceback shows an error of your code, or a bug of lockstep. What a line means, and what to "
+            "do: [troubleshooting](../docs/troubleshooting.md).\n",
             "| error | exit code | |",
             "|---|---|---|",
             *rows,

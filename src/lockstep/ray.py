@@ -4,7 +4,7 @@
     lockstep.ray.doctor(config, "task.py:Digits", nodes=2, gpus_per_node=8)     # checks the same nodes first
 
 Ray places one actor a node, and each starts `lockstep launch` there. If an actor or a node is lost, or a rank fails,
-all start again from the newest checkpoint. The package ray is imported here only: pip install 'torch-lockstep[ray]'.
+all start again from the newest checkpoint. The package ray, the extra `ray`, is imported here only.
 """
 
 import contextlib
@@ -167,7 +167,7 @@ def _import_ray() -> Any:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"lockstep.ray needs the package ray ({error.name} is missing): pip install 'torch-lockstep[ray]'"
+            f"lockstep.ray needs the package ray ({error.name} is missing): install the extra ray of torch-lockstep"
         ) from error
 
 

@@ -21,6 +21,6 @@ def test_a_plain_install_finds_the_rate_and_says_how_to_have_the_picture(tmp_pat
     flags = ["--task", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu", "--batch-size", "8", "--experiment-name", "r"]
     assert dispatch(["train", "--find-lr", *flags, "--save-dir", str(tmp_path / "out")]) == 0
     *curve, last = capsys.readouterr().out.strip().splitlines()
-    assert last == "no picture: plotting needs matplotlib: pip install 'torch-lockstep[plot]'"
+    assert last == "no picture: plotting needs matplotlib: install the extra plot of torch-lockstep"
     assert any("--lr" in line for line in curve)
     assert not (tmp_path / "out" / "r").exists()

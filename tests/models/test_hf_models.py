@@ -165,7 +165,7 @@ def test_weights_that_could_hold_code_are_not_read(tmp_path, model_folder):
 
 def test_a_missing_package_says_what_to_install(model_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'torch-lockstep\[hf\]'"):
+    with pytest.raises(ConfigError, match="install the extra hf of torch-lockstep"):
         opened(model_folder, tmp_path)
 
 

@@ -374,7 +374,7 @@ def test_a_model_of_timm_by_a_stand_in(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="timm has no such model; it has tiny"):
         make(config(tmp_path, model_name="timm:tin"), print)
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ConfigError, match=r"needs the package timm: pip install 'torch-lockstep\[timm\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package timm: install the extra timm of torch-lockstep"):
         make(config(tmp_path, model_name="timm:tiny"), print)
 
 
@@ -384,7 +384,7 @@ def test_a_missing_package_is_one_line(package, tmp_path, monkeypatch):
     for name in (package, f"{package}.Image"):
         monkeypatch.setitem(sys.modules, name, None)
     named = {} if package == "sklearn" else {"dataset_name": str(folder)}
-    with pytest.raises(ConfigError, match=r"pip install 'torch-lockstep\[images\]'"):
+    with pytest.raises(ConfigError, match="install the extra images of torch-lockstep"):
         make(config(tmp_path, **named), print)
 
 
@@ -465,7 +465,7 @@ def test_without_torchvision_it_is_one_line(tmp_path, monkeypatch):
     for module in ("torchvision", "torchvision.transforms"):
         monkeypatch.setitem(sys.modules, module, None)
     for name, value in MIXED.items():
-        with pytest.raises(ConfigError, match=rf"--images\.{name} needs .*torch-lockstep\[torchvision\]"):
+        with pytest.raises(ConfigError, match=rf"--images\.{name} needs .*the extra torchvision of torch-lockstep"):
             make(config(tmp_path, images={name: value}), print)
     with refuses(ConfigError, "images.randaugment", 31):
         config(tmp_path, images={"randaugment": 31})

@@ -285,7 +285,7 @@ def test_plain_text_needs_no_package_for_tables(tmp_path, model_folder, monkeypa
     config = Config(dataset_name=str(tmp_path / "notes.md"), model_name=str(model_folder), seq_len=16)
     assert len(make_task(config, lambda line: None).dataset("train")) > 10
     path = hub_files.write_jsonl(tmp_path / "a.jsonl", hub_files.rows(40))
-    with pytest.raises(DataError, match=r"pip install 'torch-lockstep\[hf\]'"):
+    with pytest.raises(DataError, match="install the extra hf of torch-lockstep"):
         corpus(path)
 
 

@@ -157,5 +157,5 @@ def test_the_picture(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"rates.unknown: .*; name it .svg"):
         found.save(tmp_path / "rates.unknown")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"matplotlib: pip install 'torch-lockstep\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"matplotlib: install the extra plot of torch-lockstep"):
         found.save(tmp_path / "rates.svg")

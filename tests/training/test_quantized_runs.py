@@ -203,7 +203,7 @@ def test_without_a_package(tmp_path, weights, data, package, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(quantized, "find_spec", lambda name: None if name == package else real(name))
     config = settings(tmp_path, weights, data)
-    with refuses(ConfigError, "--model.load-in", "4bit", package, "torch-lockstep[quantized]"):
+    with refuses(ConfigError, "--model.load-in", "4bit", package, "the extra quantized of torch-lockstep"):
         make_task(config, quiet)
     assert not (tmp_path / "cache").exists()
 

@@ -99,7 +99,7 @@ def test_without_libcst_the_pip_line_is_given(monkeypatch, tmp_path, capsys):
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    with pytest.raises(FixProblem, match=r"pip install 'lockstep-lint\[fix\]'"):
+    with pytest.raises(FixProblem, match=r"pip install libcst"):
         fix_text("x = 1\n", [])
 
 

@@ -48,7 +48,6 @@ _RANGE = 16 << 20  # bytes of one read
 _RANGES = 4  # reads at a time
 _PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
 _REPORT_SECONDS = 30.0  # between two lines about a long download
-_PACKAGES = {"s3fs": "'torch-lockstep[remote]'"}  # module -> what pip installs, if that is not the module's name
 
 # The store's own code of an error -> why, and the way out. A retry does not help.
 _DENIED = "no permission (403); the credentials in use must list, read, write and delete there"
@@ -115,8 +114,7 @@ class RemoteRun:
         except ImportError as error:
             known: Any = sys.modules["fsspec.registry"].known_implementations  # `fsspec.registry` is a mapping
             module = str(known[scheme]["class"]).partition(".")[0]
-            package = _PACKAGES.get(module, module)
-            raise self._error(f"the package {module} is not installed; pip install {package}") from error
+            raise self._error(f"the package {module} is not installed; pip install {module}") from error
         except Exception as error:
             raise self._explain(error) from error
         return system, path

@@ -30,9 +30,7 @@ def completion_command(argv: list[str]) -> int:
         return int(end.code or 0)
     path = _FOLDER / _SHELL_FILES[args.shell]
     if not path.is_file():
-        raise ConfigError(
-            f"{path} does not exist: it is generated at installation; run pip install (or pip install -e)"
-        )
+        raise ConfigError(f"{path} does not exist: it is generated at installation; install lockstep again by pip")
     print(path.read_text(encoding="utf-8"), end="")
     return 0
 
@@ -100,6 +98,6 @@ def lint_command(argv: list[str]) -> int:
     """
     points = tuple(entry_points(group="lockstep.commands", name="lint"))
     if not points:
-        raise UsageError("lockstep lint needs the package lockstep-lint: pip install 'torch-lockstep[lint]'")
+        raise UsageError("lockstep lint needs the package lockstep-lint: install packages/lint of the repository")
     code: int = points[0].load()(argv)
     return code

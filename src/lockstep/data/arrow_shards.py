@@ -136,5 +136,6 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"lockstep.shards: Arrow and Parquet need the package {error.name}; pip install 'torch-lockstep[shards]'"
+            f"lockstep.shards: Arrow and Parquet need the package {error.name}: "
+            "install the extra shards of torch-lockstep"
         ) from error

@@ -151,11 +151,13 @@ class Store:
             return fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise ConfigError(
-                f"lockstep.shards: {scheme}:// needs the package {error.name or 'of its store'}; pip install "
-                "'torch-lockstep[shards]' for HTTP, 'torch-lockstep[remote]' for S3, or the store's own"
+                f"lockstep.shards: {scheme}:// needs the package {error.name or 'of its store'}: install the "
+                "extra shards of torch-lockstep for HTTP, its extra remote for S3, or the store's own package"
             ) from error
         except ValueError as error:
-            raise ConfigError(f"lockstep.shards: fsspec knows no store {scheme!r} ({mask(self._path)})") from error
+            raise ConfigError(
+                f"lockstep.shards: fsspec knows no store {scheme!r} ({mask(self._path)}); give https://, s3:// or gs://"
+            ) from error
 
     def info(self, path: str) -> tuple[int, str]:
         """Return a file's size in bytes, and its version as in `ShardFile.stamp`.

@@ -223,7 +223,8 @@ class _TarShard(OpenShard):
             for extension, offset, size in self._members[begin:end].tolist():
                 sample[self._extensions[extension]] = content = os.pread(handle, size, offset)
                 if len(content) != size:
-                    raise DataError(f"{self._file.name} ends within the sample {self._keys[row]}: it was truncated")
+                    where = f"within the sample {self._keys[row]}"
+                    raise DataError(f"{self._file.name} ends {where}: it was truncated; restore it")
             samples.append(sample)
         return samples
 
@@ -268,9 +269,11 @@ class MdsShards(ShardFormat):
         elif name in _COMPRESSIONS:
             plain = _arrow().decompress(data, file.unpacked, codec=_COMPRESSIONS[name], asbytes=True)
         else:
-            raise DataError(f"the shard {file.label} is compressed by {name}, which is unknown")
+            raise DataError(f"the shard {file.label} is compressed by {name}, which is unknown; use zstd")
         if len(plain) != file.unpacked:
-            raise DataError(f"the shard {file.label} unpacks to {len(plain)} bytes instead of {file.unpacked}")
+            raise DataError(
+                f"the shard {file.label} unpacks to {len(plain)} bytes instead of {file.unpacked}; restore it"
+            )
         target.write_bytes(plain)
 
     def count(self, path: Path) -> int:
@@ -389,18 +392,18 @@ def _coded_image(data: bytes) -> Any:
 
 @functools.cache
 def _images() -> Any:
-    return _package("PIL.Image", "pillow")
+    return _package("PIL.Image", "images")
 
 
 @functools.cache
 def _arrow() -> Any:
-    return _package("pyarrow", "'torch-lockstep[shards]'")
+    return _package("pyarrow", "shards")
 
 
-def _package(module: str, install: str) -> Any:
+def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"lockstep.shards: these shards need the package {error.name}; pip install {install}"
+            f"lockstep.shards: these shards need the package {error.name}: install the extra {extra} of torch-lockstep"
         ) from error

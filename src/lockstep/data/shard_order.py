@@ -204,7 +204,7 @@ def own_order(dataset: Any, seed: int, shuffle_shards: int) -> SizedOrder | None
     if sum(map(int, sizes)) != len(dataset):
         raise ConfigError(
             f"--data.shuffle-shards {shuffle_shards}: the `shard_sizes` of {type(dataset).__name__} add up to "
-            f"{sum(map(int, sizes))}, and it has {len(dataset)} samples"
+            f"{sum(map(int, sizes))}, and it has {len(dataset)} samples; give the samples of each shard"
         )
     return ShardOrder(sizes, seed, shuffle_shards)
 

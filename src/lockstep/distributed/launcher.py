@@ -45,6 +45,9 @@ __all__ = [
 ]
 
 
+_GIVE_ADDRESS = "give node 0's address, or a name that every node knows"
+
+
 def listen(host: str, port: int) -> socket.socket | None:
     """Listen on `host` alone; None if `host` is not an address of this machine.
 
@@ -57,7 +60,9 @@ def listen(host: str, port: int) -> socket.socket | None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"MASTER_ADDR {host}: the name does not resolve ({error.strerror})") from error
+        raise ConfigError(
+            f"MASTER_ADDR {host}: the name does not resolve ({error.strerror}); {_GIVE_ADDRESS}"
+        ) from error
     try:
         return socket.create_server((address[0], port), family=family, backlog=512)
     except PermissionError as error:
@@ -92,7 +97,9 @@ def is_own_address(host: str) -> bool:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
     except socket.gaierror as error:
-        raise ConfigError(f"--master-addr {host}: the name does not resolve ({error.strerror})") from error
+        raise ConfigError(
+            f"--master-addr {host}: the name does not resolve ({error.strerror}); {_GIVE_ADDRESS}"
+        ) from error
     except OSError:
         return False
     return True

@@ -177,7 +177,10 @@ class EMAEngine:
         )
         if entries and entries.keys() != own.keys():
             names = sorted(entries.keys() ^ own.keys())
-            raise CheckpointError(f"the average does not match the model: {', '.join(names[:3])} on one side only")
+            raise CheckpointError(
+                f"the average does not match the model: {', '.join(names[:3])} on one side only; use the model that "
+                "wrote it"
+            )
         with torch.no_grad():
             if entries:
                 self._load_average(entries, own)

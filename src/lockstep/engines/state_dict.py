@@ -73,7 +73,10 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
     own = named_state(model, optimizer)
     missing = sorted(own.keys() ^ state.keys())
     if missing:
-        raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
+        raise CheckpointError(
+            f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
+            "optimizer that wrote it"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor is not state[name]:

@@ -135,7 +135,10 @@ class Zero:
         self._update.blank = False
         missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:
-            raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
+            raise CheckpointError(
+                f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
+                "optimizer that wrote it"
+            )
         with torch.no_grad():
             for name, tensor in self._module.state_dict().items():
                 tensor.copy_(state[f"model/{name}"])

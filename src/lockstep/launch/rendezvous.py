@@ -270,4 +270,5 @@ def local_address(job: Job) -> str:
     try:
         return route_to(host)
     except OSError as error:
-        raise ConfigError(f"--master-addr {host} cannot be reached from here: {error.strerror or error}") from error
+        reason = f"{error.strerror or error}; check the address, and this node's network"
+        raise ConfigError(f"--master-addr {host} cannot be reached from here: {reason}") from error

@@ -32,7 +32,7 @@ def rates_picture(
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plotting needs matplotlib: pip install 'torch-lockstep[plot]'") from error
+        raise ConfigError("plotting needs matplotlib: install the extra plot of torch-lockstep") from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(rates[: len(smoothed)], losses[: len(smoothed)], ".", color="0.7", label="loss of each step")

@@ -132,7 +132,7 @@ def check(config: Config) -> None:
     """Raise ConfigError, with the pip line, if a package that a flag needs is missing."""
     for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb), ("mlflow", config.mlflow)):
         if enabled and find_spec(name) is None:
-            raise ConfigError(f"--{name} needs {name}: pip install 'torch-lockstep[{name}]'")
+            raise ConfigError(f"--{name} needs {name}: install the extra {name} of torch-lockstep")
 
 
 def remote_sinks(config: Config, folder: Path, start: int, *, evaluated: bool = True) -> list[Sink]:

@@ -581,7 +581,8 @@ def as_it_is(flag: str, name: str) -> Any:
             import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{flag} {name} needs the package transformers ({error.name} is missing): pip install 'torch-lockstep[hf]'"
+            f"{flag} {name} needs the package transformers ({error.name} is missing): "
+            "install the extra hf of torch-lockstep"
         ) from error
     return transformers
 

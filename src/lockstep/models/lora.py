@@ -365,6 +365,6 @@ def _peft() -> Any:
             import peft
     except ImportError as error:
         raise ConfigError(
-            f"--lora.rank needs the package peft ({error.name} is missing): pip install 'torch-lockstep[peft]'"
+            f"--lora.rank needs the package peft ({error.name} is missing): install the extra peft of torch-lockstep"
         ) from error
     return peft

@@ -53,7 +53,7 @@ class Quantization(NamedTuple):
         for package in ("bitsandbytes", "accelerate"):
             if find_spec(package) is None:
                 raise ConfigError(
-                    f"{_FLAG} {self.load_in} needs the package {package}: pip install 'torch-lockstep[quantized]'"
+                    f"{_FLAG} {self.load_in} needs the package {package}: install the extra quantized of torch-lockstep"
                 )
 
     def _config(self, transformers: Any) -> Any:

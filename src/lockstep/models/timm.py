@@ -75,6 +75,6 @@ def _timm(name: str) -> Any:
         import timm  # type: ignore[import-not-found]
     except ImportError as error:
         raise ConfigError(
-            f"--model-name timm:{name} needs the package timm: pip install 'torch-lockstep[timm]'"
+            f"--model-name timm:{name} needs the package timm: install the extra timm of torch-lockstep"
         ) from error
     return timm

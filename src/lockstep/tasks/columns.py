@@ -75,7 +75,9 @@ def _datasets(flag: str) -> Any:
     try:
         from sklearn import datasets  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the package scikit-learn: pip install 'torch-lockstep[images]'") from error
+        raise ConfigError(
+            f"{flag} needs the package scikit-learn: install the extra images of torch-lockstep"
+        ) from error
     return datasets
 
 
@@ -143,7 +145,10 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
     unknown = next((value for part in parts for value in part if value not in place), None)
     if unknown is not None:
         listing = _class_list(names)
-        raise DataError(f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing})")
+        raise DataError(
+            f"{flag}: the column '{column}' has {unknown!r}, which is not one of its classes ({listing}); fix the row, "
+            "or name another column with --data.label-column"
+        )
     train, evaluation = (torch.tensor([place[value] for value in part], dtype=torch.int64) for part in parts)
     return names, (train, evaluation)
 
@@ -186,7 +191,8 @@ def check_classes(before: str, task: Task, run: str) -> None:
     trained = before.partition("; ")[0]
     if names and trained != (now := _classes_of(names)):
         raise DataError(
-            f"{printable(run)} was trained on the classes {printable(trained)}, but the data now has {printable(now)}"
+            f"{printable(run)} was trained on the classes {printable(trained)}, but the data now has {printable(now)}; "
+            "give data with the same classes"
         )
 
 

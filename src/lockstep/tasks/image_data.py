@@ -101,7 +101,7 @@ def _pillow(flag: str) -> Any:
         import PIL.Image
         import PIL.ImageOps
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the package pillow: pip install 'torch-lockstep[images]'") from error
+        raise ConfigError(f"{flag} needs the package pillow: install the extra images of torch-lockstep") from error
     return PIL
 
 

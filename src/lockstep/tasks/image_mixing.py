@@ -58,7 +58,9 @@ def _transforms(flag: str) -> Any:
     try:
         from torchvision.transforms import v2  # type: ignore[import-not-found]
     except ImportError as error:
-        raise ConfigError(f"{flag} needs the package torchvision: pip install 'torch-lockstep[torchvision]'") from error
+        raise ConfigError(
+            f"{flag} needs the package torchvision: install the extra torchvision of torch-lockstep"
+        ) from error
     except RuntimeError as error:  # it was built for another torch
         raise ConfigError(f"{flag}: the installed torchvision does not fit this torch: {error}") from error
     return v2

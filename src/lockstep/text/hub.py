@@ -588,7 +588,7 @@ def _datasets(request: DataRequest) -> Any:
     except ImportError as error:
         raise DataError(
             f"--dataset-name {request.name} needs the package datasets ({error.name} is missing): "
-            "pip install 'torch-lockstep[hf]'"
+            "install the extra hf of torch-lockstep"
         ) from error
     datasets.logging.set_verbosity_error()
     if not is_hub_name(request.name):

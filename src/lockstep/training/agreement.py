@@ -173,7 +173,9 @@ def _task_datasets(task: Task) -> tuple[Any, dict[str, Any], int]:
 def _count(training: Any) -> int:
     check_dataset(training, "train")
     if not len(training):
-        raise DataError("the training set is empty: the task's dataset('train') has no samples")
+        raise DataError(
+            "the training set is empty: the task's dataset('train') has no samples; look at its path and its filters"
+        )
     return len(training)
 
 

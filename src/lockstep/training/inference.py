@@ -240,7 +240,7 @@ def _evaluate(run: LoadedRun) -> EvaluationRecord:
     datasets = on_all_ranks(run.world, lambda: sets_by_name(run.task.dataset("evaluation")))
     sets = build_evaluation_batches(run.config, run.task, datasets, run.world)
     if not sets:
-        raise DataError("the task has no evaluation set: its dataset('evaluation') is None")
+        raise DataError("the task has no evaluation set: its dataset('evaluation') is None; return one there")
     with waiting("evaluating", shown=run.world.is_main) as progress:
         return evaluate_all(run, run.task, sets, run.world, step=run.step, seed=run.config.seed, progress=progress)
 

@@ -23,6 +23,7 @@ from lockstep.verify.tolerance import EXACT, Tolerance
 __all__ = ["against", "config_of", "make", "read", "same_machine", "write"]
 
 _FORMAT = 1
+_WRITE_AGAIN = "write it again with `lockstep verify --out`"
 _KEYS = {"versions", "machine", "devices", "config", "steps", "engines", "world_sizes", "resume_at", "compile", "task"}
 
 
@@ -76,11 +77,13 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--against {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--against {path} is not a certificate of `lockstep verify`") from error
+        raise ConfigError(f"--against {path} is not a certificate; {_WRITE_AGAIN}") from error
     if wrong:
-        raise ConfigError(f"--against {path} has format {content['format']}; this version reads format {_FORMAT}")
+        raise ConfigError(
+            f"--against {path} has format {content['format']}, this version reads {_FORMAT}; {_WRITE_AGAIN}"
+        )
     if not complete:
-        raise ConfigError(f"--against {path} is an incomplete certificate; write it again with `lockstep verify --out`")
+        raise ConfigError(f"--against {path} is an incomplete certificate; {_WRITE_AGAIN}")
     return dict(content)
 
 
@@ -93,7 +96,8 @@ def config_of(content: dict[str, Any]) -> Config:
     unknown = sorted(set(content["config"]) - set(cli.option_list()))
     if unknown:
         raise ConfigError(
-            f"--against: this version does not have these options of the certificate: {', '.join(unknown)}"
+            f"--against: this version does not have these options of the certificate: {', '.join(unknown)}; "
+            f"{_WRITE_AGAIN}"
         )
     return cli.build(content["config"])
 

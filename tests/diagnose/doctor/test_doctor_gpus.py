@@ -164,7 +164,7 @@ def test_the_kernels_word_for_a_fault():
 
 def test_without_package_or_driver_a_line_says_what_would_be_looked_at(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(NoDriver, match=r"pip install 'torch-lockstep\[doctor\]'"):
+    with pytest.raises(NoDriver, match="install the extra doctor of torch-lockstep"):
         read_gpus()
     (line,) = gpus.gpus(place()).findings
     assert line.level == "skip"

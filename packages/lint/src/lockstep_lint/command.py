@@ -63,7 +63,7 @@ def migrate(paths: list[str], form: str) -> int:
     """
     found = tuple(entry_points(group="lockstep_lint.migrate", name="migrate"))
     if not found:
-        raise MigrateProblem("--migrate needs lockstep itself: pip install 'torch-lockstep[lint]'")
+        raise MigrateProblem("--migrate needs the package torch-lockstep: install it from its repository")
     code: int = found[0].load()(paths, form)
     return code
 

@@ -175,7 +175,7 @@ def _library() -> tuple[Any, Any]:
     try:
         return importlib.import_module("libcst"), importlib.import_module("libcst.metadata")
     except ImportError:
-        raise FixProblem("--fix needs libcst: pip install 'lockstep-lint[fix]'") from None
+        raise FixProblem("--fix needs the package libcst: pip install libcst") from None
 
 
 def _fits(cst: Any, node: Any, edit: Edit) -> bool:

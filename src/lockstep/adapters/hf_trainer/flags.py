@@ -102,7 +102,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(f"--hf-args {path} needs the package yaml: pip install 'torch-lockstep[hf]'") from error
+        raise ConfigError(f"--hf-args {path} needs the package yaml: install the extra hf of torch-lockstep") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

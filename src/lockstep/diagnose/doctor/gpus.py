@@ -93,7 +93,7 @@ def read_gpus() -> list[Gpu]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ModuleNotFoundError:
-        raise NoDriver("nvidia-ml-py is not installed: pip install 'torch-lockstep[doctor]'") from None
+        raise NoDriver("nvidia-ml-py is not installed: install the extra doctor of torch-lockstep") from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

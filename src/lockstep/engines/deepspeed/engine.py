@@ -107,7 +107,10 @@ class SplitState:
         unstepped = {n for n in own if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped}
         missing = sorted((own.keys() - unstepped) ^ state.keys())
         if missing:
-            raise CheckpointError(f"the state does not match the model: {', '.join(missing[:3])} on one side only")
+            raise CheckpointError(
+                f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
+                "optimizer that wrote it"
+            )
         numbers: dict[str, Tensor] = {}
         owners = self._owners()
         for name, parameter in self._model.named_parameters():
@@ -519,7 +522,7 @@ def _package(world: World) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
-            "pip install 'torch-lockstep[deepspeed]'"
+            "install the extra deepspeed of torch-lockstep"
         ) from error
     except Exception as error:  # it searches for compilers and CUDA on import
         raise ConfigError(
