@@ -7,7 +7,9 @@ float64 unless `dtype` says otherwise.
 """
 
 import contextlib
+import json
 import warnings
+from pathlib import Path
 
 import datasets
 import tokenizers
@@ -150,3 +152,22 @@ def reward(folder, **more):
 
 
 KINDS = {"sft": sft, "dpo": dpo, "reward": reward}
+
+
+def write_script(folder, kind, **more):
+    """Write a model, its tokenizer, a dataset and arguments into `folder`; return trl's script and the arguments' file.
+
+    The run writes into `folder/out`.
+    """
+    folder.mkdir(exist_ok=True)
+    (scored() if kind == "reward" else model()).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    data = {"sft": "completion", "dpo": "pairs", "reward": "margin"}[kind]
+    rows(data).to_json(folder / "data" / "train.jsonl")
+    given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
+    given = {name: str(folder / part) for name, part in given.items()}
+    given |= {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 0.01, "logging_steps": 1}
+    given |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "save_strategy": "no", **more}
+    lines = [f"{name}: {json.dumps(each)}" for name, each in given.items()]
+    (folder / "args.yaml").write_text("\n".join(lines) + "\n")
+    return Path(trl.__file__).parent / "scripts" / f"{kind}.py", folder / "args.yaml"

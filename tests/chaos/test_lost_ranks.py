@@ -4,6 +4,8 @@ Most are marked slow, since each is a run of three processes or four; those that
 step and take a new one in, and lose two within each other's recovery.
 """
 
+import dataclasses
+import importlib
 import os
 import re
 import signal
@@ -372,17 +374,43 @@ def test_a_lost_rank_beside_a_quantized_base_is_replaced_to_the_same_bits(tmp_pa
     data = ["--dataset-name", str(rows), "--data.cache", str(tmp_path / "cache"), "--seq-len", "16"]
     base = ["--model-name", str(weights), "--model.pretrained", "--model.load-in", "4bit", "--lora.rank", "2"]
     steps = ["--batch-size", "3", "--micro-batch-size", "1", "--max-steps", "8", "--log-freq", "1", "--exact"]
-    train = ["train", "--device", "cpu", *data, *base, *steps]
+    train = ["--device", "cpu", *data, *base, *steps]
+
+    def write(out):
+        return [*train, "--save-dir", str(out)]
+
+    assert replaced(tmp_path, write, experiment="default")
+
+
+def test_a_lost_rank_of_a_trainer_of_trl_is_replaced_to_the_same_bits(tmp_path, monkeypatch):
+    """The new process loads the reference model again."""
+    pytest.importorskip("trl", reason="the extra trl is not installed")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "adapters")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    trainers = importlib.import_module("trl_trainers")
+
+    def write(out):
+        script, given = trainers.write_script(out, "dpo", max_steps=8, per_device_train_batch_size=1)
+        return ["--hf-script", str(script), "--hf-args", str(given), "--batch-size", "3", "--exact"]
+
+    assert replaced(tmp_path, write, experiment="out")
+
+
+def replaced(folder, write, experiment):
+    """Whether a run that loses rank 1 of three, and takes a new one in, has the bits of one process.
+
+    `write` writes a run's files into a folder, and returns its arguments.
+    """
 
     def trained(out, *launcher, faults=()):
-        command = [warm.python(), "-m", "lockstep", *launcher, *train, "--save-dir", str(out)]
-        run = finish(start(command, faults), out, time.monotonic())
+        command = [warm.python(), "-m", "lockstep", *launcher, "train", *write(out)]
+        run = dataclasses.replace(finish(start(command, faults), out, time.monotonic()), folder=out / experiment)
         assert run.code == 0, run.said
         return run
 
-    alone = trained(tmp_path / "alone")
+    alone = trained(folder / "alone")
     fault = [{"rank": 1, "step": 4, "at": BEAT, "do": "kill"}]
     launcher = ["launch", "--nproc-per-node", "3", "--max-restarts", "0", "--max-losses", "1", "--"]
-    lost = trained(tmp_path / "lost", *launcher, faults=fault)
-    assert lost.state["losses"] == 1
-    assert lost.mark()[:3] == alone.mark()[:3]
+    lost = trained(folder / "lost", *launcher, faults=fault)
+    return lost.state["losses"] == 1 and lost.mark()[:3] == alone.mark()[:3]

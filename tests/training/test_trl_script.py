@@ -1,6 +1,6 @@
 """`lockstep train --hf-script`: the scripts that trl installs, as they are, with the YAML file of their `--config`."""
 
-import json
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from refusals import refuses
 from lockstep import checkpoint
 from lockstep.errors import ConfigError
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -20,7 +20,6 @@ transformers = pytest.importorskip("transformers")
 from lockstep.adapters.hf_trainer.flags import Script, asked  # noqa: E402
 from lockstep.training.hf_script import run_script  # noqa: E402
 
-SCRIPTS = Path(trl.__file__).parent / "scripts"
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
 
@@ -36,22 +35,7 @@ def as_it_was(monkeypatch, tmp_path):
 
 
 def written(folder, kind, **more):
-    """A model, its tokenizer, a dataset and the arguments in `folder`, and the script that trl has for them."""
-    import trl_trainers
-
-    folder.mkdir(exist_ok=True)
-    model = trl_trainers.scored() if kind == "reward" else trl_trainers.model()
-    model.save_pretrained(folder / "model")
-    trl_trainers.tokenizer().save_pretrained(folder / "model")
-    data = {"sft": "completion", "dpo": "pairs", "reward": "margin"}[kind]
-    trl_trainers.rows(data).to_json(folder / "data" / "train.jsonl")
-    given = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
-    given = {name: str(folder / part) for name, part in given.items()}
-    given |= {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 0.01, "logging_steps": 1}
-    given |= {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "bf16": False, "save_strategy": "no", **more}
-    lines = [f"{name}: {json.dumps(each)}" for name, each in given.items()]
-    (folder / "args.yaml").write_text("\n".join(lines) + "\n")
-    return Script(SCRIPTS / f"{kind}.py", folder / "args.yaml")
+    return Script(*importlib.import_module("trl_trainers").write_script(folder, kind, **more))
 
 
 def saved(folder):

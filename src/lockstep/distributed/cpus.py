@@ -14,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "CORES_VARIABLE",
+    "affinity_cores",
     "bind",
     "cgroup_folders",
     "cores",
@@ -36,17 +37,18 @@ def cores(root: Path = Path("/")) -> int:
         root: parent of /proc and /sys.
     """
     granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    count = min(_affinity(), int(granted)) if granted.isdecimal() and int(granted) else _affinity()
+    count = min(affinity_cores(), int(granted)) if granted.isdecimal() and int(granted) else affinity_cores()
     return _within_quota(count, root)
 
 
 def node_cores(environ: Mapping[str, str]) -> int:
     """Count the cores that the ranks of this node may run on together, whatever a container's quota."""
     text = environ.get(CORES_VARIABLE, "")
-    return int(text) if text.isdecimal() and int(text) else _affinity()
+    return int(text) if text.isdecimal() and int(text) else affinity_cores()
 
 
-def _affinity() -> int:
+def affinity_cores() -> int:
+    """Count the cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

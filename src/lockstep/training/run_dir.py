@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.secrets import is_secret_name, mask, mask_args, printable
+from lockstep.distributed.cpus import affinity_cores
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.files import bytes_text, retry_io, storage_error, write_whole
 from lockstep.run_state import RunState, Selection
@@ -149,13 +150,12 @@ def _package_version(distribution: str) -> str | None:
 
 
 def _machine() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "platform": platform.platform(),
         "hostname": platform.node(),
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
-        "cpu_usable": usable,
+        "cpu_usable": affinity_cores(),
         "memory": _memory(),
     }
 

@@ -30,7 +30,7 @@ from lockstep.config.engine_options import ENGINES, PLAIN
 from lockstep.config.fields import parse_shares
 from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.config.secrets import printable
-from lockstep.distributed.cpus import cpu_quota
+from lockstep.distributed.cpus import affinity_cores, cpu_quota
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.logging import jsonl
 from lockstep.run_state import RunState
@@ -112,7 +112,7 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
                 f"--world-sizes has {sizes[-1]}, but this node shows {devices} devices: give {devices} at most, and "
                 f"--extrapolate {sizes[-1]} to estimate more"
             )
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = affinity_cores()
     cores = min(float(count), max(1.0, cpu_quota(_ROOT) or count))
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
     threads = (
