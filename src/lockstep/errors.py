@@ -35,6 +35,7 @@ __all__ = [
     "PeerError",
     "RankLost",
     "ResumeError",
+    "SampleError",
     "StorageError",
     "UsageError",
     "error_line",
@@ -178,6 +179,10 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """Data that is missing, empty, too short, or has nothing to learn from."""
+
+
+class SampleError(DataError):
+    """Samples that cannot be loaded: one fails, or the loader processes die."""
 
 
 class ResumeError(UsageError):

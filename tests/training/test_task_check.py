@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run
 from small_runs import config
 from torch import nn
@@ -25,7 +26,7 @@ from lockstep.training.build import build
 
 def first(folder, task, world=None, **changes):
     """One step of a run."""
-    training = iter(lockstep.Run(config(folder, micro_batch_size=4, max_steps=1, **changes), task, world))
+    training = iter(lockstep.Run(config(folder, max_steps=1, **{"micro_batch_size": 4} | changes), task, world))
     return next(training).items
 
 
@@ -442,6 +443,35 @@ def short(world, folder):
     task = Ragged(samples=5)
     config_ = config(folder, micro_batch_size=4, max_steps=0, engine="ddp")
     return next(iter(lockstep.Run(config_, task, world))).items and 5
+
+
+class Damaged(Ragged):
+    """Whose sample 4 cannot be read: it is in no rank's first micro-batch, but in the halves."""
+
+    def dataset(self, split):
+        class Rows(Sentences):
+            def __getitem__(self, index):
+                if index == 4:
+                    raise OSError("the disk is gone")
+                return super().__getitem__(index)
+
+        return Rows(40)
+
+    def order(self, size, epoch):
+        return range(size)
+
+
+def damaged(world, folder):
+    with pytest.raises(LockstepError) as caught:
+        first(folder, Damaged(), world, batch_size=2, micro_batch_size=1, guards={"retries": 0})
+    return type(caught.value), str(caught.value)
+
+
+def test_a_sample_of_the_trial_that_cannot_be_loaded_is_named_on_all_ranks(tmp_path):
+    """Not taken for a collation that refuses half a micro-batch."""
+    for kind, told in run(damaged, 2, tmp_path):
+        assert issubclass(kind, DataError)
+        assert "sample 4 cannot be loaded: OSError: the disk is gone" in told
 
 
 class Given(Ragged):

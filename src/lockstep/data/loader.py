@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lockstep.counts import check_count, describe_count, samples_in
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError, LockstepError, error_line
+from lockstep.errors import DataError, LockstepError, SampleError, error_line
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
 
@@ -419,7 +419,7 @@ class Loader:
     def _record_death(self, step: int, error: Exception) -> None:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
-            raise DataError(
+            raise SampleError(
                 f"{rank_label(self._rank)}: a loader process died in step {step + 1}: {line}; lower --data.workers "
                 "(memory?), or load in the training process with --data.workers 0"
             ) from error
@@ -429,7 +429,7 @@ class Loader:
 
     def _record_timeout(self, tries: int) -> None:
         if tries >= _START_TRIES:
-            raise DataError(
+            raise SampleError(
                 f"{rank_label(self._rank)}: a loader process did not start in {tries} tries, it hangs after its fork; "
                 "load in the training process with --data.workers 0"
             ) from None

@@ -27,7 +27,7 @@ from torch.utils.data._utils import worker
 from lockstep.data.loader import failure, seed_everything
 from lockstep.data.sampler import Indices, permute
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, LockstepError, SampleError
 from lockstep.seeds import derive
 
 __all__ = [
@@ -452,10 +452,10 @@ class LaneReader:
                 "strings, lists and dicts, or leave it out: then `iter` gets `start` alone"
             ) from error
 
-    def _failure(self, opened: _OpenLane, error: Exception, step: int) -> DataError:
+    def _failure(self, opened: _OpenLane, error: Exception, step: int) -> SampleError:
         tries = f" after {self._retries} more tries" if self._retries else ""
         where = f"part {opened.part}, sample {opened.offset}" if not opened.has_ended else f"lane {opened.lane}"
-        return DataError(
+        return SampleError(
             f"{rank_label(self._rank)}, step {step + 1}: the stream {self._source.name} cannot be read at "
             f"{where}{tries}: {failure(error)}; repair it, or open it again more often: --guards.retries N"
         )

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, draws
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError
+from lockstep.errors import SampleError
 
 __all__ = ["RetryingDataset", "loading_failures"]
 
@@ -64,7 +64,7 @@ class RetryingDataset(Dataset[Any]):
             seed: called with the index before each try.
 
         Raises:
-            DataError: it cannot be loaded, and no more samples may be skipped.
+            SampleError: it cannot be loaded, and no more samples may be skipped.
         """
         while True:
             for attempt in range(self._retries + 1):
@@ -92,7 +92,7 @@ class RetryingDataset(Dataset[Any]):
         line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {reason}"
         if int(self.counts[1]) >= self._skips:
             more = f"; {self._skips} were skipped before" if self._skips else ""
-            raise DataError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
+            raise SampleError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
         self.counts[1] += 1
         _LOG.warning("%s; using sample %d instead", line, (index + 1) % len(self))
 

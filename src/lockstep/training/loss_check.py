@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
 from lockstep.task import Task, has_mean_loss, has_own, needs_graph, set_detected
@@ -42,6 +42,7 @@ __all__ = [
     "call_method",
     "check_loss",
     "classify",
+    "cut_places",
     "describe_measurement",
     "load_first",
     "load_places",
@@ -194,7 +195,7 @@ class Trial:
         Args:
             place: place in the data: 0, 1, ...
         """
-        samples = load_halves(batches, place)
+        samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
         return samples if all(self.world.gather(samples is not None)) else None  # collective
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
@@ -231,37 +232,47 @@ def load_halves(batches: Batches, place: int) -> HalvedSamples | None:
 
     Args:
         place: place in the data: 0, 1, ...
+
+    Raises:
+        SampleError: a sample cannot be loaded.
     """
     count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
     half, start = count // 2, place * count
     if not half:
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
-    with contextlib.suppress(Exception):  # the collation may refuse so few samples
+    try:
         (batch, is_random), (first, _), (second, _) = batches.parts(0, spans)
-        return HalvedSamples(batch, (first, second), (half, count - half), is_random)
-    return None
+    except SampleError:
+        raise
+    except Exception:  # the collation may refuse so few samples
+        return None
+    return HalvedSamples(batch, (first, second), (half, count - half), is_random)
 
 
-def load_places(batches: Batches, count: int, world: World) -> list[HalvedSamples]:
-    """Load the halved samples of the first places, as many as all ranks have. Collective.
+def load_places(batches: Batches, count: int) -> list[HalvedSamples]:
+    """Load the halved samples of the first places.
 
     Args:
         count: number of places.
 
-    Returns:
-        By place; in `World.together` as short as the shortest rank's after the next gather.
+    Raises:
+        SampleError: a sample cannot be loaded.
     """
     places = list[HalvedSamples]()
     with generators_kept():
         while len(places) < count and (samples := load_halves(batches, len(places))):
             places.append(samples)
+    return places
+
+
+def cut_places(places: list[HalvedSamples], world: World) -> None:
+    """Cut the list to as many places as all ranks have; in `World.together` after the next gather. Collective."""
 
     def shorten(counts: list[int]) -> None:
         del places[min(counts) :]
 
     world.defer(len(places), shorten)  # collective
-    return places
 
 
 def measure(

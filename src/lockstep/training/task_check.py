@@ -39,6 +39,7 @@ from lockstep.training.loss_check import (
     call_method,
     check_loss,
     classify,
+    cut_places,
     describe_measurement,
     load_first,
     load_places,
@@ -436,20 +437,24 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
         DataError: a sample cannot be loaded.
     """
 
-    def load() -> tuple[MicroBatch, dict[str, MicroBatch]]:
-        return _load_first(task, training), {name: load_first(batches) for name, batches in evaluation.items()}
-
-    first, others = on_all_ranks(world, load)  # collective
     divides = task.divisible and task.reduction != "micro-batch"
     has_numbers = has_own(task, "evaluate") or has_own(task, "metrics")
     count = divides * (1 if has_step_loss(task) else MIN_PLACES)
-    return TrialSamples(
-        SetSamples(first, load_places(training, count, world)),  # collective
-        {
-            name: SetSamples(others[name], load_places(batches, int(divides and has_numbers), world))  # collective
-            for name, batches in evaluation.items()
-        },
-    )
+
+    def load() -> TrialSamples:
+        first, others = _load_first(task, training), {name: load_first(each) for name, each in evaluation.items()}
+        return TrialSamples(
+            SetSamples(first, load_places(training, count)),
+            {
+                name: SetSamples(others[name], load_places(each, int(divides and has_numbers)))
+                for name, each in evaluation.items()
+            },
+        )
+
+    samples = on_all_ranks(world, load)  # collective
+    for each in (samples.training, *samples.evaluation.values()):
+        cut_places(each.places, world)  # collective
+    return samples
 
 
 def check_task(
