@@ -272,3 +272,11 @@ def test_the_tutorial_of_lightning_has_one_result_on_two_processes(here, tmp_pat
     assert trained["result"].status == "finished"
     go(tmp_path, warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "after.py", "two")
     assert inspected(tmp_path / "outputs" / "two") == inspected(tmp_path / "outputs" / "one")
+
+
+def test_the_loop_of_ones_own_runs_alone_and_resumes_on_two(tmp_path):
+    run_page("docs/own-loop.md", tmp_path, ["train.py"])
+    shown = go(tmp_path, warm.python(), "train.py")
+    assert float(re.search(r"accuracy (\S+) of 256", shown)[1]) > 0.8
+    two = (warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "train.py")
+    assert go(tmp_path, *two) == shown  # nothing is left to train

@@ -87,7 +87,7 @@ def test_a_trainer():
     assert has(rows, 24, "refused", "if set: leave it out, and give the config its engine")
     assert has(rows, 25, "refused", "unknown to lockstep")
     assert has(rows, 26, "stays", "has its own levels")
-    assert has(rows, 27, "stays", "docs/hf-trainer.md")
+    assert has(rows, 27, "stays", "docs/inside/hf-trainer.md")
     assert has(rows, 29, "refused", "without streaming")
     assert has(rows, 30, "stays", "patience and min_delta")
     assert has(rows, 30, "stays", "its events are called")
@@ -149,7 +149,7 @@ def test_a_lightning_module(package):
     kind, rows = told(text)
     assert kind == "a Lightning module"
     assert has(rows, 4, "stays", "lockstep train --lightning example.py:Net")
-    assert has(rows, 7, "stays", "docs/lightning.md")
+    assert has(rows, 7, "stays", "docs/inside/lightning.md")
     assert has(rows, 9, "refused", "removed in Lightning 2")
     assert has(rows, 12, "refused", "the engine takes the step")
     assert has(rows, 19, "stays", "num_epochs")
