@@ -39,7 +39,7 @@ def test_the_program_of_the_readme_has_the_same_fingerprint_on_two_processes(tmp
 
 def test_the_tasks_and_runs_of_the_documents_run(here):
     names = {}
-    for block in blocks("docs/task.md"):
+    for block in (*blocks("docs/task.md"), *blocks("docs/inside/task.md")):
         exec(block, names)
     for number, block in enumerate(blocks("docs/run.md")):
         change = f'experiment_name="mine{number}", max_steps=4'
