@@ -91,7 +91,7 @@ def test_the_losses_over_a_whole_step_run(here):
 
 def test_the_optimizer_that_evaluates_twice_runs(here):
     names = {}
-    exec(next(block for block in blocks("docs/optimizers.md") if "class Sam" in block), names)
+    exec(next(block for block in blocks("docs/inside/optimizers.md") if "class Sam" in block), names)
     assert names["result"].status == "finished"
 
 
