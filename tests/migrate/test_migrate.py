@@ -149,7 +149,7 @@ def test_a_lightning_module(package):
     kind, rows = told(text)
     assert kind == "a Lightning module"
     assert has(rows, 4, "stays", "lockstep train --lightning example.py:Net")
-    assert has(rows, 7, "stays", "docs/inside/lightning.md")
+    assert has(rows, 7, "stays", "docs/lightning.md")
     assert has(rows, 9, "refused", "removed in Lightning 2")
     assert has(rows, 12, "refused", "the engine takes the step")
     assert has(rows, 19, "stays", "num_epochs")
