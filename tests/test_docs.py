@@ -39,7 +39,7 @@ def test_the_program_of_the_readme_has_the_same_fingerprint_on_two_processes(tmp
 
 def test_the_tasks_and_runs_of_the_documents_run(here):
     names = {}
-    for block in blocks("docs/task.md"):
+    for block in (*blocks("docs/task.md"), *blocks("docs/inside/task.md")):
         exec(block, names)
     for number, block in enumerate(blocks("docs/run.md")):
         change = f'experiment_name="mine{number}", max_steps=4'
@@ -91,7 +91,7 @@ def test_the_losses_over_a_whole_step_run(here):
 
 def test_the_optimizer_that_evaluates_twice_runs(here):
     names = {}
-    exec(next(block for block in blocks("docs/optimizers.md") if "class Sam" in block), names)
+    exec(next(block for block in blocks("docs/inside/optimizers.md") if "class Sam" in block), names)
     assert names["result"].status == "finished"
 
 
@@ -272,3 +272,11 @@ def test_the_tutorial_of_lightning_has_one_result_on_two_processes(here, tmp_pat
     assert trained["result"].status == "finished"
     go(tmp_path, warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "after.py", "two")
     assert inspected(tmp_path / "outputs" / "two") == inspected(tmp_path / "outputs" / "one")
+
+
+def test_the_loop_of_ones_own_runs_alone_and_resumes_on_two(tmp_path):
+    run_page("docs/own-loop.md", tmp_path, ["train.py"])
+    shown = go(tmp_path, warm.python(), "train.py")
+    assert float(re.search(r"accuracy (\S+) of 256", shown)[1]) > 0.8
+    two = (warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "train.py")
+    assert go(tmp_path, *two) == shown  # nothing is left to train

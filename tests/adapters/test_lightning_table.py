@@ -33,7 +33,7 @@ pytest.importorskip("lightning")
 from lightning_modules import autoencoder, classifier, loaders, rows, seeded, trainer
 
 L = importlib.import_module("lightning.pytorch")
-DOC = Path(__file__).parents[2] / "docs" / "lightning.md"
+DOC = Path(__file__).parents[2] / "docs" / "inside" / "lightning.md"
 pytestmark = [pytest.mark.filterwarnings("ignore:::lightning"), pytest.mark.filterwarnings("ignore:.*LeafSpec.*")]
 
 

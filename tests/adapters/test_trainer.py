@@ -544,7 +544,7 @@ def test_the_order_is_that_of_accelerates_sampler(size, seed, start, count):
 
 
 def test_the_document_names_every_argument():
-    text = (Path(__file__).parents[2] / "docs" / "hf-trainer.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "inside" / "hf-trainer.md").read_text(encoding="utf-8")
     assert [name for name in TABLE if f"`{name}`" not in text] == []
 
 

@@ -286,7 +286,7 @@ def test_every_argument_has_a_use_or_a_refusal(tmp_path, kind):
 def test_the_table_has_no_argument_that_no_config_has():
     names = {spec.name for config in CONFIGS.values() for spec in dataclasses.fields(config)}
     assert sorted(TRL.keys() - names) == []
-    text = (Path(__file__).parents[2] / "docs" / "hf-trainer.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "inside" / "hf-trainer.md").read_text(encoding="utf-8")
     assert [name for name in TRL if f"`{name}`" not in text] == []
 
 

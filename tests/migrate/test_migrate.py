@@ -87,7 +87,7 @@ def test_a_trainer():
     assert has(rows, 24, "refused", "if set: leave it out, and give the config its engine")
     assert has(rows, 25, "refused", "unknown to lockstep")
     assert has(rows, 26, "stays", "has its own levels")
-    assert has(rows, 27, "stays", "docs/hf-trainer.md")
+    assert has(rows, 27, "stays", "docs/inside/hf-trainer.md")
     assert has(rows, 29, "refused", "without streaming")
     assert has(rows, 30, "stays", "patience and min_delta")
     assert has(rows, 30, "stays", "its events are called")

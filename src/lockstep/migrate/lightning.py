@@ -81,7 +81,8 @@ def _trainer_rows(script: ParsedScript, site: Site) -> Iterator[MigrationRow]:
     for option in site.call.keywords:
         code = f"Trainer({option.arg or '**'}{'=' if option.arg else ''}{shorten(ast.unparse(option.value))})"
         if option.arg is None:
-            yield script.row(option.value, STAYS, "its content is unknown: see the table in docs/lightning.md", code)
+            why = "its content is unknown: see the table in docs/inside/lightning.md"
+            yield script.row(option.value, STAYS, why, code)
         elif option.arg == "callbacks":
             yield from _callback_rows(script, option.value)
         else:

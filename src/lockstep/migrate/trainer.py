@@ -106,7 +106,7 @@ def _argument_rows(script: ParsedScript) -> Iterator[MigrationRow]:
 def _classify_argument(name: str | None, value: ast.expr, exact: bool) -> tuple[str, str]:
     """Return an argument's action and advice; `exact`: the class is TrainingArguments itself."""
     if name is None:
-        return STAYS, "its content is unknown: see the table in docs/hf-trainer.md"
+        return STAYS, "its content is unknown: see the table in docs/inside/hf-trainer.md"
     if name in _RENAMED:
         action, advice = _classify_argument(_RENAMED[name], value, exact)
         return (REFUSED, advice) if action == REFUSED else (BECOMES, f"{_RENAMED[name]}=..., its new name, {advice}")

@@ -4,7 +4,7 @@
     config = config_of(trainer, devices=4)
 
 The table in `refusals` maps each argument. Arguments of kind "task" are read by the rest of the adapter.
-docs/hf-trainer.md has the table for users.
+docs/inside/hf-trainer.md has the table for users.
 """
 
 import dataclasses

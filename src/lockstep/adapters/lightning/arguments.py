@@ -3,7 +3,7 @@
     check_arguments(trainer)                        # refuses, by name, an argument that is set and not served
     config = config_of(module, loaders, trainer, devices=2)
 
-The table in `refusals` maps each argument; docs/lightning.md has it for users.
+The table in `refusals` maps each argument; docs/inside/lightning.md has it for users.
 """
 
 import os
