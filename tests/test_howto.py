@@ -3,15 +3,12 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
+import object_store
 import pytest
 import warm
 from shell import environment
-
-sys.path.append(str(Path(__file__).parent / "checkpoint"))
-import object_store  # noqa: E402
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "howto").glob("*.md"))
 FENCE = re.compile(r"^```(python|sh|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -29,8 +26,15 @@ def run_line(line, folder):
     return done.stdout.splitlines()
 
 
+@pytest.fixture
+def store(monkeypatch):
+    """A server with the bucket that the page of remote checkpoints names."""
+    with object_store.serve(monkeypatch) as store:
+        yield store
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, monkeypatch, request):
+def test_a_page_runs_and_prints_what_it_shows(page, tmp_path, request):
     text = page.read_text(encoding="utf-8")
     if "import optuna" in text:
         pytest.importorskip("optuna")
