@@ -267,6 +267,7 @@ def test_a_measured_rounding_takes_the_place_of_the_bound_and_never_passes_it():
     assert few.relative(1) == pytest.approx(1e-4 + 4 * 2.0**-8)
     row = TableRow(Combination("ddp", 2), "close", (1e-3, "a"), hidden=measured.relative(1))
     assert "2.00%" in row.text
+    assert "in ;" not in dataclasses.replace(row, largest=(0.0, "")).text  # gradients differ, and no weight does
 
 
 def test_an_evaluation_may_drift_by_a_share_of_itself_and_one_more_but_not_lose_items():

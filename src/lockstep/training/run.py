@@ -140,7 +140,9 @@ class Run:
         current, step = self._session.current_step, self._session.global_step
         values = check_log(values, current.record.numbers if current else ())
         if self._session.is_main:
-            self._session.sinks.log({"global_step": step, **{name: float(value) for name, value in values.items()}})
+            plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+            numbers = {name: float(value) for name, value in plain.items()}  # waits for the device
+            self._session.sinks.log({"global_step": step, **numbers})
 
     def stop(self) -> None:
         """Save and end the run after the current step.

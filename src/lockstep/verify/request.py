@@ -400,7 +400,8 @@ class TableRow:
         if self.verdict == "equal":
             return "bitwise equal"
         if self.verdict == "close":
-            size = f"within rounding: {self.largest[0]:.1e} at most, in {self.largest[1]}"
+            largest, tensor = self.largest
+            size = f"within rounding: {f'{largest:.1e} at most, in {tensor}' if tensor else 'equal weights at the end'}"
             under = f"{self.hidden:.2g}" if self.hidden < _PERCENT_FROM else f"{self.hidden:.2%}"
             return f"{size}; a difference below {under} of the gradient's norm would not show"
         if self.difference:
