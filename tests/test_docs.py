@@ -288,7 +288,7 @@ def fenced(name, kind):
 
 @pytest.fixture
 def bash(tmp_path):
-    """`bash(commands)` starts commands of a document with this Python; `wait(...)` returns what they print."""
+    """`bash(commands)` starts the commands of a document, with this Python as `python` and `lockstep`."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, words in (("python", ""), ("lockstep", "-m lockstep ")):
