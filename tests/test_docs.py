@@ -2,16 +2,20 @@
 
 import contextlib
 import json
+import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import warm
-from shell import environment, inspected
+from shell import await_listener, environment, free_port, inspected
+from slurm.slurm_cluster import cluster, missing
 
 import lockstep
 from lockstep import cli
@@ -280,3 +284,130 @@ def test_the_loop_of_ones_own_runs_alone_and_resumes_on_two(tmp_path):
     assert float(re.search(r"accuracy (\S+) of 256", shown)[1]) > 0.8
     two = (warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "train.py")
     assert go(tmp_path, *two) == shown  # nothing is left to train
+
+
+def fenced(name, kind):
+    """The blocks of a document of this kind: `sh` has commands, "" what they print."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return [
+        block for found, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if found == kind
+    ]
+
+
+@pytest.fixture
+def bash(tmp_path):
+    """`bash(commands)` starts the commands of a document, with this Python as `python` and `lockstep`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, words in (("python", ""), ("lockstep", "-m lockstep ")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {warm.python()} {words}"$@"\n')
+        (programs / name).chmod(0o755)
+    started = []
+
+    def start(commands, **variables):
+        path = os.pathsep.join([str(programs), os.environ["PATH"]])
+        started.append(
+            subprocess.Popen(
+                ["bash", "-e", "-o", "pipefail", "-c", commands],
+                cwd=tmp_path,
+                env=environment(PATH=path, HF_HUB_OFFLINE="1", **variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+
+
+def printed_by(process):
+    """What commands printed that succeeded."""
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def assert_shown(name, printed):
+    """Each line of output that a document shows was printed, and two equal fingerprints.
+
+    Decimals are within 10 %, and `...` is any text.
+    """
+    for line in "".join(fenced(name, "")).splitlines():
+        words = re.split(r"(\d+\.\d+)", line)
+        pattern = r"(\d+\.\d+)".join(re.escape(word).replace(r"\.\.\.", ".*") for word in words[::2])
+        found = [[float(number) for number in match.groups()] for match in re.finditer(pattern, printed)]
+        assert pytest.approx([float(number) for number in words[1::2]], rel=0.1) in found, line
+    fingerprints = re.findall(r"sha256:\w+", printed)
+    assert len(fingerprints) == 2
+    assert len(set(fingerprints)) == 1
+
+
+@pytest.mark.parametrize(
+    ("page", "files"),
+    [("chats", ["chats.py", "small.py", "use.py"]), ("from-hugging-face", ["dates.py", "before.py", "after.py"])],
+)
+def test_a_tutorial_of_hugging_face_prints_what_it_shows(tmp_path, bash, page, files):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    name = f"docs/tutorials/{page}.md"
+    run_page(name, tmp_path, files)
+    printed = printed_by(bash("".join(fenced(name, "sh"))))
+    assert_shown(name, printed)
+    shown = fenced(name, "")
+    assert printed.count(shown[1 if page == "chats" else 0].strip()) >= 2  # by both programs
+
+
+def test_the_tutorial_of_two_nodes_loses_one_and_has_the_bits_of_one_process(tmp_path, bash):
+    name = "docs/tutorials/two-nodes.md"
+    run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
+    port = str(free_port())
+    alone, first, second, look, doctors = (
+        block.replace("29400", port).replace("--max-steps 2000", "--max-steps 600") for block in fenced(name, "sh")
+    )
+
+    def start_nodes(first, second):
+        node0 = bash(first)
+        await_listener(int(port), node0)
+        return node0, bash(second)
+
+    printed = printed_by(bash(alone))
+    node0, node1 = start_nodes(first, second)
+    records, until = tmp_path / "outputs" / "two" / "metrics.jsonl", time.monotonic() + 90
+    while not (records.exists() and '"global_step": 50,' in records.read_text(encoding="utf-8")):
+        assert node0.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    node1.send_signal(signal.SIGQUIT)  # Ctrl-\
+    printed += printed_by(node0)
+    assert_shown(name, printed + printed_by(bash(look)))
+    node0, _ = start_nodes(*doctors.splitlines())
+    assert re.search(r"^ok +meeting +4 ranks", node0.communicate(timeout=100)[0], re.MULTILINE)
+
+
+def test_the_tutorial_of_slurm_has_the_bits_of_one_process_on_two_nodes(tmp_path, tmp_path_factory, bash):
+    name = "docs/tutorials/slurm.md"
+    run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
+    alone, dry, submit, look, seeds, runs = fenced(name, "sh")
+    flags, _, train = alone.partition("\n")
+    printed = printed_by(bash(f"{flags}\n{dry}"))
+    assert [line for line in fenced(name, "")[0].splitlines() if line not in printed.splitlines()] == []
+    if missing():
+        pytest.skip(missing())
+    with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
+        variables = {"SLURM_CONF": slurm.environment["SLURM_CONF"]}
+        submitted = printed_by(bash("\n".join([flags, submit, seeds]), **variables))
+        printed += printed_by(bash(f"{flags}\n{train}"))
+        until = time.monotonic() + 120
+        while slurm.run("squeue", "--noheader").out.strip():
+            assert time.monotonic() < until, submitted
+            time.sleep(0.2)
+    assert_shown(name, printed + printed_by(bash(look)))
+    compared = printed_by(bash(runs))
+    assert [run for run in ("one", "two", "seeds-seed1", "seeds-seed2") if run not in compared] == []

@@ -8,7 +8,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run
 from small_runs import config
 from torch import nn
