@@ -390,7 +390,8 @@ class StreamLoader(StepLoader):
         self._empty = 0  # turns without samples in a row
         self._spare: Any = None
         self.cover: Callable[[int], None] = self._cover_alone
-        self._loads = batches.loader.stream(self._keys())
+        keys = self._keys()
+        self._loads = batches.loader.stream(self._at_home(keys) if batches.workers > 1 else keys)
 
     @property
     def turns(self) -> Self:
@@ -576,39 +577,39 @@ class StreamLoader(StepLoader):
         raise LockstepError("the stream's loader ended before the run; a bug in lockstep")
 
     def _keys(self) -> Iterator[Key]:
-        """Yield keys without end, so that a lane stays in one loader process: they take turns in the keys' order."""
-        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        """Yield keys of this rank's micro-batches, turn by turn without end."""
+        lanes, rank, size = self._batches.lanes, self._rank, self._batches.lanes.micro_size
         while True:
             generation, epoch, turn, step = self._generation, self._epoch, self._turn, self._asked
             self._turn, self._asked = turn + 1, step + 1
-            for key in self._turn_keys(generation, epoch, turn, step):
-                if workers > 1:
-                    home = homes.setdefault(_read_of(key).lane, index % workers)
-                    while index % workers != home:
-                        yield _PADDING
-                        index += 1
+            shares = self._sharing.at(step)
+            (first, stop), slots = shares.runs[rank], shares.slots[rank]
+            if first == stop:
+                yield Key(step, first, 0.0, _NONE, _NONE, _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
+            for micro in range(first, stop):
                 if generation != self._generation:
                     break
-                yield key
-                index += 1
+                lane, sample = lanes.read_of(turn, micro)
+                at, cursor = self._newest.get(lane, _UNKNOWN)
+                if cursor.number != sample or at != epoch:  # rare
+                    cursor = self._cursor(epoch, lane, sample)
+                read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
+                yield Key(step, micro, 1.0, _NONE, _NONE, read)
 
-    def _turn_keys(self, generation: int, epoch: int, turn: int, step: int) -> Iterator[Key]:
-        shares, lanes = self._sharing.at(step), self._batches.lanes
-        (first, stop), slots = shares.runs[self._rank], shares.slots[self._rank]
-        if first == stop:
-            yield Key(step, first, 0.0, [], [], _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
-        size = lanes.micro_size
-        for micro in range(first, stop):
-            lane, sample = lanes.read_of(turn, micro)
-            cursor = self._cursor(epoch, lane, sample)
-            read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
-            yield Key(step, micro, 1.0, _NONE, _NONE, read)
+    def _at_home(self, keys: Iterator[Key]) -> Iterator[Key]:
+        """Yield the keys so that a lane stays in one loader process: they take turns in the keys' order."""
+        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        for key in keys:
+            home = homes.setdefault(_read_of(key).lane, index % workers)
+            while index % workers != home:
+                yield _PADDING
+                index += 1
+            yield key
+            index += 1
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
         at, newest = self._newest.get(lane, _UNKNOWN)
-        if at == epoch and newest.number == first:  # the usual case
-            return newest
         places = [newest] if at == epoch else []
         at, known = self._known.get(lane, _UNKNOWN)
         places += [known] if at == epoch else []
