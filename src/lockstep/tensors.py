@@ -91,14 +91,14 @@ def collate_samples(samples: Sequence[Any]) -> Any:
     return _COLLATE.get(type(samples[0]), _collate_other)(samples)
 
 
-def _collate_tensors(samples: Sequence[Any]) -> Any:
+def _collate_tensors(samples: Any) -> Any:
     first = samples[0]  # in a loader process torch stacks into shared memory
     if worker._worker_info is None and first.layout is torch.strided and not first.is_nested:
-        return torch.stack(samples)  # type: ignore[arg-type]
+        return torch.stack(samples)
     return default_collate(samples)
 
 
-def _collate_numbers(samples: Sequence[Any]) -> Any:
+def _collate_numbers(samples: Any) -> Any:
     kinds = set(map(type, samples))
     if len(kinds) == 1:
         with suppress(OverflowError):
@@ -106,7 +106,7 @@ def _collate_numbers(samples: Sequence[Any]) -> Any:
     return default_collate(samples)
 
 
-def _collate_sequences(samples: Sequence[Any]) -> Any:
+def _collate_sequences(samples: Any) -> Any:
     try:
         columns = list(zip(*samples, strict=True))
     except ValueError:  # of different lengths
@@ -118,7 +118,7 @@ def _collate_dicts(samples: Sequence[Any]) -> Any:
     return {name: collate_samples([each[name] for each in samples]) for name in samples[0]}
 
 
-def _collate_other(samples: Sequence[Any]) -> Any:
+def _collate_other(samples: Any) -> Any:
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         batch = copy.copy(first)  # without `__post_init__`, which is for one sample
@@ -130,7 +130,7 @@ def _collate_other(samples: Sequence[Any]) -> Any:
     return default_collate(samples)
 
 
-_COLLATE: dict[type, Callable[[Sequence[Any]], Any]] = {
+_COLLATE: dict[type, Callable[[Any], Any]] = {
     torch.Tensor: _collate_tensors,
     tuple: _collate_sequences,
     list: _collate_sequences,

@@ -173,7 +173,8 @@ class MixtureReader:
         numbers = [which.count(number) for number in range(len(self._readers))]
         found, after = list[list[Any]](), list[Cursor]()
         for reader, start, number, place in zip(self._readers, before, numbers, known, strict=True):
-            place = place and Cursor(*place)
+            if place is not None and type(place) is not Cursor:  # of a checkpoint
+                place = Cursor(*place)
             if number:
                 samples, place = reader.read(lane, start, number, epoch=epoch, cursor=place, step=step)
             else:
