@@ -132,7 +132,8 @@ def order(args):
     pairs = [list(zip(each, processes[number % 9], strict=True)) for number, each in enumerate(ranks)]
     if args.all:
         pairs = list(itertools.product(itertools.product((1, 2, 3, 4), (0, 1, 4)), repeat=2))
-    for name, (play, dataset, epoch) in cases.items():
+    for name in args.kinds or cases:
+        play, dataset, epoch = cases[name]
         began, steps, stop = time.perf_counter(), 24, 9
         wanted, _ = play(dataset, 1, steps)
         before = cache(partial(half, play, dataset, stop))
@@ -647,6 +648,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
     parser.add_argument("--all", action="store_true", help="order: all 144 resumes of each kind of data; half an hour")
+    parser.add_argument("--kinds", action="append", metavar="KIND", help="order: only this kind of data, as printed")
     parser.add_argument("--documents", type=int, default=20_000, help="prepare: documents of 400 words")
     parser.add_argument("--rounds", type=int, default=3, help="prepare")
     args = parser.parse_args()

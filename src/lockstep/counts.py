@@ -67,7 +67,9 @@ def number(value: Exact) -> int | float:
 
 def total(counts: Iterable[int | float]) -> int | Fraction:
     """Add counts up without rounding."""
-    return sum((each if isinstance(each, int) else Fraction(each) for each in counts), start=0)
+    numbers = list(counts)
+    whole = sum(numbers)
+    return whole if isinstance(whole, int) else sum(map(Fraction, numbers), start=0)
 
 
 def parts(exact: Exact) -> list[float]:

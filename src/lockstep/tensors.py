@@ -3,12 +3,14 @@
 import copy
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
+from torch.utils.data._utils import worker
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,23 +79,46 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 _NUMBERS: dict[type, type] = {int: np.int64, float: np.float64, bool: np.bool_}
 
 
-def collate_samples(samples: list[Any]) -> Any:
+def collate_samples(samples: Sequence[Any]) -> Any:
     """Combine samples into a batch as torch's `default_collate` does, faster for tensors and numbers.
 
+    As there, the first sample decides how all are combined.
+
     Args:
-        samples: tensors, numbers, or tuples, dicts or dataclasses of them, or graphs of PyG; anything else is left to
-            torch.
+        samples: tensors, numbers, or tuples, lists, dicts or dataclasses of them, or graphs of PyG; anything else is
+            left to torch.
     """
+    return _COLLATE.get(type(samples[0]), _collate_other)(samples)
+
+
+def _collate_tensors(samples: Any) -> Any:
+    first = samples[0]  # in a loader process torch stacks into shared memory
+    if worker._worker_info is None and first.layout is torch.strided and not first.is_nested:
+        return torch.stack(samples)
+    return default_collate(samples)
+
+
+def _collate_numbers(samples: Any) -> Any:
     kinds = set(map(type, samples))
-    if kinds == {tuple}:
-        try:
-            columns = list(zip(*samples, strict=True))
-        except ValueError:  # of different lengths
-            return default_collate(samples)
-        return [_collate_column(column, set(map(type, column))) for column in columns]
-    if kinds == {dict}:
-        by_name = {name: [each[name] for each in samples] for name in samples[0]}
-        return {name: _collate_column(column, set(map(type, column))) for name, column in by_name.items()}
+    if len(kinds) == 1:
+        with suppress(OverflowError):
+            return torch.from_numpy(np.array(samples, _NUMBERS[kinds.pop()]))
+    return default_collate(samples)
+
+
+def _collate_sequences(samples: Any) -> Any:
+    try:
+        columns = list(zip(*samples, strict=True))
+    except ValueError:  # of different lengths
+        return default_collate(samples)
+    return [collate_samples(column) for column in columns]
+
+
+def _collate_dicts(samples: Sequence[Any]) -> Any:
+    return {name: collate_samples([each[name] for each in samples]) for name in samples[0]}
+
+
+def _collate_other(samples: Any) -> Any:
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         batch = copy.copy(first)  # without `__post_init__`, which is for one sample
@@ -102,19 +127,13 @@ def collate_samples(samples: list[Any]) -> Any:
         return batch
     if any(kind.__module__.startswith("torch_geometric.data") for kind in type(first).__mro__):
         return sys.modules["torch_geometric.data"].Batch.from_data_list(samples)
-    return _collate_column(samples, kinds)
+    return default_collate(samples)
 
 
-def _collate_column(values: Sequence[Any], kinds: set[type]) -> Any:
-    if len(kinds) == 1:
-        (kind,) = kinds
-        if kind is torch.Tensor:
-            first = values[0]  # in a loader process torch stacks into shared memory
-            if get_worker_info() is None and first.layout is torch.strided and not first.is_nested:
-                return torch.stack(values)  # type: ignore[arg-type]
-        elif dtype := _NUMBERS.get(kind):
-            try:
-                return torch.from_numpy(np.array(values, dtype))
-            except OverflowError:
-                pass
-    return default_collate(list(values))
+_COLLATE: dict[type, Callable[[Any], Any]] = {
+    torch.Tensor: _collate_tensors,
+    tuple: _collate_sequences,
+    list: _collate_sequences,
+    dict: _collate_dicts,
+    **dict.fromkeys(_NUMBERS, _collate_numbers),
+}

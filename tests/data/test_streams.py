@@ -72,7 +72,7 @@ def play(stream, ranks, steps, **options):
                     assert batch.index not in micro
                     micro[batch.index] = batch.held
         found.append(micro)
-    own = [(each.places[first + steps], each.cursors(first + steps)) for each in loaders]
+    own = [(each.place(first + steps), each.cursors(first + steps)) for each in loaders]
     state = joined(own)
     for loader in loaders:
         loader.close()

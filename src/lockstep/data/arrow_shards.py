@@ -109,11 +109,11 @@ class _ArrowShard(OpenShard):
 
     def slices(self, rows: list[int]) -> list[Any]:
         """Return a record batch of each row, without a copy."""
-        numbers = [bisect_right(self._starts, row) - 1 for row in rows]
-        return [
-            self._batches[number].slice(row - self._starts[number], 1)
-            for row, number in zip(rows, numbers, strict=True)
-        ]
+        batches, starts = self._batches, self._starts
+        if len(batches) == 1:
+            only = batches[0].slice
+            return [only(row, 1) for row in rows]
+        return [batches[number := bisect_right(starts, row) - 1].slice(row - starts[number], 1) for row in rows]
 
     def convert(self, rows: list[Any]) -> list[Any]:
         """Return the samples of record batches of one row each."""

@@ -52,6 +52,7 @@ _T = TypeVar("_T")
 
 _ROUNDS = 8  # four rounds pass the tests of uniformity; eight cost little more
 _SMALL = 64  # a Feistel network of fewer values has visible structure
+_SMALL_HALF = 64  # halves of which all images are computed, for a few values too
 _CHECKED_POSITIONS = 256  # positions of an order that are checked
 _MAX_SIZE = 2**62  # the halves and the positions stay inside 64 bits
 
@@ -228,6 +229,10 @@ def _feistel(values: _Words, half: int | _Words, keys: _Words) -> _Words:
     shift = np.uint64(half) if isinstance(half, int) else half
     mask = (np.uint64(1) << shift) - np.uint64(1)
     left, right = values >> shift, values & mask
+    if isinstance(half, int) and 1 << half <= max(_SMALL_HALF, len(values)):  # fewer halves than values: look them up
+        for images in _mix(np.arange(1 << half, dtype=np.uint64) ^ keys[:, None]) & mask:
+            left, right = right, left ^ images[right]
+        return (left << shift) | right
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << shift) | right

@@ -16,7 +16,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.stream_mixture import MixtureSource
 from lockstep.data.stream_types import SplitStream, Stream, StreamMixture
-from lockstep.data.streams import Opened, StreamSource, set_worker_info
+from lockstep.data.streams import Opened, StreamSource
 from lockstep.errors import DataError
 
 __all__ = ["is_stream", "source_of"]
@@ -105,9 +105,8 @@ class IterableSource(StreamSource):
             set_epoch(epoch)
         return Opened(iter(self._inner), 0)
 
-    def prepare(self, part: int) -> None:
-        info = WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self._inner) if self._splits else None
-        set_worker_info(info)
+    def worker_info(self, part: int) -> Any:
+        return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self._inner) if self._splits else None
 
 
 class _Resumable:

@@ -96,13 +96,25 @@ class _StreamBatch(NamedTuple):
     cursor: Cursor
 
 
+class _Place(NamedTuple):
+    """A place in the stream: `StreamState` without the lanes, which takes five times as long to make."""
+
+    epoch: int
+    turn: int = 0
+    epoch_steps: int = 0
+    epoch_samples: int = 0
+    epoch_empty: int = 0
+    samples: int = 0
+    last_steps: int = 0
+
+
 class _LoadedTurn(NamedTuple):
     """This rank's micro-batches of a turn.
 
     Attributes:
         slots: number of its forwards.
         batches: (micro-batch, content, items) of each.
-        cursors: place of each lane after them.
+        cursors: lane -> epoch, and its place after them.
         part: what the step exchange adds up.
     """
 
@@ -110,7 +122,7 @@ class _LoadedTurn(NamedTuple):
     number: int
     slots: int
     batches: list[tuple[int, _StreamBatch, float]]
-    cursors: dict[int, Cursor]
+    cursors: dict[int, tuple[int, Cursor]]
     part: Turn
 
 
@@ -251,7 +263,7 @@ class StreamBatches(Batches):
 
     def samples(self, step: int, index: int) -> list[int]:
         """Return the numbers of the samples in their lane; of a step that was not trained yet the lane's parts."""
-        place = self._current.places.get(step + 1) if self._current else None
+        place = self._current.place(step + 1) if self._current else None
         if place is None:
             return self.lanes.parts_of(self.initial.epoch, self.lanes.read_of(0, index)[0])
         first = self.lanes.read_of(place.turn - 1, index)[1]
@@ -333,7 +345,7 @@ class StreamBatches(Batches):
     def stream_state(self, done: int, world: World) -> StreamState:
         """Return where the stream stands after `done` steps, on all ranks. Collective."""
         current = self._current
-        place = current.places.get(done) if current else self.initial if done == self.start else None
+        place = current.place(done) if current else self.initial if done == self.start else None
         cursors = current.cursors(done) if current else []
         gathered = world.gather([place.to_json() if place else None, cursors])  # collective
         place = StreamState.from_json(next(each for each, _ in gathered if each), "the stream's state")
@@ -347,8 +359,7 @@ class StreamBatches(Batches):
 
     def place(self, place: Position) -> Position:
         """Correct a position of the plan, which does not know the stream's epochs."""
-        places = self._current.places if self._current else {}
-        found = places.get(place.global_step, self.initial)
+        found = (self._current and self._current.place(place.global_step)) or self.initial
         progress = min(found.epoch_steps / found.last_steps, 1.0) if found.last_steps else None
         return dataclasses.replace(
             place,
@@ -365,7 +376,6 @@ class StreamLoader(StepLoader):
     """Iterates over (step, micro-batches) of a stream.
 
     Attributes:
-        places: step -> the stream's place before it; of the last steps.
         cover: step -> None; waits until the ranks know which turn is the step. The step exchange sets it.
     """
 
@@ -377,12 +387,12 @@ class StreamLoader(StepLoader):
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
-        self._settled: deque[tuple[StreamState, dict[int, Cursor]]] = deque()  # of the ready steps
+        self._settled: deque[tuple[_Place, dict[int, tuple[int, Cursor]]]] = deque()  # of the ready steps
         self._loaded: deque[_LoadedTurn] = deque()  # of which the ranks do not know yet whether they are steps
         first = batches.initial
-        self._last = first  # place after the last settled step
-        self.places = {start: first}
-        self._reads: dict[int, tuple[int, dict[int, Cursor]]] = {}  # step -> its epoch, and the places after it
+        self._last = _Place(*(getattr(first, name) for name in _Place._fields))  # after the last settled step
+        self._places = {start: self._last}  # step -> the place before it
+        self._reads: dict[int, dict[int, tuple[int, Cursor]]] = {}  # step -> the lanes' places after it
         self._known = {int(lane): (first.epoch, Cursor(*each)) for lane, each in first.cursors.items()}
         self._newest: dict[int, tuple[int, Cursor]] = {}  # of all that was loaded
         self._epoch, self._turn, self._generation = first.epoch, first.turn, 0  # of the next turn to ask for
@@ -390,7 +400,8 @@ class StreamLoader(StepLoader):
         self._empty = 0  # turns without samples in a row
         self._spare: Any = None
         self.cover: Callable[[int], None] = self._cover_alone
-        self._loads = batches.loader.stream(self._keys())
+        keys = self._keys()
+        self._loads = batches.loader.stream(self._at_home(keys) if batches.workers > 1 else keys)
 
     @property
     def turns(self) -> Self:
@@ -406,11 +417,11 @@ class StreamLoader(StepLoader):
         self._next += 1
         self._present = self._ready.popleft()
         place, cursors = self._settled.popleft()
-        self.places[self._next] = place
-        self.places.pop(self._next - _REMEMBERED, None)
-        self._reads[step] = place.epoch, cursors
+        self._places[self._next] = place
+        self._places.pop(self._next - _REMEMBERED, None)
+        self._reads[step] = cursors
         if done := self._reads.pop(step - 2, None):  # an earlier step is over for certain
-            self._known |= {lane: (done[0], each) for lane, each in done[1].items()}
+            self._known.update(done)
         if self._leads:
             for batch, following in pairwise(self._present):
                 batch.lead_to(following)
@@ -430,6 +441,11 @@ class StreamLoader(StepLoader):
         self._loaded.clear()
         self._loads.close()
         self._batches.close()
+
+    def place(self, step: int) -> StreamState | None:
+        """Return the stream's place before a step; None: it is not one of the last steps."""
+        place = self._places.get(step)
+        return None if place is None else StreamState(*place)
 
     def ahead(self, turn: int) -> Turn:
         """Return this rank's part of a turn that is not settled; may load it."""
@@ -472,9 +488,9 @@ class StreamLoader(StepLoader):
     def cursors(self, done: int) -> list[list[Any]]:
         """Return [lane, epoch, cursor] of the lanes that this rank read, after `done` steps."""
         known = dict(self._known)
-        for step, (epoch, cursors) in sorted(self._reads.items()):
+        for step, cursors in sorted(self._reads.items()):
             if step < done:
-                known |= {lane: (epoch, cursor) for lane, cursor in cursors.items()}
+                known |= cursors
         return [[lane, epoch, list(cursor)] for lane, (epoch, cursor) in known.items()]
 
     def learn(self, epoch: int, cursors: Mapping[str, Any]) -> None:
@@ -491,7 +507,7 @@ class StreamLoader(StepLoader):
 
     def _make_step(self, turn: _LoadedTurn, samples: int, filled: int) -> None:
         last = self._last
-        self._last = StreamState(  # `replace` takes three times as long
+        self._last = _Place(
             last.epoch,
             turn.number + 1,
             last.epoch_steps + 1,
@@ -519,7 +535,7 @@ class StreamLoader(StepLoader):
                 "length",
                 *(last.epoch, last.epoch_samples, last.epoch_steps, last.epoch_empty, slots),
             )
-        self._last = StreamState(last.epoch + 1, samples=last.samples, last_steps=last.epoch_steps)
+        self._last = _Place(last.epoch + 1, samples=last.samples, last_steps=last.epoch_steps)
         self._empty = 0
         self._go_to(self._last.epoch, 0)
 
@@ -554,7 +570,7 @@ class StreamLoader(StepLoader):
         return found
 
     def _load_turn(self) -> _LoadedTurn:
-        batches, cursors = list[tuple[int, _StreamBatch, float]](), dict[int, Cursor]()
+        batches, cursors = list[tuple[int, _StreamBatch, float]](), dict[int, tuple[int, Cursor]]()
         samples = filled = 0
         for key, content, items in self._loads:
             read: Any = key.read
@@ -565,8 +581,7 @@ class StreamLoader(StepLoader):
                 continue
             if lane != _NO_LANE:
                 _, count, after = content
-                cursors[lane] = after
-                self._newest[lane] = epoch, after
+                cursors[lane] = self._newest[lane] = epoch, after
                 batches.append((key.micro, content, items))
                 if count:
                     samples, filled = samples + count, filled + 1
@@ -576,39 +591,39 @@ class StreamLoader(StepLoader):
         raise LockstepError("the stream's loader ended before the run; a bug in lockstep")
 
     def _keys(self) -> Iterator[Key]:
-        """Yield keys without end, so that a lane stays in one loader process: they take turns in the keys' order."""
-        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        """Yield keys of this rank's micro-batches, turn by turn without end."""
+        lanes, rank, size = self._batches.lanes, self._rank, self._batches.lanes.micro_size
         while True:
             generation, epoch, turn, step = self._generation, self._epoch, self._turn, self._asked
             self._turn, self._asked = turn + 1, step + 1
-            for key in self._turn_keys(generation, epoch, turn, step):
-                if workers > 1:
-                    home = homes.setdefault(_read_of(key).lane, index % workers)
-                    while index % workers != home:
-                        yield _PADDING
-                        index += 1
+            shares = self._sharing.at(step)
+            (first, stop), slots = shares.runs[rank], shares.slots[rank]
+            if first == stop:
+                yield Key(step, first, 0.0, _NONE, _NONE, _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
+            for micro in range(first, stop):
                 if generation != self._generation:
                     break
-                yield key
-                index += 1
+                lane, sample = lanes.read_of(turn, micro)
+                at, newest = self._newest.get(lane, _UNKNOWN)
+                stands = newest.number == sample and at == epoch  # nearly always
+                cursor = newest if stands else self._cursor(epoch, lane, sample)
+                read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
+                yield Key(step, micro, 1.0, _NONE, _NONE, read)
 
-    def _turn_keys(self, generation: int, epoch: int, turn: int, step: int) -> Iterator[Key]:
-        shares, lanes = self._sharing.at(step), self._batches.lanes
-        (first, stop), slots = shares.runs[self._rank], shares.slots[self._rank]
-        if first == stop:
-            yield Key(step, first, 0.0, [], [], _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
-        size = lanes.micro_size
-        for micro in range(first, stop):
-            lane, sample = lanes.read_of(turn, micro)
-            cursor = self._cursor(epoch, lane, sample)
-            read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
-            yield Key(step, micro, 1.0, _NONE, _NONE, read)
+    def _at_home(self, keys: Iterator[Key]) -> Iterator[Key]:
+        """Yield the keys so that a lane stays in one loader process: they take turns in the keys' order."""
+        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        for key in keys:
+            home = homes.setdefault(_read_of(key).lane, index % workers)
+            while index % workers != home:
+                yield _PADDING
+                index += 1
+            yield key
+            index += 1
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
         at, newest = self._newest.get(lane, _UNKNOWN)
-        if at == epoch and newest.number == first:  # the usual case
-            return newest
         places = [newest] if at == epoch else []
         at, known = self._known.get(lane, _UNKNOWN)
         places += [known] if at == epoch else []

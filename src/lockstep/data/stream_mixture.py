@@ -12,6 +12,7 @@ turn is a step. The cursor of a lane has those of its sources in its `state`.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import add
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -67,6 +68,7 @@ class LaneMixture:
     def __init__(self, lanes: Lanes, points: Sequence[tuple[int, list[int]]]) -> None:
         self._lanes, self._points, self._draws = lanes, points, Draws(lanes.seed)
         self._schedules: dict[int, Schedule] = {}  # by the turn in which a lane begins
+        self._blocks: dict[int, SourceBlock] = {}  # the last one of each lane
 
     def place(self, lane: int, step: int) -> int:
         """Return the number of the first sample of a lane that is trained on in step `step` or later."""
@@ -124,7 +126,10 @@ class LaneMixture:
         return self._schedules[begin]
 
     def _block(self, lane: int, number: int) -> SourceBlock:
-        return self._draws.block(lane, self._schedule(lane), number)
+        block = self._blocks.get(lane)
+        if block is None or not block.start <= number < block.stop:
+            block = self._blocks[lane] = self._draws.block(lane, self._schedule(lane), number)
+        return block
 
 
 class Reader(Protocol):
@@ -147,6 +152,7 @@ class MixtureReader:
         self, source: MixtureSource, lanes: Lanes, retries: int, rank: int, count_retry: Callable[[], None]
     ) -> None:
         self._mixture = LaneMixture(lanes, source.points)
+        self._counts: dict[int, tuple[int, list[int]]] = {}  # lane -> its next sample, and those of each source before
         self._readers = []
         for number, each in enumerate(source.sources):
             own = dataclasses.replace(
@@ -160,21 +166,24 @@ class MixtureReader:
     ) -> tuple[list[Any], Cursor]:
         """Read samples of a lane: those of each source one after the other, then mixed."""
         known = [None] * len(self._readers) if cursor is None or cursor.state is None else cursor.state
-        which, before = self._mixture.sources(lane, first, count), self._mixture.counts(lane, first)
-        numbers = np.bincount(which, minlength=len(self._readers)).tolist()
-        found, after = list[Any](), list[Cursor]()
+        which = self._mixture.sources(lane, first, count).tolist()
+        number, before = self._counts.get(lane, (-1, []))
+        if number != first:
+            before = self._mixture.counts(lane, first)
+        numbers = [which.count(number) for number in range(len(self._readers))]
+        found, after = list[list[Any]](), list[Cursor]()
         for reader, start, number, place in zip(self._readers, before, numbers, known, strict=True):
-            place = place and Cursor(*place)
+            if place is not None and type(place) is not Cursor:  # of a checkpoint
+                place = Cursor(*place)
             if number:
                 samples, place = reader.read(lane, start, number, epoch=epoch, cursor=place, step=step)
-                found += samples
             else:
-                place = reader.nearest(lane, epoch, start, place)
+                samples, place = [], reader.nearest(lane, epoch, start, place)
+            found.append(samples)
             after.append(place)
-        mixed: list[Any] = [None] * count
-        for place, sample in zip(np.argsort(which, kind="stable").tolist(), found, strict=True):
-            mixed[place] = sample
-        return mixed, Cursor(first + count, 0, 0, after)
+        self._counts[lane] = first + count, list(map(add, before, numbers))
+        nexts = [iter(samples).__next__ for samples in found]
+        return [nexts[number]() for number in which], Cursor(first + count, 0, 0, after)
 
     def close(self) -> None:
         """Close all open parts."""

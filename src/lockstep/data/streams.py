@@ -38,7 +38,6 @@ __all__ = [
     "Lanes",
     "Opened",
     "StreamSource",
-    "set_worker_info",
 ]
 
 _LOG = logging.getLogger("lockstep")
@@ -89,14 +88,9 @@ class StreamSource(ABC):
         """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
         return None
 
-    def prepare(self, part: int) -> None:
-        """Set what the library reads from its surroundings before a part's samples are drawn."""
-        set_worker_info(None)
-
-
-def set_worker_info(info: Any) -> None:
-    """Set what `torch.utils.data.get_worker_info()` returns in this process."""
-    worker._worker_info = info
+    def worker_info(self, part: int) -> Any:
+        """Return what `torch.utils.data.get_worker_info()` returns while a part is read."""
+        return None
 
 
 # --- lanes
@@ -200,6 +194,7 @@ class _OpenLane:
         parts: of the lane in an epoch of the source, in order.
         parts_epoch, parts_start: that epoch, and the place of its first part.
         iterator: over the rest of the part; None: not open.
+        info: worker info that the part is read with.
         barren: parts without a sample, in a row.
     """
 
@@ -208,6 +203,7 @@ class _OpenLane:
         self.number, self.place, self.offset, _ = cursor
         self.parts, self.parts_epoch, self.parts_start = list[int](), epoch, 0
         self.iterator: Iterator[Any] | None = None
+        self.info: Any = None
         self.barren = 0
 
     @property
@@ -282,19 +278,21 @@ class LaneReader:
             if self._draws and self._block_of(lane, first).start != first:  # a trial's: draw the block from its start
                 self._drop(lane)
                 cursor = None
-            return self._read(lane, first, count, self.nearest(lane, epoch, first, cursor), epoch, step)
+            opened = self._open.get(lane)
+            if opened is None or opened.number != first or opened.epoch != epoch:
+                opened = self._opened(lane, epoch, self.nearest(lane, epoch, first, cursor))
+            return self._read(opened, first, count, step)
         finally:
-            set_worker_info(info)
+            worker._worker_info = info
 
-    def _read(
-        self, lane: int, first: int, count: int, before: Cursor, epoch: int, step: int
-    ) -> tuple[list[Any], Cursor]:
-        """Read samples from the place `before` on, with retries."""
+    def _read(self, opened: _OpenLane, first: int, count: int, step: int) -> tuple[list[Any], Cursor]:
+        """Read samples from where the lane stands, with retries."""
+        lane, epoch, before = opened.lane, opened.epoch, opened.cursor
         for attempt in range(self._retries + 1):
             if attempt:
                 self._count_retry()
                 time.sleep(_PAUSE)
-            opened = self._opened(lane, epoch, before)
+                opened = self._opened(lane, epoch, before)
             try:
                 if opened.number < first:
                     self._pass(opened, first - opened.number)
@@ -348,13 +346,15 @@ class LaneReader:
         """Draw up to `count` samples."""
         samples: list[Any] = []
         while len(samples) < count and not opened.has_ended:
-            iterator = self._enter(opened)
+            iterator = self._enter(opened) if opened.iterator is None else opened.iterator
+            worker._worker_info = opened.info
             before = len(samples)
             try:
                 self._extend(opened, samples, iterator, count - before)
             finally:  # on an error too, to name the sample
-                opened.offset += len(samples) - before
-                opened.number += len(samples) - before
+                read = len(samples) - before
+                opened.offset += read
+                opened.number += read
             if len(samples) < count:
                 self._leave_part(opened)
         return samples
@@ -389,16 +389,15 @@ class LaneReader:
             count -= len(self._take(opened, min(count, self._lanes.micro_size)))
 
     def _enter(self, opened: _OpenLane) -> Iterator[Any]:
-        """Open the lane's part at its offset, unless it is open."""
-        self._source.prepare(opened.part)
-        if opened.iterator is None:
-            part, epoch = opened.part, opened.parts_epoch
-            seed_everything(derive(self._seed, "part", epoch, part))
-            found = self._source.open(part, epoch, opened.offset, opened.cursor.state if opened.offset else None)
-            opened.iterator = found.iterator
-            if found.number < opened.offset:
-                self._read_past(opened, found)
-        return opened.iterator
+        """Open the lane's part at its offset."""
+        part, epoch = opened.part, opened.parts_epoch
+        worker._worker_info = opened.info = self._source.worker_info(part)
+        seed_everything(derive(self._seed, "part", epoch, part))
+        found = self._source.open(part, epoch, opened.offset, opened.cursor.state if opened.offset else None)
+        opened.iterator = found.iterator
+        if found.number < opened.offset:
+            self._read_past(opened, found)
+        return found.iterator
 
     def _read_past(self, opened: _OpenLane, found: Opened) -> None:
         """Read past the first samples of a part that cannot seek, and report what that costs."""
