@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
-from lockstep_lint.analysis.nodes import dotted, element_of, head, is_true, keyword, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
 
 __all__ = [
     "COLLECTIVES",
@@ -57,7 +57,7 @@ class Calls:
         if found is None and isinstance(call.func, ast.Attribute):
             found = self.method(call.func, scope)
         if found is None and "__call__" in self.method_names(scope.module):
-            plain = isinstance(call.func, ast.Name | ast.Attribute)
+            plain = isinstance(call.func, REFERENCES)
             owner = self.class_of(call.func, scope, handed_in=False) if plain else None
             return self.names.member(owner, "__call__") if owner is not None else None
         if found is not None and found.kind == "class":
@@ -191,7 +191,7 @@ class Calls:
         if site.name in RUNNERS:
             candidates = [*site.call.args[:1], *(keyword(site.call, name) for name in HANDS)]
             given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
-            candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
+            candidates += given.elts if isinstance(given, SEQUENCES) else []
             for value in candidates:
                 found = self.handed(value, site.scope) if value is not None else None
                 if found is not None and found.kind == "function":

@@ -4,7 +4,7 @@ import ast
 
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import OPTIMIZER
-from lockstep_lint.analysis.nodes import Words, dotted, last
+from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, last
 from lockstep_lint.analysis.view import View
 
 __all__ = ["MODELS", "RUNS", "model_run"]
@@ -24,7 +24,7 @@ DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sa
 def model_run(view: View, site: Site) -> ast.expr | None:
     """Return the model that a call runs: itself, by a method (`model.module.get_loss(x)`), or a part of one."""
     func = site.call.func
-    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
+    if not isinstance(func, REFERENCES) or not (site.call.args or site.call.keywords):
         return None
     if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
         return func.value if is_run(view, func.value, site.scope) else None

@@ -11,6 +11,7 @@ from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.nodes import (
+    REFERENCES,
     Words,
     argument,
     constant,
@@ -211,7 +212,7 @@ class Marks:
             yield "seed", None, "all"
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
-            if isinstance(func, ast.Name | ast.Attribute) and not full:
+            if isinstance(func, REFERENCES) and not full:
                 yield "forward", func, ""
 
     def handed(self, site: Site) -> Iterator[Scope]:
@@ -238,7 +239,7 @@ class Marks:
     def makes_model(self, site: Site, known: bool) -> bool:
         """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
         func, owner = site.call.func, site.scope.owner
-        if isinstance(func, ast.Name | ast.Attribute) and not site.name[:1].isupper() and not MAKES.search(site.name):
+        if isinstance(func, REFERENCES) and not site.name[:1].isupper() and not MAKES.search(site.name):
             return False
         if owner is not None and owner.kind == "class" and self.kinds.is_module_class(owner):
             return False

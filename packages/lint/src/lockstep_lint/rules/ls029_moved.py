@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, idents, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, idents, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Edit, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
@@ -162,7 +162,7 @@ def chains(node: ast.AST) -> Iterator[ast.expr]:
         item = stack.pop()
         if isinstance(item, ast.Compare) or (isinstance(item, ast.Call) and last(item) in ("isinstance", "issubclass")):
             continue
-        if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
+        if isinstance(item, REFERENCES) and isinstance(item.ctx, ast.Load):
             yield item
             while isinstance(item, ast.Attribute):
                 item = item.value
