@@ -48,9 +48,11 @@ class Calls:
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
         """The project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is known."""
-        if call not in self.targets:
-            self.targets[call] = self.resolve(call, scope)
-        return self.targets[call]
+        try:
+            return self.targets[call]
+        except KeyError:
+            found = self.targets[call] = self.resolve(call, scope)
+            return found
 
     def resolve(self, call: ast.Call, scope: Scope) -> Scope | None:
         found = self.names.definition(call.func, scope)
@@ -183,19 +185,17 @@ class Calls:
                     if isinstance(value, ast.Call) and last(value) == "defaultdict" and value.args:
                         yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
 
-    def runs(self, site: Site) -> Iterator[Scope]:
+    def runs(self, site: Site) -> list[Scope]:
         """The functions that a call runs: its target, and functions handed to something that runs them."""
         target = self.target(site.call, site.scope)
-        if target is not None:
-            yield target
+        found = [target] if target is not None else []
         if site.name in RUNNERS:
             candidates = [*site.call.args[:1], *(keyword(site.call, name) for name in HANDS)]
             given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
             candidates += given.elts if isinstance(given, SEQUENCES) else []
-            for value in candidates:
-                found = self.handed(value, site.scope) if value is not None else None
-                if found is not None and found.kind == "function":
-                    yield found
+            handed = (self.handed(value, site.scope) for value in candidates if value is not None)
+            found += [function for function in handed if function is not None and function.kind == "function"]
+        return found
 
     def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
         """The function, or the method of a known object (`self.work`), that an expression hands on."""

@@ -164,12 +164,13 @@ class Marks:
 
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
         """Return the mark of a call, and the project's functions that it runs."""
-        functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
-        functions += tuple(self.analysis.trainings.overrides(site))
-        functions = functions or tuple(self.analysis.trainings.forwards(site))
+        functions = [function for function in self.calls.runs(site) if function.kind == "function"]
+        functions = functions or list(self.handed(site))
+        functions += self.analysis.trainings.overrides(site)
+        functions = functions or list(self.analysis.trainings.forwards(site))
         found = list(self.read(site, any(function.name != "forward" for function in functions)))
         marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
-        return tuple(marks), functions
+        return tuple(marks), tuple(functions)
 
     def read(self, site: Site, known: bool) -> Found:
         """Return a call's kinds of events; `known`: it runs functions of the project."""

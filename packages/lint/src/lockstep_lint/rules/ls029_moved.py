@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lockstep_lint.analysis.context import above
-from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.index import IMPORTS, Module, Scope, Site
 from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, idents, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Edit, Severity
@@ -116,7 +116,10 @@ def applies(view: View, row: Moved) -> bool:
 def of_libraries(view: View, roots: set[str]) -> set[ast.stmt]:
     """Return the statements that name something of some libraries."""
     found: set[ast.stmt] = set()
-    for name, places in view.module.named.items():
+    module = view.module
+    for name, places in module.named.items():
+        if name not in module.imports and view.names.foreign(name, module):
+            continue
         scopes = {scope for _, scope in places}
         inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for scope in scopes}
         found.update(stmt for stmt, scope in places if inside[scope])
@@ -131,11 +134,12 @@ def named(view: View, scope: Scope, known: set[ast.stmt]) -> Iterator[tuple[ast.
         for node in chains(decorator):
             yield owner, node, view.names.qualify(node, scope.parent or scope)
     for stmt in scope.stmts:
-        for name in imports(stmt):
-            yield stmt, stmt, name
-        for part in parts(stmt) if stmt in known else ():
-            for node in chains(part):
-                yield stmt, node, view.names.qualify(node, scope)
+        if isinstance(stmt, IMPORTS):
+            yield from ((stmt, stmt, name) for name in imports(stmt))
+        elif stmt in known:
+            for part in parts(stmt):
+                for node in chains(part):
+                    yield stmt, node, view.names.qualify(node, scope)
 
 
 def imports(stmt: ast.stmt) -> Iterator[str]:
@@ -160,7 +164,8 @@ def chains(node: ast.AST) -> Iterator[ast.expr]:
     stack = [node]
     while stack:
         item = stack.pop()
-        if isinstance(item, ast.Compare) or (isinstance(item, ast.Call) and last(item) in ("isinstance", "issubclass")):
+        kind = item.__class__
+        if kind is ast.Compare or (kind is ast.Call and last(item) in ("isinstance", "issubclass")):
             continue
         if isinstance(item, REFERENCES) and isinstance(item.ctx, ast.Load):
             yield item
