@@ -84,6 +84,8 @@ class Calls:
         first = head(node)
         if first is not None and self.names.foreign(first, scope.module):
             return None
+        if self.names.unknown(node, scope) and last(node) != "module":
+            return None
         key = (node, scope, handed_in)
         if key not in self.classes:
             self.classes[key] = self.find_class(node, scope, handed_in)

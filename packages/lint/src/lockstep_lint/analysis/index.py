@@ -245,6 +245,12 @@ class Module:
         return frozenset(binds.union(*(scope.defs for scope in self.scopes), *(scope.params for scope in self.scopes)))
 
     @functools.cached_property
+    def members(self) -> frozenset[str]:
+        """The last part of every name that the file assigns or defines."""
+        binds = {key.rpartition(".")[2] for scope in self.scopes for key in scope.binds}
+        return frozenset(binds.union(*(scope.defs for scope in self.scopes)))
+
+    @functools.cached_property
     def methods(self) -> frozenset[str]:
         """The names of all methods of the file's classes."""
         return frozenset(name for scope in self.scopes if scope.kind == "class" for name in scope.defs)

@@ -34,6 +34,7 @@ class Names:
     def __init__(self, project: Project) -> None:
         self.project = project
         self.qualified: dict[ast.AST, str] = {}
+        self.defined: dict[tuple[ast.AST | None, Scope], Scope | None] = {}
 
     def qualify(self, node: ast.AST | None, scope: Scope) -> str:
         """The full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
@@ -121,6 +122,21 @@ class Names:
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         """The project's function or class that a name or `module.name` stands for."""
+        key = (node, scope)
+        if key not in self.defined:
+            self.defined[key] = self.define(node, scope)
+        return self.defined[key]
+
+    @kept
+    def members(self, module: Module) -> frozenset[str]:
+        """The names of all that a file's programs give an object: no other attribute can be followed."""
+        return frozenset().union(*(member.members for member in self.project.family(module)))
+
+    def unknown(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether an expression is an attribute that nothing in its programs assigns or defines (`loss.backward`)."""
+        return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)  # type: ignore[attr-defined]
+
+    def define(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         first = head(node)
         if first is None or self.foreign(first, scope.module):
             return None

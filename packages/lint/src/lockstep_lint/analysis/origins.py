@@ -145,8 +145,9 @@ class Origins:
         found = self.memo.get(key)
         if found is None:
             first = head(node)
-            foreign = first is not None and self.names.foreign(first, scope.module)
-            found = self.memo[key] = [Origin(node, scope)] if foreign else _Walk(self).run(node, scope)
+            known = first is not None and self.names.foreign(first, scope.module)
+            known = known or self.names.unknown(node, scope)
+            found = self.memo[key] = [Origin(node, scope)] if known else _Walk(self).run(node, scope)
         return found
 
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:

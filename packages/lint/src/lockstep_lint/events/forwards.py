@@ -2,6 +2,7 @@
 
 import ast
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import OPTIMIZER
 from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, last
@@ -50,8 +51,13 @@ def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
 def switched(node: ast.expr, scope: Scope) -> bool:
     """Check whether a function puts an object into eval mode, or gives its parameters to an optimizer."""
     name = dotted(node)
-    modules = [*scope.named("eval"), *(s for s in scope.named("parameters") if optimized(s))]
-    return name not in (None, "self") and any(dotted(site.receiver) == name for site in modules)
+    return name not in (None, "self") and name in _switched(scope)
+
+
+@kept
+def _switched(scope: Scope) -> frozenset[str | None]:
+    modules = (*scope.named("eval"), *(site for site in scope.named("parameters") if optimized(site)))
+    return frozenset(dotted(site.receiver) for site in modules)
 
 
 def optimized(site: Site) -> bool:
