@@ -256,18 +256,19 @@ def bound_locally(name: str, scope: Scope) -> bool:
     return False
 
 
+# What a parameter, or a variable with several values, is bound to.
+HIDDEN = Bind("", None, (), ast.Pass(), "assign")
+
+
 def _alias(name: str, scope: Scope) -> Bind | None:
     """The only assignment of a name that just renames something."""
     current: Scope | None = scope
     while current is not None:
         binds = current.binds.get(name)
         if binds:
-            return (
-                binds[0]
-                if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path
-                else Bind(name, None, (), binds[0].stmt, "assign")
-            )
+            sole = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path
+            return binds[0] if sole else HIDDEN
         if current.kind == "function" and name in current.params:
-            return Bind(name, None, (), ast.Pass(), "assign")
+            return HIDDEN
         current = current.parent
     return None

@@ -24,8 +24,10 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
-    lines = (line for line in view.module.lines if any(name in line for name in NAMES))
-    aliased = any(map(ALIASED.search, lines))  # else only calls of these names are asked
+    others = view.module.text.replace("DistributedDataParallel", "")
+    aliased = any(name in others for name in NAMES) and ALIASED.search(
+        others
+    )  # else only calls of these names are asked
     for site in view.sites() if aliased else view.sites(*NAMES):
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES

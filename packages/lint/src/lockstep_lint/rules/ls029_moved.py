@@ -92,7 +92,7 @@ NAMES_LAUNCH = re.compile(r"torch\.distributed\.launch\b")
 def names(view: View) -> Iterator[Found]:
     """Yield the uses of the table's names, and the imports of packages where nothing in the file uses one."""
     rows = [row for row in NAMES if row.word in view.module.text and applies(view, row)]
-    known = of_libraries(view, {row.name.partition(".")[0] for row in rows}) if rows else set()
+    known = leading(view, rows) if rows else set()
     imported: list[Found] = []
     used: set[str] = set()
     for scope in view.scopes if rows else ():
@@ -113,16 +113,19 @@ def applies(view: View, row: Moved) -> bool:
     return view.torch is None or view.torch >= row.since
 
 
-def of_libraries(view: View, roots: set[str]) -> set[ast.stmt]:
-    """Return the statements that name something of some libraries."""
+def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
+    """Return the statements with a name by which a row's name may begin, or which stands for more than that."""
     found: set[ast.stmt] = set()
     module = view.module
     for name, places in module.named.items():
         if name not in module.imports and view.names.foreign(name, module):
             continue
-        scopes = {scope for _, scope in places}
-        inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for scope in scopes}
-        found.update(stmt for stmt, scope in places if inside[scope])
+        full = {scope: f"{view.names.qualify_name(name, scope)}." for scope in {scope for _, scope in places}}
+        wanted = (f"{row.name}." for row in rows)
+        inside = {
+            scope for row in wanted for scope in full if row.startswith(full[scope]) or full[scope].startswith(row)
+        }
+        found.update(stmt for stmt, scope in places if scope in inside)
     return found
 
 
