@@ -134,7 +134,7 @@ class Names:
 
     def unknown(self, node: ast.expr, scope: Scope) -> bool:
         """Whether an expression is an attribute that nothing in its programs assigns or defines (`loss.backward`)."""
-        return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)  # type: ignore[attr-defined]
+        return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)
 
     def define(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         first = head(node)

@@ -1,6 +1,7 @@
 """Say what each call and assignment of a program does in its training."""
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ from lockstep_lint.analysis.nodes import (
     dotted,
     idents,
     is_none,
+    is_true,
     keyword,
     last,
     targets,
@@ -80,8 +82,6 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
-# What a function that is handed on may be written as (`start(helper.manual_seed)`).
-NAMED_AS = (ast.Name, ast.Attribute)
 Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
@@ -153,6 +153,18 @@ def asks_tensor(part: ast.expr) -> bool:
     return any(name in ASKED for name in calls) or any(map(LOSSES.search, idents(part)))
 
 
+@functools.cache
+def is_plain(name: str) -> bool:
+    """Check whether the name of a call that nothing else is known of says nothing of what it does."""
+    words = (MAKES, WRITES, SEED, MODELS, MODEL)
+    return not (name[:1].isupper() or name in RUNS or "norm" in name.lower() or any(w.search(name) for w in words))
+
+
+def hands_seed(site: Site) -> bool:
+    """Check whether a call is given a function that seeds (`start(helper.manual_seed)`)."""
+    return any(SEED.search(last(value)) for value in site.call.args if isinstance(value, REFERENCES))
+
+
 class Marks:
     """Reads calls and assignments, by what they call and by the types of their objects."""
 
@@ -196,6 +208,12 @@ class Marks:
     def named(self, site: Site, known: bool) -> Found:
         """Return the kinds of events that are told by a full name, or by what a name sounds like."""
         name, full, view = site.name, self.full(site), self.analysis.view(site.module)
+        if not full and is_plain(name) and isinstance(site.call.func, REFERENCES):  # as most calls are
+            if is_true(keyword(site.call, "download")):
+                yield "fetch", None, "fetch"
+            if not known and hands_seed(site):
+                yield "seed", None, "all"
+            return
         if self.makes_model(site, known):
             yield "make", None, ""
         if normalises(view, site, full):
@@ -206,10 +224,7 @@ class Marks:
         hands = hands or (name in RUNS and any(WRITES.search(last(value)) for value in site.call.args))
         if (hands or WRITES.search(name)) and path_written(site, full) is None:
             yield "hand", None, name
-        hands_seed = not full and any(
-            SEED.search(last(value)) for value in site.call.args if isinstance(value, NAMED_AS)
-        )
-        if not known and (SEED.search(name) or hands_seed) and name not in SEEDS:
+        if not known and (SEED.search(name) or (not full and hands_seed(site))) and name not in SEEDS:
             yield "seed", None, "all"
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
