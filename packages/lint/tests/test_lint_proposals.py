@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pitfall_cases import SCRIPTS, cases
 from rule_examples import all_examples, examples
 
-from lockstep_lint.analysis import imports
+from lockstep_lint.analysis import budget
 from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.command import command
 from lockstep_lint.fixes import proposed
@@ -39,9 +39,8 @@ def train(model, data, optimizer, criterion, d):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    imports.forget()
     yield
-    imports.forget()
+    budget.forget()
 
 
 def fixed(path):

@@ -148,7 +148,8 @@ def check(args: argparse.Namespace, prog: str) -> int:
         if findings and not proposed:
             print("nothing to propose: no finding has a correction that can be written here", file=sys.stderr)
         return 1 if fail(findings, groups) else 0
-    print(render(findings, args.format, sources(findings), prog, hints=hints))
+    lines = sources(findings) if args.format in ("text", "sarif") else {}
+    print(render(findings, args.format, lines, prog, hints=hints))
     return 1 if fail(findings, groups) else 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
-from lockstep_lint.analysis.nodes import dotted, element_of, head, is_true, keyword, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
 
 __all__ = [
     "COLLECTIVES",
@@ -48,16 +48,18 @@ class Calls:
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
         """The project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is known."""
-        if call not in self.targets:
-            self.targets[call] = self.resolve(call, scope)
-        return self.targets[call]
+        try:
+            return self.targets[call]
+        except KeyError:
+            found = self.targets[call] = self.resolve(call, scope)
+            return found
 
     def resolve(self, call: ast.Call, scope: Scope) -> Scope | None:
         found = self.names.definition(call.func, scope)
         if found is None and isinstance(call.func, ast.Attribute):
             found = self.method(call.func, scope)
         if found is None and "__call__" in self.method_names(scope.module):
-            plain = isinstance(call.func, ast.Name | ast.Attribute)
+            plain = isinstance(call.func, REFERENCES)
             owner = self.class_of(call.func, scope, handed_in=False) if plain else None
             return self.names.member(owner, "__call__") if owner is not None else None
         if found is not None and found.kind == "class":
@@ -81,6 +83,8 @@ class Calls:
         """The project's class of an object, found by the assignment that made it, perhaps before it was `handed_in`."""
         first = head(node)
         if first is not None and self.names.foreign(first, scope.module):
+            return None
+        if self.names.unknown(node, scope) and last(node) != "module":
             return None
         key = (node, scope, handed_in)
         if key not in self.classes:
@@ -183,19 +187,17 @@ class Calls:
                     if isinstance(value, ast.Call) and last(value) == "defaultdict" and value.args:
                         yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
 
-    def runs(self, site: Site) -> Iterator[Scope]:
+    def runs(self, site: Site) -> list[Scope]:
         """The functions that a call runs: its target, and functions handed to something that runs them."""
         target = self.target(site.call, site.scope)
-        if target is not None:
-            yield target
+        found = [target] if target is not None else []
         if site.name in RUNNERS:
             candidates = [*site.call.args[:1], *(keyword(site.call, name) for name in HANDS)]
             given = keyword(site.call, "args") or (site.call.args[1] if len(site.call.args) > 1 else None)
-            candidates += given.elts if isinstance(given, ast.Tuple | ast.List) else []
-            for value in candidates:
-                found = self.handed(value, site.scope) if value is not None else None
-                if found is not None and found.kind == "function":
-                    yield found
+            candidates += given.elts if isinstance(given, SEQUENCES) else []
+            handed = (self.handed(value, site.scope) for value in candidates if value is not None)
+            found += [function for function in handed if function is not None and function.kind == "function"]
+        return found
 
     def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
         """The function, or the method of a known object (`self.work`), that an expression hands on."""

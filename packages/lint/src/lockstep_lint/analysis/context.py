@@ -98,11 +98,20 @@ def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
             yield from (item.context_expr for item in node.items)
 
 
-def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> Iterator[Guard]:
+def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> tuple[Guard, ...]:
     """The tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
 
     With `within`, only the tests between that statement and `stmt`.
     """
+    return _guards(stmt, module, within)
+
+
+@kept
+def _guards(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> tuple[Guard, ...]:
+    return tuple(_tests(stmt, module, within))
+
+
+def _tests(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> Iterator[Guard]:
     current = stmt
     for node, place in above(stmt, module):
         if node is within:

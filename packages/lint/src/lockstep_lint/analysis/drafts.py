@@ -4,7 +4,7 @@ import ast
 
 from lockstep_lint.analysis.context import Loop, above, loops
 from lockstep_lint.analysis.index import Module, Site
-from lockstep_lint.analysis.nodes import constant, dotted, is_true, keyword, walk
+from lockstep_lint.analysis.nodes import REFERENCES, constant, dotted, is_true, keyword, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.steps import Accumulation
@@ -76,7 +76,7 @@ def sampler_given(view: View, site: Site) -> tuple[Change, ...]:
     ):
         return ()
     shuffled = keyword(site.call, "shuffle")
-    text = ast.unparse(data) if isinstance(data, ast.Name | ast.Attribute) else "train_data"
+    text = ast.unparse(data) if isinstance(data, REFERENCES) else "train_data"
     rest = [ast.unparse(value) for value in site.call.args[1:2]]
     rest += [ast.unparse(item) for item in site.call.keywords if item.arg not in ("shuffle", "dataset")]
     option = "" if is_true(shuffled) else ", shuffle=False"
@@ -132,14 +132,14 @@ def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
 
 def known_before(test: ast.expr, stmt: ast.stmt, training: Training) -> bool:
     """Whether what a test reads does not change in the loop's body, so that it may be asked earlier in the turn."""
-    names = {dotted(node) for node in walk(test) if isinstance(node, ast.Name | ast.Attribute)}
+    names = {dotted(node) for node in walk(test) if isinstance(node, REFERENCES)}
     changed = [b for name in names if name for b in training.scope.binds.get(name, []) if b.stmt is not training.loop]
     return all(b.stmt.lineno < training.loop.lineno or b.stmt.lineno < stmt.lineno for b in changed)
 
 
 def _runs_model(view: View, site: Site) -> bool:
     return (
-        isinstance(site.call.func, ast.Name | ast.Attribute)
+        isinstance(site.call.func, REFERENCES)
         and not view.full(site)
         and view.kinds.is_model(site.call.func, site.scope)
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Guard
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, mentions, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, keyword, last, mentions, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 
@@ -288,7 +288,7 @@ def is_given(view: View, call: ast.Call, scope: Scope) -> bool:
         queue.append(call.func)
     while queue:
         node = queue.pop()
-        if isinstance(node, ast.Name | ast.Attribute) and in_wrapper(view, node, scope):
+        if isinstance(node, REFERENCES) and in_wrapper(view, node, scope):
             return True
         read = (
             isinstance(node, ast.Attribute) and node.attr in (*STATE, "module") and in_wrapper(view, node.value, scope)

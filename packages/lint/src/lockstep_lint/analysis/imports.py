@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.source import MAX_BYTES
 
 __all__ = ["KNOWN", "SKIPPED", "Graph", "Importers", "Paths", "draw", "oldest_torch", "root_of"]
@@ -44,9 +45,8 @@ MAX_FOLDERS = 5000
 MAX_DEPTH = 3
 MAX_UP = 6
 IMPORTS = re.compile(
-    r"^[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+import[ \t\\\n]+(?P<names>\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
-    r"|import[ \t]+(?P<plain>(?:[^\n#;\\]|\\\n)*))",
-    re.MULTILINE,
+    r"\n[ \t]*(?:from[ \t]+(?P<module>[.\w]+)[ \t]+import[ \t\\\n]+(?P<names>\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
+    r"|import[ \t]+(?P<plain>(?:[^\n#;\\]|\\\n)*))"
 )
 NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 
@@ -74,7 +74,7 @@ class Paths:
         self.added = added
         self.is_file = functools.cache(os.path.isfile)
         self.real = functools.cache(os.path.realpath)
-        self.root = functools.cache(root_of)
+        self.root = root_of
         self.known: dict[tuple[str, str, int], str | None] = {}
         self.starts: dict[str, tuple[str, ...]] = {}
 
@@ -146,6 +146,7 @@ def _places() -> tuple[Path, ...]:
     return (Path.home(), Path(tempfile.gettempdir()).resolve(), Path("/"))
 
 
+@kept
 def root_of(folder: str) -> str:
     """The root of the project that a folder belongs to: the repository, or the highest folder with a project's mark.
 
@@ -265,7 +266,7 @@ def values_of(text: str) -> dict[str, list[str]]:
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
     """The dotted names that the import lines of a text may mean, each with its number of leading dots."""
-    lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(text))
+    lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(f"\n{text}"))
     for plain, dots, names in lines:
         if plain is not None:
             yield from ((name, 0) for name in NAME.findall(plain))
@@ -376,7 +377,7 @@ def oldest_torch(path: str) -> Version | None:
     return _pinned(folder, root_of(folder))
 
 
-@functools.lru_cache(maxsize=4096)
+@kept
 def _pinned(folder: str, root: str) -> Version | None:
     for place in (Path(folder), *Path(folder).parents):
         found = [version for text in _texts(place) for version in _versions(text)]
@@ -385,11 +386,6 @@ def _pinned(folder: str, root: str) -> Version | None:
         if str(place) == root:
             return None
     return None
-
-
-def forget() -> None:
-    """Drops what was read: files may have changed since."""
-    _pinned.cache_clear()
 
 
 def _texts(folder: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import string
 from ast import Attribute, Call, Name, NamedExpr
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from lockstep_lint.analysis.nodes import last, targets, walk
 from lockstep_lint.analysis.source import Source
 
-__all__ = ["Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
+__all__ = ["IMPORTS", "Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
 
 
 # A string or a comment, whichever begins first: so that a "#" in a string is no comment.
@@ -49,6 +50,12 @@ def blanked(text: str, statements: Iterable[ast.stmt]) -> str:
 
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+IMPORTS = (ast.Import, ast.ImportFrom)
+TESTED = (ast.If, ast.While)
+# Makes blanks of all that is part of no word.
+BLANKS = str.maketrans(dict.fromkeys(string.punctuation.replace("_", ""), " "))
 # A file that binds or calls more than this is data in Python's clothes.
 MAX_NODES = 150_000
 
@@ -109,7 +116,7 @@ class Scope:
     @functools.cached_property
     def params(self) -> list[str]:
         """The names of a function's parameters, in order."""
-        if not isinstance(self.node, FunctionNode):
+        if not isinstance(self.node, FUNCTIONS):
             return []
         args = self.node.args
         return [a.arg for a in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
@@ -210,13 +217,13 @@ class Module:
     @functools.cached_property
     def bare(self) -> str:
         """The file's text without strings and imports too: what it names beyond importing it."""
-        imports = [s for scope in self.scopes for s in scope.stmts if isinstance(s, ast.Import | ast.ImportFrom)]
+        imports = [s for scope in self.scopes for s in scope.stmts if isinstance(s, IMPORTS)]
         return bare(blanked(self.text, imports))
 
     @functools.cached_property
     def words(self) -> Counter[str]:
         """Count the words of `bare`."""
-        return Counter(re.findall(r"\w+", self.bare))
+        return Counter(self.bare.translate(BLANKS).split())
 
     def sites(self, *names: str) -> Iterator[Site]:
         """Every call in the file, or those whose last name is one of `names`."""
@@ -238,6 +245,12 @@ class Module:
         return frozenset(binds.union(*(scope.defs for scope in self.scopes), *(scope.params for scope in self.scopes)))
 
     @functools.cached_property
+    def members(self) -> frozenset[str]:
+        """The last part of every name that the file assigns or defines."""
+        binds = {key.rpartition(".")[2] for scope in self.scopes for key in scope.binds}
+        return frozenset(binds.union(*(scope.defs for scope in self.scopes)))
+
+    @functools.cached_property
     def methods(self) -> frozenset[str]:
         """The names of all methods of the file's classes."""
         return frozenset(name for scope in self.scopes if scope.kind == "class" for name in scope.defs)
@@ -250,7 +263,7 @@ class Module:
 
 def never_run(stmt: ast.stmt) -> str:
     """The block of a statement that no run comes to, as its test is written out; "" for none."""
-    if not isinstance(stmt, ast.If | ast.While) or not isinstance(stmt.test, ast.Constant):
+    if not isinstance(stmt, TESTED) or not isinstance(stmt.test, ast.Constant):
         return ""
     return "body" if not stmt.test.value else "orelse"
 
@@ -292,7 +305,7 @@ class _Indexer:
             if parent is not None:
                 self.module.up[stmt] = (parent, place)
             scope.stmts.append(stmt)
-            if isinstance(stmt, FunctionNode | ast.ClassDef):
+            if isinstance(stmt, DEFINITIONS):
                 self.define(stmt, scope)
             else:
                 self.statement(stmt, scope)
@@ -308,7 +321,7 @@ class _Indexer:
         self.module.scopes.append(inner)
         for expression in node.decorator_list:
             self.expression(expression, node, scope)
-        if isinstance(node, FunctionNode):
+        if isinstance(node, FUNCTIONS):
             for default in (*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)):
                 self.expression(default, node, scope)
         self.push(node.body, None, "body", inner)
@@ -360,7 +373,7 @@ class _Indexer:
                 self.add(node.target, node.value, stmt, scope, "assign")  # type: ignore[attr-defined]
 
     def bind(self, stmt: ast.stmt, scope: Scope) -> None:
-        if isinstance(stmt, ast.Expr):  # two thirds of all statements are of these two kinds
+        if stmt.__class__ is ast.Expr:  # two thirds of all statements are of these two kinds
             return
         if isinstance(stmt, ast.Assign):
             for target in stmt.targets:
@@ -369,15 +382,15 @@ class _Indexer:
             self.add(stmt.target, stmt.value, stmt, scope, "assign")
         elif isinstance(stmt, ast.AugAssign):
             self.add(stmt.target, stmt.value, stmt, scope, "aug")
-        elif isinstance(stmt, ast.For | ast.AsyncFor):
+        elif isinstance(stmt, (ast.For, ast.AsyncFor)):
             self.add(stmt.target, stmt.iter, stmt, scope, "for")
-        elif isinstance(stmt, ast.With | ast.AsyncWith):
+        elif isinstance(stmt, (ast.With, ast.AsyncWith)):
             for item in stmt.items:
                 if item.optional_vars is not None:
                     self.add(item.optional_vars, item.context_expr, stmt, scope, "with")
-        elif isinstance(stmt, ast.Import | ast.ImportFrom):
+        elif isinstance(stmt, IMPORTS):
             self.imports(stmt)
-        elif isinstance(stmt, ast.Global | ast.Nonlocal):
+        elif isinstance(stmt, (ast.Global, ast.Nonlocal)):
             scope.globals.update(stmt.names)
 
     def add(self, target: ast.expr, value: ast.expr | None, stmt: ast.stmt, scope: Scope, how: str) -> None:

@@ -117,11 +117,17 @@ class Kinds:
 
     def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
         """The project's nn.Module class of a value."""
-        for call, home, _ in self.origins.calls_of(node, scope):
+        for call, home, _ in self.origins.calls_of(node, scope) if self.defines_models(scope.module) else ():
             found = self.names.definition(call.func, home)
             if found is not None and found.kind == "class" and self.is_module_class(found):
                 return found
         return None
+
+    @kept
+    def defines_models(self, module: Module) -> bool:
+        """Whether the programs of a file define an nn.Module."""
+        scopes = (scope for member in self.names.project.family(module) for scope in member.scopes)
+        return any(scope.kind == "class" and self.is_module_class(scope) for scope in scopes)
 
     def run_class(self, func: ast.expr, scope: Scope) -> Scope | None:
         """The project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""

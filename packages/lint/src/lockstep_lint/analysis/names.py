@@ -34,6 +34,7 @@ class Names:
     def __init__(self, project: Project) -> None:
         self.project = project
         self.qualified: dict[ast.AST, str] = {}
+        self.defined: dict[tuple[ast.AST | None, Scope], Scope | None] = {}
 
     def qualify(self, node: ast.AST | None, scope: Scope) -> str:
         """The full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
@@ -121,6 +122,21 @@ class Names:
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         """The project's function or class that a name or `module.name` stands for."""
+        key = (node, scope)
+        if key not in self.defined:
+            self.defined[key] = self.define(node, scope)
+        return self.defined[key]
+
+    @kept
+    def members(self, module: Module) -> frozenset[str]:
+        """The names of all that a file's programs give an object: no other attribute can be followed."""
+        return frozenset().union(*(member.members for member in self.project.family(module)))
+
+    def unknown(self, node: ast.expr, scope: Scope) -> bool:
+        """Whether an expression is an attribute that nothing in its programs assigns or defines (`loss.backward`)."""
+        return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)
+
+    def define(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         first = head(node)
         if first is None or self.foreign(first, scope.module):
             return None
@@ -240,18 +256,19 @@ def bound_locally(name: str, scope: Scope) -> bool:
     return False
 
 
+# What a parameter, or a variable with several values, is bound to.
+HIDDEN = Bind("", None, (), ast.Pass(), "assign")
+
+
 def _alias(name: str, scope: Scope) -> Bind | None:
     """The only assignment of a name that just renames something."""
     current: Scope | None = scope
     while current is not None:
         binds = current.binds.get(name)
         if binds:
-            return (
-                binds[0]
-                if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path
-                else Bind(name, None, (), binds[0].stmt, "assign")
-            )
+            sole = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path
+            return binds[0] if sole else HIDDEN
         if current.kind == "function" and name in current.params:
-            return Bind(name, None, (), ast.Pass(), "assign")
+            return HIDDEN
         current = current.parent
     return None

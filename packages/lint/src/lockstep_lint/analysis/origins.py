@@ -9,7 +9,7 @@ from lockstep_lint.analysis.budget import WORK
 from lockstep_lint.analysis.calls import Calls, given, passed
 from lockstep_lint.analysis.context import above, guards, loops
 from lockstep_lint.analysis.index import Bind, Scope
-from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, head, last
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, dotted, element_of, has_star, head, last
 
 __all__ = ["SAME", "Origin", "Origins", "default", "reaching", "returned", "truth", "under"]
 
@@ -145,8 +145,9 @@ class Origins:
         found = self.memo.get(key)
         if found is None:
             first = head(node)
-            foreign = first is not None and self.names.foreign(first, scope.module)
-            found = self.memo[key] = [Origin(node, scope)] if foreign else _Walk(self).run(node, scope)
+            known = first is not None and self.names.foreign(first, scope.module)
+            known = known or self.names.unknown(node, scope)
+            found = self.memo[key] = [Origin(node, scope)] if known else _Walk(self).run(node, scope)
         return found
 
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
@@ -280,7 +281,7 @@ class _Walk:
             yield node.value, scope, entry
         elif isinstance(node, ast.Call):
             yield from self.call(node, scope, entry)
-        elif isinstance(node, ast.Name | ast.Attribute):
+        elif isinstance(node, REFERENCES):
             yield from self.name(node, scope, entry)
         elif isinstance(node, ast.Subscript):
             yield from self.item(node, scope, entry)
@@ -358,7 +359,7 @@ class _Walk:
         """The tuples that a call may give: its function's own, or those of the functions that it leaves the work to."""
         target = self.origins.calls.target(call, scope)
         for value in returned(target, (call, scope)) if target is not None else ():
-            if target is not None and isinstance(value, ast.Tuple | ast.List):
+            if target is not None and isinstance(value, SEQUENCES):
                 yield value, target
             elif target is not None and isinstance(value, ast.Call) and depth < MAX_TUPLES:
                 yield from self.tuples(value, target, depth + 1)

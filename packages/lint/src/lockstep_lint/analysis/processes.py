@@ -8,7 +8,7 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
 from lockstep_lint.analysis.context import above, apart, guards, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, Words, argument, constant, keyword, last, strings, walk
 
 __all__ = ["STARTS", "Programs", "driven"]
 
@@ -161,7 +161,7 @@ FUNCTION_LAUNCHERS = (
 FABRICS = ("lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric")
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
-    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
+    r"""environ\.get\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|getenv\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
     r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
 )
 # How a script of the Trainer of transformers asks the arguments that it parses for the place of its process: it keeps
@@ -309,7 +309,7 @@ class Programs:
         to what it starts (`mp.spawn(each, args=(worker,))`).
         """
         rest = keyword(site.call, "args") or next(iter(site.call.args[1:2]), None)
-        more = rest.elts if isinstance(rest, ast.Tuple | ast.List) else []
+        more = rest.elts if isinstance(rest, SEQUENCES) else []
         for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target"), *more):
             if isinstance(value, ast.Name) and value.id in site.scope.params and value.id not in site.scope.binds:
                 for caller in self.calls.callers(site.scope):
@@ -482,14 +482,14 @@ class Programs:
 
 def says_one(count: ast.expr | None) -> bool:
     """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
-    if isinstance(count, ast.List | ast.Tuple):
+    if isinstance(count, SEQUENCES):
         return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
     return constant(count) in (1, "1")
 
 
 def on_object(site: Site) -> bool:
     """Whether a call is of a method of another object than the one that makes the call."""
-    return isinstance(site.receiver, ast.Name | ast.Attribute) and last(site.receiver) not in ("self", "cls")
+    return isinstance(site.receiver, REFERENCES) and last(site.receiver) not in ("self", "cls")
 
 
 def launched(text: str) -> bool:

@@ -6,7 +6,7 @@ import re
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
 from lockstep_lint.analysis.index import Bind, Module, Scope
-from lockstep_lint.analysis.nodes import Words, constant, dotted, has_star, idents, last, strings
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, has_star, idents, last, strings
 
 __all__ = [
     "COUNT",
@@ -113,7 +113,7 @@ def gives_rank(node: ast.expr) -> bool:
     if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
         arms = [arm for arm in (node.body, node.orelse) if constant(arm) not in (0, -1)]
         return bool(arms) and all(map(gives_rank, arms))
-    if isinstance(node, ast.Name | ast.Attribute):
+    if isinstance(node, REFERENCES):
         return "rank" in last(node).lower() and says_rank(node)
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
 
@@ -170,7 +170,7 @@ class RankNumbers:
         if isinstance(node, ast.Call):
             return self.returns_rank(node, scope, depth)
         key = dotted(node)
-        if not isinstance(node, ast.Name | ast.Attribute) or key is None:
+        if not isinstance(node, REFERENCES) or key is None:
             return False
         values = list(self.calls.values(key, scope))
         if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
@@ -188,7 +188,7 @@ class RankNumbers:
 
     def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
         """Whether a value that a name is given asks for the rank, or is another name for it."""
-        again = isinstance(value, ast.Name | ast.Attribute) and depth < MAX_NAMES
+        again = isinstance(value, REFERENCES) and depth < MAX_NAMES
         asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
         return asked or (again and self.is_rank(value, home, depth + 1))
 

@@ -28,7 +28,7 @@ from lockstep_lint.analysis.context import (
 )
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, MODEL, SCALER, Steps
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, is_none, last, walk
 from lockstep_lint.analysis.ranks import Ranks
 
 __all__ = ["LOSSES", "Training", "Trainings"]
@@ -74,7 +74,7 @@ def evaluates(guard: Guard) -> bool:
     for part in parts:
         if isinstance(part, ast.Compare) and is_none(part.comparators[0]) and "optim" in last(part.left):
             return isinstance(part.ops[0], ast.Is | ast.Eq) is when
-    return not when and TRAINS.search(last(test) if isinstance(test, ast.Name | ast.Attribute) else "")
+    return not when and TRAINS.search(last(test) if isinstance(test, REFERENCES) else "")
 
 
 # Where a program keeps its options, and what is no option though it is kept there.

@@ -12,7 +12,7 @@ from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.analysis.index import Imported, Module, Scope, Site
 from lockstep_lint.analysis.kinds import Kinds, Steps
 from lockstep_lint.analysis.names import Names
-from lockstep_lint.analysis.nodes import Words, base, constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.nodes import SEQUENCES, Words, base, constant, dotted, keyword, last, walk
 from lockstep_lint.analysis.origins import Origin, Origins
 from lockstep_lint.analysis.project import Project
 from lockstep_lint.analysis.ranks import Ranks
@@ -156,7 +156,7 @@ def elements(table: ast.expr | None, named: object = None) -> list[ast.expr]:
     if isinstance(table, ast.Dict):
         pairs = zip(table.keys, table.values, strict=True)
         return [value for key, value in pairs if named is None or constant(key) in (None, named)]
-    if isinstance(table, ast.List | ast.Tuple):
+    if isinstance(table, SEQUENCES):
         starred = any(isinstance(value, ast.Starred) for value in table.elts)
         return table.elts[named : named + 1] if isinstance(named, int) and named >= 0 and not starred else table.elts
     if isinstance(table, ast.DictComp):
@@ -191,8 +191,10 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "jax": (),
 }
 
-CPU = re.compile(r"""["']cpu["']|\bgloo\b""")
-OTHER = re.compile(r"cuda|gpu|nccl|accelerat|\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b", re.IGNORECASE)
+CPU = ('"cpu"', "'cpu'")
+GLOO = re.compile(r"gloo(?<!\wgloo)\b")
+OTHERS = ("cuda", "gpu", "nccl", "accelerat")
+OTHER = re.compile(r"\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b")
 MPS = re.compile(r"\bmps\b")
 GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
 # What may compute gradients out of sight.
@@ -392,7 +394,7 @@ def _trains(site: Site) -> bool:
 
 @kept
 def _on_cpu(module: Module) -> bool:
-    return ("cpu" in module.text or "gloo" in module.text) and CPU.search(module.text) is not None
+    return any(word in module.text for word in CPU) or GLOO.search(module.text) is not None
 
 
 @kept
@@ -414,7 +416,8 @@ def _outside(node: ast.expr, scope: Scope) -> bool:
 
 @kept
 def _on_other(module: Module) -> bool:
-    return OTHER.search(module.text) is not None
+    text = module.text.lower()
+    return any(word in text for word in OTHERS) or OTHER.search(text) is not None
 
 
 def _used(module: Module, imported: Imported) -> bool:

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.calls import passed, turns_off_gradients
 from lockstep_lint.analysis.context import withs
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER
-from lockstep_lint.analysis.nodes import Words, dotted, element_of, idents, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, element_of, idents, last, walk
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Block, CallBlock, Event, LoopBlock, apart
@@ -132,7 +132,7 @@ def rows(node: ast.expr, scope: Scope, depth: int = 3) -> bool:
     """Check whether an expression takes rows of held-out data by a number that is worked out (`x_test[i:i + 32]`)."""
     for part in walk(node):
         if isinstance(part, ast.Subscript) and any(isinstance(each, ast.Name) for each in walk(part.slice)):
-            name = last(part.value) if isinstance(part.value, ast.Name | ast.Attribute) else ""
+            name = last(part.value) if isinstance(part.value, REFERENCES) else ""
             if EVALUATION.search(name) and not BESIDE.search(name):
                 return True
         elif isinstance(part, ast.Name) and depth:
@@ -223,7 +223,7 @@ def without_graph(view: View, run: Run, event: Event) -> bool | None:
     if view.effects.mentioned(event.module, *FROZEN) and not (view.trainings.near(event.module) or run.of("step")):
         return True
     model, home = subject(event)
-    owner = view.kinds.run_class(model, home) if isinstance(model, ast.Name | ast.Attribute) else None
+    owner = view.kinds.run_class(model, home) if isinstance(model, REFERENCES) else None
     if "volatile=True" in event.module.text or (owner is not None and view.effects.mentioned_in(owner, "no_grad")):
         return True  # of a torch before no_grad; of a model that sees to it itself
     handed = [block for block in event.path if isinstance(block, CallBlock) and block.handed]

@@ -2,9 +2,10 @@
 
 import ast
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import OPTIMIZER
-from lockstep_lint.analysis.nodes import Words, dotted, last
+from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, last
 from lockstep_lint.analysis.view import View
 
 __all__ = ["MODELS", "RUNS", "model_run"]
@@ -24,7 +25,7 @@ DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sa
 def model_run(view: View, site: Site) -> ast.expr | None:
     """Return the model that a call runs: itself, by a method (`model.module.get_loss(x)`), or a part of one."""
     func = site.call.func
-    if not isinstance(func, ast.Name | ast.Attribute) or not (site.call.args or site.call.keywords):
+    if not isinstance(func, REFERENCES) or not (site.call.args or site.call.keywords):
         return None
     if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
         return func.value if is_run(view, func.value, site.scope) else None
@@ -50,8 +51,13 @@ def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
 def switched(node: ast.expr, scope: Scope) -> bool:
     """Check whether a function puts an object into eval mode, or gives its parameters to an optimizer."""
     name = dotted(node)
-    modules = [*scope.named("eval"), *(s for s in scope.named("parameters") if optimized(s))]
-    return name not in (None, "self") and any(dotted(site.receiver) == name for site in modules)
+    return name not in (None, "self") and name in _switched(scope)
+
+
+@kept
+def _switched(scope: Scope) -> frozenset[str | None]:
+    modules = (*scope.named("eval"), *(site for site in scope.named("parameters") if optimized(site)))
+    return frozenset(dotted(site.receiver) for site in modules)
 
 
 def optimized(site: Site) -> bool:

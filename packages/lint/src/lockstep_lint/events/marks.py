@@ -1,6 +1,7 @@
 """Say what each call and assignment of a program does in its training."""
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -11,12 +12,14 @@ from lockstep_lint.analysis.engines import OF_FABRIC, SAVES, WAITS, saves_on_all
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL, SCALER, TORCH_OPTIMIZERS
 from lockstep_lint.analysis.nodes import (
+    REFERENCES,
     Words,
     argument,
     constant,
     dotted,
     idents,
     is_none,
+    is_true,
     keyword,
     last,
     targets,
@@ -79,8 +82,6 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
-# What a function that is handed on may be written as (`start(helper.manual_seed)`).
-NAMED_AS = (ast.Name, ast.Attribute)
 Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
@@ -152,6 +153,18 @@ def asks_tensor(part: ast.expr) -> bool:
     return any(name in ASKED for name in calls) or any(map(LOSSES.search, idents(part)))
 
 
+@functools.cache
+def is_plain(name: str) -> bool:
+    """Check whether the name of a call that nothing else is known of says nothing of what it does."""
+    words = (MAKES, WRITES, SEED, MODELS, MODEL)
+    return not (name[:1].isupper() or name in RUNS or "norm" in name.lower() or any(w.search(name) for w in words))
+
+
+def hands_seed(site: Site) -> bool:
+    """Check whether a call is given a function that seeds (`start(helper.manual_seed)`)."""
+    return any(SEED.search(last(value)) for value in site.call.args if isinstance(value, REFERENCES))
+
+
 class Marks:
     """Reads calls and assignments, by what they call and by the types of their objects."""
 
@@ -163,12 +176,13 @@ class Marks:
 
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
         """Return the mark of a call, and the project's functions that it runs."""
-        functions = tuple(f for f in self.calls.runs(site) if f.kind == "function") or tuple(self.handed(site))
-        functions += tuple(self.analysis.trainings.overrides(site))
-        functions = functions or tuple(self.analysis.trainings.forwards(site))
+        functions = [function for function in self.calls.runs(site) if function.kind == "function"]
+        functions = functions or list(self.handed(site))
+        functions += self.analysis.trainings.overrides(site)
+        functions = functions or list(self.analysis.trainings.forwards(site))
         found = list(self.read(site, any(function.name != "forward" for function in functions)))
         marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
-        return tuple(marks), functions
+        return tuple(marks), tuple(functions)
 
     def read(self, site: Site, known: bool) -> Found:
         """Return a call's kinds of events; `known`: it runs functions of the project."""
@@ -194,6 +208,12 @@ class Marks:
     def named(self, site: Site, known: bool) -> Found:
         """Return the kinds of events that are told by a full name, or by what a name sounds like."""
         name, full, view = site.name, self.full(site), self.analysis.view(site.module)
+        if not full and is_plain(name) and isinstance(site.call.func, REFERENCES):  # as most calls are
+            if is_true(keyword(site.call, "download")):
+                yield "fetch", None, "fetch"
+            if not known and hands_seed(site):
+                yield "seed", None, "all"
+            return
         if self.makes_model(site, known):
             yield "make", None, ""
         if normalises(view, site, full):
@@ -204,14 +224,11 @@ class Marks:
         hands = hands or (name in RUNS and any(WRITES.search(last(value)) for value in site.call.args))
         if (hands or WRITES.search(name)) and path_written(site, full) is None:
             yield "hand", None, name
-        hands_seed = not full and any(
-            SEED.search(last(value)) for value in site.call.args if isinstance(value, NAMED_AS)
-        )
-        if not known and (SEED.search(name) or hands_seed) and name not in SEEDS:
+        if not known and (SEED.search(name) or (not full and hands_seed(site))) and name not in SEEDS:
             yield "seed", None, "all"
         if not known and (MODELS.search(name) or MODEL.search(name)) and (site.call.args or site.call.keywords):
             func = site.call.func
-            if isinstance(func, ast.Name | ast.Attribute) and not full:
+            if isinstance(func, REFERENCES) and not full:
                 yield "forward", func, ""
 
     def handed(self, site: Site) -> Iterator[Scope]:
@@ -238,7 +255,7 @@ class Marks:
     def makes_model(self, site: Site, known: bool) -> bool:
         """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
         func, owner = site.call.func, site.scope.owner
-        if isinstance(func, ast.Name | ast.Attribute) and not site.name[:1].isupper() and not MAKES.search(site.name):
+        if isinstance(func, REFERENCES) and not site.name[:1].isupper() and not MAKES.search(site.name):
             return False
         if owner is not None and owner.kind == "class" and self.kinds.is_module_class(owner):
             return False

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, is_none, keyword, last, strings
+from lockstep_lint.analysis.nodes import REFERENCES, Words, argument, constant, is_none, keyword, last, strings
 from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.view import View
 
@@ -22,7 +22,7 @@ FAMILIES = re.compile(
 DECODERS = {"Unet", "UnetPlusPlus", "MAnet", "Linknet", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet"}
 # Arguments that choose another normalisation.
 CHOICES = {"norm_layer", "decoder_use_batchnorm", "decoder_use_norm"}
-NORM = re.compile(r"^(Lazy)?BatchNorm[123]d$")
+NORM = Words(r"^(Lazy)?BatchNorm[123]d$")
 # Layers that share their statistics, which may go by the name of those that do not.
 OTHERS = re.compile(r"ABN|SyncB")
 
@@ -30,21 +30,20 @@ OTHERS = re.compile(r"ABN|SyncB")
 def normalises(view: View, site: Site, full: str) -> bool:
     """Whether a call makes a BatchNorm layer, also by a name that is given one, or a library's model with some."""
     func, scope = site.call.func, site.scope
-    if is_norm(view, func, scope) or of_library(view, site, full):
+    if is_norm(view, func, scope, full) or of_library(view, site, full):
         return True
-    named = isinstance(func, ast.Name | ast.Attribute) and not full and not site.name[:1].isupper()
-    if not named or "norm" not in site.name.lower() or "BatchNorm" not in site.module.text:
+    named = not full and "norm" in site.name.lower() and not site.name[:1].isupper() and isinstance(func, REFERENCES)
+    if not named or "BatchNorm" not in site.module.text:
         return False
     made = [(o.node, o.scope) for o in view.origins.of(func, scope) if not is_none(o.node) and o.node is not func]
     usual = default(scope, site.name, site.call) if site.name in scope.params and not made else None
     made += [(usual, scope)] if usual is not None else []
-    return bool(made) and all(is_norm(view, node, home) for node, home in made)
+    return bool(made) and all(is_norm(view, node, home, view.names.qualify(node, home)) for node, home in made)
 
 
-def is_norm(view: View, node: ast.expr, scope: Scope) -> bool:
+def is_norm(view: View, node: ast.expr, scope: Scope, full: str) -> bool:
     """Whether a name stands for a BatchNorm class, not for another one that was given its name."""
-    full = view.names.qualify(node, scope)
-    if not NORM.match(full.rpartition(".")[2] or last(node)):
+    if not NORM.search(full.rpartition(".")[2] or last(node)):
         return False
     return bool(full) or not isinstance(node, ast.Name) or not OTHERS.search(scope.module.text)
 

@@ -9,6 +9,8 @@ from lockstep_lint.analysis.calls import passed, turns_off_gradients
 from lockstep_lint.analysis.context import loops, withs
 from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import (
+    REFERENCES,
+    SEQUENCES,
     Words,
     argument,
     constant,
@@ -148,7 +150,7 @@ def _of(view: View, node: ast.expr | None, scope: Scope, calls: Calls, depth: in
         return UNKNOWN
     if isinstance(node, ast.Call):
         return _called(view, node, (), scope, calls, depth)
-    if isinstance(node, ast.Name | ast.Attribute):
+    if isinstance(node, REFERENCES):
         key = dotted(node)
         if isinstance(node, ast.Attribute) and node.attr in ABOUT:
             return UNKNOWN
@@ -179,7 +181,7 @@ def _arms(node: ast.expr) -> Iterator[ast.expr]:
         yield from node.values
     elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.Not):
         yield node.operand
-    elif isinstance(node, ast.Tuple | ast.List):
+    elif isinstance(node, SEQUENCES):
         yield from node.elts
     elif isinstance(node, ast.Dict):
         yield from node.values
@@ -258,7 +260,7 @@ def _bound(view: View, bind: Bind, scope: Scope, calls: Calls, depth: int) -> Va
         counted = isinstance(value, ast.Call) and last(value) == "enumerate"
         keys = isinstance(value, ast.Call) and last(value) == "items"
         return UNKNOWN if (counted or keys) and bind.path == (0,) else _row(view, value, scope, calls, depth)
-    if bind.path and isinstance(value, ast.Tuple | ast.List):
+    if bind.path and isinstance(value, SEQUENCES):
         return _any(view, list(element_of(value, bind.path)), scope, calls, depth)
     if bind.path and isinstance(value, ast.Call):
         found = _called(view, value, bind.path, scope, calls, depth)
@@ -405,7 +407,7 @@ def _shielded(call: ast.Call, scope: Scope, found: Value) -> Value:
 def runs_model(view: View, call: ast.Call, scope: Scope) -> bool:
     """Check whether a call runs a model (`model(x)`, `self.net.forward(x)`)."""
     func = call.func
-    if not (call.args or call.keywords) or not isinstance(func, ast.Name | ast.Attribute):
+    if not (call.args or call.keywords) or not isinstance(func, REFERENCES):
         return False
     if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
         return MODELS.search(last(func.value)) or view.kinds.module_class(func.value, scope) is not None

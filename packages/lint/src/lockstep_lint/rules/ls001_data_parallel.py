@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import constant, idents, keyword, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, constant, idents, keyword, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -24,8 +24,10 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 def check(view: View) -> Iterator[Found]:
     """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
-    text = view.module.text
-    aliased = any(name in text for name in NAMES) and ALIASED.search(text)  # else only calls of these names are asked
+    others = view.module.text.replace("DistributedDataParallel", "")
+    aliased = any(name in others for name in NAMES) and ALIASED.search(
+        others
+    )  # else only calls of these names are asked
     for site in view.sites() if aliased else view.sites(*NAMES):
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
@@ -71,7 +73,7 @@ def names_it(view: View, kind: ast.expr, site: Site) -> bool:
     """
     if "DataParallel" in idents(kind):
         return True
-    parts = (node for node in walk(kind) if isinstance(node, ast.Name | ast.Attribute))
+    parts = (node for node in walk(kind) if isinstance(node, REFERENCES))
     return any(is_torchs(view.names.qualify(node, site.scope)) for node in parts)
 
 

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
 from lockstep_lint.analysis.lookups import looked_up
-from lockstep_lint.analysis.nodes import dotted, last
+from lockstep_lint.analysis.nodes import REFERENCES, dotted, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import subject
@@ -75,7 +75,7 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
     """The calls that make a model or its parts, also one that gives it beside other things."""
     for origin in view.origins.of(node, scope):
         found = [(origin.node, origin.scope)]
-        if isinstance(origin.node, ast.Name | ast.Attribute):
+        if isinstance(origin.node, REFERENCES):
             binds = view.origins.binds(dotted(origin.node) or "", origin.scope, origin.node.lineno)
             found = [(bind.value, home) for bind, home in binds if bind.path[:1] == (0,) and bind.value is not None]
         for value, home in found:

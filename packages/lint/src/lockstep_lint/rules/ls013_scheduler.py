@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop, guards, inside
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import REFERENCES, argument, constant, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
 from lockstep_lint.events.query import same
@@ -148,7 +148,7 @@ def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
             if isinstance(node, ast.Call) and last(node) == "len" and node.args:
                 if view.kinds.is_loader(node.args[0], home):
                     return True
-            elif isinstance(node, ast.Name | ast.Attribute):
+            elif isinstance(node, REFERENCES):
                 found = view.origins.of(node, home)
                 queue += [(item.node, item.scope) for item in found if isinstance(item.node, PARTS)]
     return False

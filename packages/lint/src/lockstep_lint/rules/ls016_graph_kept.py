@@ -7,7 +7,7 @@ from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import Loop, inside, loops
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, walk
+from lockstep_lint.analysis.nodes import REFERENCES, constant, dotted, idents, keyword, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates as is_evaluated
 from lockstep_lint.events.evaluation import without_graph
@@ -134,7 +134,7 @@ def flows_back(view: View, event: Event) -> bool:
 def names_in(value: ast.expr | None) -> list[str]:
     """Return the names and attributes in an expression."""
     parts = walk(value) if value is not None else ()
-    return [dotted(part) or "" for part in parts if isinstance(part, ast.Name | ast.Attribute)]
+    return [dotted(part) or "" for part in parts if isinstance(part, REFERENCES)]
 
 
 RULE = Rule(

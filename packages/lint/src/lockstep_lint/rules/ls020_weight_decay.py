@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
-from lockstep_lint.analysis.nodes import argument, constant, has_star, keyword, last
+from lockstep_lint.analysis.nodes import SEQUENCES, argument, constant, has_star, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -99,7 +99,7 @@ def is_matrix(made: ast.Call) -> bool:
     while isinstance(inner, ast.BinOp) or (isinstance(inner, ast.Call) and last(inner) in ("to", "cuda", "float")):
         inner = inner.left if isinstance(inner, ast.BinOp) else getattr(inner.func, "value", None)
     sizes = inner.args if isinstance(inner, ast.Call) and last(inner) in SIZED else []
-    if len(sizes) == 1 and isinstance(sizes[0], ast.List | ast.Tuple):
+    if len(sizes) == 1 and isinstance(sizes[0], SEQUENCES):
         sizes = sizes[0].elts
     return len(sizes) >= 2
 

@@ -36,10 +36,11 @@ def check(view: View) -> Iterator[Found]:
     if not (view.distributed or any(map(view.ranks.programs.accelerated, view.project.users(view.module)))):
         return
     members = view.project.family(view.module)
-    muted = any(MUTES.search(member.text) for member in members) or view.hidden(HUSHES)
+    texts = [member.text for member in members]
+    muted = any(("builtin" in text or "stdout" in text) and MUTES.search(text) for text in texts) or view.hidden(HUSHES)
     ways = [(s, bind) for m in members for s in m.scopes for bind in s.binds.get("sys.stdout", ())]
     muted = muted or any(view.ranks.side(bind.stmt, scope) == -1 for scope, bind in ways)
-    untracked = any("wandb" in member.text and UNTRACKED.search(member.text) for member in members)
+    untracked = any("wandb" in text and UNTRACKED.search(text) for text in texts)
     for site in view.sites():
         kind = output(view, site)
         if not kind or (muted if kind == "print" else untracked) or not view.ranks.everywhere(site, view.module):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from lockstep_lint.analysis.context import above
-from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, idents, last, walk
+from lockstep_lint.analysis.index import IMPORTS, Module, Scope, Site
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, idents, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Edit, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
@@ -92,7 +92,7 @@ NAMES_LAUNCH = re.compile(r"torch\.distributed\.launch\b")
 def names(view: View) -> Iterator[Found]:
     """Yield the uses of the table's names, and the imports of packages where nothing in the file uses one."""
     rows = [row for row in NAMES if row.word in view.module.text and applies(view, row)]
-    known = of_libraries(view, {row.name.partition(".")[0] for row in rows}) if rows else set()
+    known = leading(view, rows) if rows else set()
     imported: list[Found] = []
     used: set[str] = set()
     for scope in view.scopes if rows else ():
@@ -113,13 +113,19 @@ def applies(view: View, row: Moved) -> bool:
     return view.torch is None or view.torch >= row.since
 
 
-def of_libraries(view: View, roots: set[str]) -> set[ast.stmt]:
-    """Return the statements that name something of some libraries."""
+def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
+    """Return the statements with a name by which a row's name may begin, or which stands for more than that."""
     found: set[ast.stmt] = set()
-    for name, places in view.module.named.items():
-        scopes = {scope for _, scope in places}
-        inside = {scope: view.names.qualify_name(name, scope).partition(".")[0] in roots for scope in scopes}
-        found.update(stmt for stmt, scope in places if inside[scope])
+    module = view.module
+    for name, places in module.named.items():
+        if name not in module.imports and view.names.foreign(name, module):
+            continue
+        full = {scope: f"{view.names.qualify_name(name, scope)}." for scope in {scope for _, scope in places}}
+        wanted = (f"{row.name}." for row in rows)
+        inside = {
+            scope for row in wanted for scope in full if row.startswith(full[scope]) or full[scope].startswith(row)
+        }
+        found.update(stmt for stmt, scope in places if scope in inside)
     return found
 
 
@@ -131,11 +137,12 @@ def named(view: View, scope: Scope, known: set[ast.stmt]) -> Iterator[tuple[ast.
         for node in chains(decorator):
             yield owner, node, view.names.qualify(node, scope.parent or scope)
     for stmt in scope.stmts:
-        for name in imports(stmt):
-            yield stmt, stmt, name
-        for part in parts(stmt) if stmt in known else ():
-            for node in chains(part):
-                yield stmt, node, view.names.qualify(node, scope)
+        if isinstance(stmt, IMPORTS):
+            yield from ((stmt, stmt, name) for name in imports(stmt))
+        elif stmt in known:
+            for part in parts(stmt):
+                for node in chains(part):
+                    yield stmt, node, view.names.qualify(node, scope)
 
 
 def imports(stmt: ast.stmt) -> Iterator[str]:
@@ -160,9 +167,10 @@ def chains(node: ast.AST) -> Iterator[ast.expr]:
     stack = [node]
     while stack:
         item = stack.pop()
-        if isinstance(item, ast.Compare) or (isinstance(item, ast.Call) and last(item) in ("isinstance", "issubclass")):
+        kind = item.__class__
+        if kind is ast.Compare or (kind is ast.Call and last(item) in ("isinstance", "issubclass")):
             continue
-        if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
+        if isinstance(item, REFERENCES) and isinstance(item.ctx, ast.Load):
             yield item
             while isinstance(item, ast.Attribute):
                 item = item.value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import constant, dotted, idents, last, strings, walk
+from lockstep_lint.analysis.nodes import REFERENCES, constant, dotted, idents, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -52,7 +52,7 @@ def leaked(view: View, value: ast.expr, site: Site) -> str:
     """Return the secret that an argument gives away."""
     hidden = {part for node in walk(value) for part in used(node)}
     for node in walk(value):
-        name = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else None
+        name = dotted(node) if isinstance(node, REFERENCES) else None
         key = constant(variable(node))
         if node in hidden:
             continue
@@ -105,7 +105,7 @@ def shown(node: ast.expr) -> Iterator[ast.expr]:
     parts: list[ast.expr] = []
     if isinstance(node, ast.Attribute) and node.attr == "__dict__":
         node = node.value
-    if isinstance(node, ast.Name | ast.Attribute):
+    if isinstance(node, REFERENCES):
         yield node
     elif isinstance(node, ast.Call) and last(node) in SHOWS:
         parts = [*node.args, node.func.value] if isinstance(node.func, ast.Attribute) else node.args

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import apart, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.run import literals, outcome
 from lockstep_lint.events.values import sites_of
@@ -21,7 +21,7 @@ SHARED = "draws from numpy's generator in unseeded workers: use torch's, or a wo
 SEEDS_NUMPY = (1, 9)
 # A function of this name seeds nothing until a loader is given it.
 SEEDS_WORKERS = re.compile(r"(?<!def )\bworker_init_fn\b")
-LOADER = re.compile(r"Loader[A-Z]?$")
+LOADER = Words(r"Loader[A-Z]?$")
 QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Generator", "SeedSequence"}
 
 

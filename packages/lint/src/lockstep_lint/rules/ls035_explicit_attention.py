@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, base, constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.nodes import SEQUENCES, argument, base, constant, dotted, keyword, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -123,7 +123,7 @@ def keeps(stmt: ast.stmt, names: set[str]) -> bool:
     """Check whether a statement returns or stores the weights themselves, which the fused kernel never makes."""
     value = getattr(stmt, "value", None)
     if isinstance(stmt, ast.Return):
-        parts = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+        parts = value.elts if isinstance(value, SEQUENCES) else [value]
         parts += value.values if isinstance(value, ast.Dict) else []
         parts += [item.value for item in value.keywords] if isinstance(value, ast.Call) else []
         return any(is_same(part, names) for part in parts)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import Words, dotted, idents, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, idents, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock
 from lockstep_lint.events.marks import operands
@@ -120,7 +120,7 @@ def exchanges_name(called: str, call: ast.Call, name: str) -> bool:
 
 def names(node: ast.AST) -> list[str]:
     """Return the names in an expression."""
-    return [key for part in walk(node) if isinstance(part, ast.Name | ast.Attribute) and (key := dotted(part))]
+    return [key for part in walk(node) if isinstance(part, REFERENCES) and (key := dotted(part))]
 
 
 RULE = Rule(
