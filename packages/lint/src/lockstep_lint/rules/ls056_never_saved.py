@@ -27,6 +27,7 @@ KEEPS = Words(
     re.IGNORECASE,
 )
 NAMES = (ast.Name, ast.Attribute)
+SHOWS = Words(r"summary|watch|print|info|count|init|seed|freeze|eval|train", re.IGNORECASE)
 MEASURES = re.compile(r"bench|profil|\btoy|dummy|synthetic|fake|throughput|sweep", re.IGNORECASE)
 EXAMPLES = re.compile(
     r"(example|demo|tutorial|test|sample|try|play)_|_(example|demo|tutorial|test|sample)", re.IGNORECASE
@@ -74,7 +75,7 @@ def keeps(view: View, run: Run) -> bool:
 def takes(view: View, site: Site) -> bool:
     """Whether something out of sight is handed a model and gives nothing back (`on_epoch_end(model, epoch)`)."""
     sole = isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call
-    if not sole or view.names.qualify(site.call.func, site.scope).startswith("torch."):
+    if not sole or SHOWS.search(site.name) or view.names.qualify(site.call.func, site.scope).startswith("torch."):
         return False
     given = (*site.call.args, *(item.value for item in site.call.keywords))
     return any(isinstance(each, NAMES) and view.kinds.is_model(each, site.scope) for each in given)
