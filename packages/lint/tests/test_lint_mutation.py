@@ -259,6 +259,11 @@ MUTATIONS = [
             "    model.module.load_state_dict(state['model'])"
         )),
     ]),
+    ("LS057", "ddp", [
+        replace("train_data = ", "train_data = datasets.ImageFolder('photos')"),
+        append("import os", "from torchvision import datasets"),
+        replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

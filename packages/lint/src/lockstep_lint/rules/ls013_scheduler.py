@@ -143,7 +143,12 @@ def counted_apart(view: View, run: Run, event: Event, made: Made) -> str:
         elif DATA.search(last(of)) and not any(map(RANKS.search, words)):
             batch = next((each for each in around if named(each, BATCH)), None)
             sizes = [keyword(call, "batch_size") for call in trained_on(view)]
-            if batch is None and not around and sizes and all(size is not None and constant(size) != 1 for size in sizes):
+            if (
+                batch is None
+                and not around
+                and sizes
+                and all(size is not None and constant(size) != 1 for size in sizes)
+            ):
                 return SAMPLES
             if batch is not None and run.of("sampler") and any(size_of_rank(size, batch) for size in sizes):
                 return UNDIVIDED
