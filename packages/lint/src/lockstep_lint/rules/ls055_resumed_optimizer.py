@@ -92,8 +92,8 @@ RULE = Rule(
     name="resume without the optimizer",
     what="A run that is resumed loads the weights of its checkpoint, and nothing loads the state of its optimizer.",
     why=(
-        "Adam's moments and SGD's momentum start at zero again, and so does the schedule of the rate, which may rise to "
-        "its peak on weights that were nearly done. The loss jumps, and the run is not the one that was interrupted."
+        "Adam's moments and SGD's momentum start at zero again, and so does the schedule of the rate, which may rise "
+        "to its peak on weights that were nearly done. The loss jumps, and the run is not the one that was interrupted."
     ),
     bad="""
 import torch

@@ -98,8 +98,13 @@ def sorted_data(view: View, node: ast.expr, scope: Scope) -> bool:
     bases = [name for name in view.names.bases_of(owner) if not name.endswith(("Dataset", "object", "ABC", "Generic"))]
     if bases or MIXED.search(part_of(owner)) or ORDERED.search(owner.name):
         return False
-    own = owner.defs["__getitem__"]
-    return len(own.params) == 2 and own.params[1] in idents(ast.Module(body=own.node.body, type_ignores=[]))  # type: ignore
+    return uses_index(owner.defs["__getitem__"])
+
+
+def uses_index(method: Scope) -> bool:
+    """Whether `__getitem__` reads the index that it is given."""
+    body = getattr(method.node, "body", [])
+    return len(method.params) == 2 and any(method.params[1] in idents(stmt) for stmt in body)
 
 
 def part_of(scope: Scope) -> str:
@@ -115,12 +120,12 @@ RULE = Rule(
     code="LS057",
     name="training data not shuffled",
     what=(
-        "The loader that the epochs of a training run over has no `shuffle=True` and no sampler, or a DistributedSampler "
-        "with `shuffle=False`, and nothing else mixes its data."
+        "The loader that the epochs of a training run over has no `shuffle=True` and no sampler, or a "
+        "DistributedSampler with `shuffle=False`, and nothing else mixes its data."
     ),
     why=(
-        "Neighbours in the data are alike: files lie in the order of their classes, windows of one recording follow each "
-        "other. A batch then shows one class or scene, and each epoch shows the same batches in the same order."
+        "Neighbours in the data are alike: files lie in the order of their classes, windows of one recording follow "
+        "each other. A batch then shows one class or scene, and each epoch shows the same batches in the same order."
     ),
     bad="""
 import torch
