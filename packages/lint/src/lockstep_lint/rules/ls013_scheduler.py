@@ -134,7 +134,7 @@ def missized(view: View) -> Iterator[Found]:
 def counted_apart(view: View, run: Run, event: Event, made: Made) -> str:
     """Explain why a length counts other steps than those of a schedule; "" where it may be right."""
     parts = [part for horizon, home in horizons(view, *made) for part in counted(view, horizon, home)]
-    grouped = any(in_few_turns(view, block, event) for block in event.within(event.loops[-1]) if is_arm(block))
+    grouped = any(isinstance(b, ArmBlock) and in_few_turns(view, b, event) for b in event.within(event.loops[-1]))
     for of, home, around in parts:
         words = [word for each in around for word in idents(each)]
         if view.kinds.is_loader(of, home):

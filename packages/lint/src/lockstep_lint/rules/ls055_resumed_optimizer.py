@@ -20,7 +20,7 @@ MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: s
 # What says that a run goes on, and what says that its weights are only a beginning, or that it does not train.
 RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
 OTHERWISE = Words(
-    r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights_only$|transfer|^jit$",
+    r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights?(_only)?$|transfer|^jit$",
     re.IGNORECASE,
 )
 # Whatever may give an optimizer its state, or says that it is left out on purpose.
@@ -59,6 +59,7 @@ def resumes(view: View, event: Event) -> bool:
     made = [(origin.node, origin.scope) for origin in view.origins.of(given, event.scope)]
     words = [word for node, home in ((t.node, t.scope) for t in event.tests) for word in meant(node, home)]
     words += [word for node, home in made for word in meant(node, home)]
+    words += meant(given, event.scope) if given is not None else ()
     return any(map(RESUMES.search, words)) and not any(map(OTHERWISE.search, words))
 
 

@@ -17,7 +17,7 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "trains {turns} and never saves the model, which is lost when the program ends: save model.state_dict()"
-UNCALLED = "never saves the model, since nothing calls {name}() of line {line}: it is lost when the program ends"
+UNCALLED = "never saves the model, since nothing calls {name}(): it is lost when the program ends"
 # So many epochs, or steps where nothing counts epochs, are no example and no measurement of speed.
 MANY_EPOCHS, MANY_STEPS = 30, 1000
 # Whatever may keep a model out of sight, is no training of a model, or only measures.
@@ -28,7 +28,7 @@ KEEPS = Words(
 )
 NAMES = (ast.Name, ast.Attribute)
 SHOWS = Words(r"summary|watch|print|info|count|init|seed|freeze|eval|train", re.IGNORECASE)
-MEASURES = re.compile(r"bench|profil|\btoy|dummy|synthetic|fake|throughput|sweep", re.IGNORECASE)
+MEASURES = re.compile(r"(?<!cudnn\.)bench|profil|\btoy|dummy|synthetic|fake|throughput|sweep", re.IGNORECASE)
 EXAMPLES = re.compile(
     r"(example|demo|tutorial|test|sample|try|play)_|_(example|demo|tutorial|test|sample)", re.IGNORECASE
 )
@@ -51,7 +51,7 @@ def check(view: View) -> Iterator[Found]:
         if turns:
             yield Found(loop.node, MESSAGE.format(turns=turns))
         elif saver is not None:
-            yield Found(loop.node, UNCALLED.format(name=saver.name, line=saver.node.lineno))  # type: ignore[attr-defined]
+            yield Found(saver.node, UNCALLED.format(name=saver.name))
 
 
 def outermost(run: Run) -> LoopBlock | None:
@@ -83,7 +83,7 @@ def takes(view: View, site: Site) -> bool:
 
 def of_text(view: View, site: Site) -> bool:
     """Whether a call writes figures or texts: of json, yaml or a table, or a file's own `write`."""
-    return site.name in ("write", "writerow") or TEXTS.search(view.names.qualify(site.call.func, site.scope))
+    return site.name in ("write", "writerow") or bool(TEXTS.search(view.names.qualify(site.call.func, site.scope)))
 
 
 def is_text(view: View, event: Event) -> bool:

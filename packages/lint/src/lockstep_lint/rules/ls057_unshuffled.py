@@ -59,8 +59,7 @@ def sampled(view: View, sampler: ast.expr, scope: Scope) -> Iterator[Found]:
     made = list(view.origins.of(sampler, scope))
     call = made[0].call if len(made) == 1 else None
     if call is not None and last(call) == "DistributedSampler" and made[0].scope.module is view.module:
-        if constant(keyword(call, "shuffle")) is False:
-            yield Found(call, SAMPLED)
+        yield from (Found(call, SAMPLED),) if constant(keyword(call, "shuffle")) is False else ()
 
 
 def repeated(view: View, run: Run) -> Iterator[ast.Call]:
@@ -125,7 +124,7 @@ RULE = Rule(
     ),
     why=(
         "Neighbours in the data are alike: files lie in the order of their classes, windows of one recording follow "
-        "each other. A batch then shows one class or scene, and each epoch shows the same batches in the same order."
+        "each other. A batch then has one class or scene, and each epoch has the same batches in the same order."
     ),
     bad="""
 import torch
@@ -160,8 +159,8 @@ def train(model, optimizer, loss_of, epochs):
     remedy="Pass shuffle=True, or give a sampler that shuffles",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
     note=(
-        "It is told for `ImageFolder` and for classes in sight with `__getitem__`, in loops that step and that lie in a "
-        "loop of epochs. Code near them that shuffles, draws at random or splits at random silences it, and so do names "
-        "that speak of streams, trajectories, replay or held-out data."
+        "It is told for `ImageFolder` and for classes in sight with `__getitem__`, in loops that step and that lie in "
+        "a loop of epochs. Code near them that shuffles, draws at random or splits at random silences it, and so do "
+        "names that speak of streams, trajectories, replay or held-out data."
     ),
 )
