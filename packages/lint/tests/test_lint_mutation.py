@@ -252,6 +252,19 @@ MUTATIONS = [
     ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
     ("LS053", "ddp", [append("import os", LINES)]),
     ("LS054", "ddp", [append("optimizer = ", "model.module.net = nn.Linear(8, 2)")]),
+    ("LS055", "ddp", [
+        prepend("for epoch in", (
+            "if 'RESUME' in os.environ:\n"
+            "    state = torch.load('model.pt', map_location='cpu', weights_only=True)\n"
+            "    model.module.load_state_dict(state['model'])"
+        )),
+    ]),
+    ("LS057", "ddp", [
+        replace("train_data = ", "train_data = datasets.ImageFolder('photos')"),
+        append("import os", "from torchvision import datasets"),
+        replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
+    ]),
+    ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 
 

@@ -12,7 +12,9 @@ from lockstep_lint.analysis.view import View
 __all__ = ["FOLDERS", "OPENS", "fetches", "folder", "path_read", "path_written"]
 
 # What makes folders and takes them away.
-FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive")
+FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remove", "unlink", "rename")
+# What takes a file away, which only one process can.
+TAKES = ("os.remove", "os.unlink", "os.rename")
 # Tests that ask whether a folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
 # What a shell is told to fetch.
@@ -42,6 +44,8 @@ def folder(view: View, site: Site, full: str) -> Iterator[str]:
     tests = list(guards(site.stmt, site.module))
     if full == "shutil.rmtree":
         yield "remove"
+    elif full in TAKES or (site.name == "unlink" and of_path(view, site) and keyword(site.call, "missing_ok") is None):
+        yield from () if handled(site) else ("take",)
     elif site.name in ("extractall", "unpack_archive"):
         yield from () if tests else ("unpack",)
     elif makes(view, site, full) and not handled(site):
@@ -54,9 +58,13 @@ def makes(view: View, site: Site, full: str) -> bool:
         return False
     if full in ("os.makedirs", "os.mkdir"):
         return len(site.call.args) < 3
-    made = site.name == "mkdir" and not full and site.receiver is not None
-    called = [name for _, _, name in view.origins.calls_of(site.receiver, site.scope)] if made else []
-    called += [view.names.qualify(node, site.scope) for node in walk(site.receiver)] if made and site.receiver else []
+    return site.name == "mkdir" and not full and of_path(view, site)
+
+
+def of_path(view: View, site: Site) -> bool:
+    """Whether a call is of a method of a path of pathlib."""
+    called = [name for _, _, name in view.origins.calls_of(site.receiver, site.scope)]
+    called += [view.names.qualify(node, site.scope) for node in walk(site.receiver)] if site.receiver else []
     return any(name.endswith("pathlib.Path") for name in called)
 
 

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import inside
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.kinds import EVALUATION
+from lockstep_lint.analysis.nodes import last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, LoopBlock
 from lockstep_lint.events.run import runs
 
 __all__ = ["feeds", "trained_on"]
+
+# Methods of Accelerate and Fabric that give back the loader that they are given.
+PREPARES = ("prepare", "prepare_data_loader", "setup_dataloaders")
 
 
 def trained_on(view: View) -> dict[ast.Call, bool]:
@@ -36,7 +40,13 @@ def feeds(view: View, event: Event) -> Iterator[ast.Call]:
 
 def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Scope] | None:
     """Return the loader that a loop certainly iterates over; None if that is unknown."""
-    return view.kinds.loader_call(view.kinds.iterated(source, loop.scope), loop.scope)
+    node = view.kinds.iterated(source, loop.scope)
+    found = view.kinds.loader_call(node, loop.scope)
+    if found is None:  # `loader = accelerator.prepare(loader)`
+        prepared = (pair for pair in view.origins.calls_of(node, loop.scope) if last(pair[0]) in PREPARES)
+        given = ((call.args[0], home) for call, home, _ in prepared if len(call.args) == 1)
+        found = next(filter(None, (view.kinds.loader_call(*each) for each in given)), None)
+    return found
 
 
 def evaluates(name: str) -> bool:

@@ -82,6 +82,8 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
+# What ends the program.
+ENDS = ("sys.exit", "os._exit", "exit", "quit")
 Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
@@ -507,7 +509,8 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
-        if isinstance(stmt, ast.Break | ast.Return):
+        call = stmt.value if isinstance(stmt, ast.Expr) else None
+        if isinstance(stmt, ast.Break | ast.Return) or (isinstance(call, ast.Call) and dotted(call.func) in ENDS):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, ast.If | ast.While | ast.Assert):
             often = self.trains(scope.module) and not every_so_often(stmt.test)

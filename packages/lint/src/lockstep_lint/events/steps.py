@@ -14,7 +14,16 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, parting, seen_from, turn
 from lockstep_lint.events.run import Run, runs
 
-__all__ = ["Accumulation", "StepLoop", "accumulating", "accumulations", "step_loops", "turn_of", "turns"]
+__all__ = [
+    "Accumulation",
+    "StepLoop",
+    "accumulating",
+    "accumulations",
+    "in_few_turns",
+    "step_loops",
+    "turn_of",
+    "turns",
+]
 
 
 @dataclass(eq=False, slots=True)

@@ -6,12 +6,24 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop, guards, inside
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import REFERENCES, argument, constant, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import (
+    REFERENCES,
+    Words,
+    argument,
+    constant,
+    dotted,
+    idents,
+    keyword,
+    last,
+    strings,
+    walk,
+)
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
+from lockstep_lint.events.loaders import trained_on
 from lockstep_lint.events.query import same
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.steps import step_loops
+from lockstep_lint.events.steps import in_few_turns, step_loops
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -23,6 +35,14 @@ IN_STEPS = "the schedule's length is in steps, but it is stepped once an epoch: 
 BEFORE = "steps the schedule before the optimizer: the first rate is skipped, so call optimizer.step() first"
 HEAD = "steps the schedule before the epoch's training: the first rate is skipped, so step it after"
 PLATEAU = "ReduceLROnPlateau stops here: its step() needs the score that it watches"
+GROUPED = "the schedule's length counts batches, but it is stepped once in several: divide it by their number"
+SAMPLES = "the schedule's length counts samples, but it is stepped once a batch: divide it by the batch's size"
+UNDIVIDED = "the schedule's length counts the batches of all ranks, each of which takes its part: use len(loader)"
+TWICE = "the schedule is stepped in every batch, and once more an epoch: keep one of the two"
+DATA = Words(r"data_?set$|(train|training)_?(set|data|ds)$", re.IGNORECASE)
+BATCH = re.compile(r"batch|\bbs\b|^bs$", re.IGNORECASE)
+RANKS = Words(r"world|gpu|rank|device|replica|process|node|accum|global|total_batch", re.IGNORECASE)
+GROUPS = Words(r"accum|group|update|micro|every|step|grad", re.IGNORECASE)
 # The class of a scheduler, the call that makes it and the scope of that.
 Made = tuple[str, ast.Call, Scope]
 # What a length is worked out by.
@@ -33,7 +53,8 @@ TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every scheduler.step(): in which loop it runs, and before or after what."""
+    """Looks at every scheduler.step(): in which loop it runs, before or after what, and for which length."""
+    yield from missized(view)
     for run in runs(view):
         for event in run.of("schedule"):
             site = event.mark.site
@@ -47,7 +68,7 @@ def check(view: View) -> Iterator[Found]:
                 site.call.func, site.scope
             ):
                 continue
-            message = misplaced(view, run, event, made) or early(view, run, event)
+            message = misplaced(view, run, event, made) or twice(view, run, event) or early(view, run, event)
             if message:
                 yield at(site, message)
 
@@ -105,6 +126,106 @@ def misplaced(view: View, run: Run, event: Event, made: list[Made]) -> str:
         ):
             return f"T_max={constant(horizon)} is a fixed number of steps: give it the steps that the run takes"
     return ""
+
+
+def missized(view: View) -> Iterator[Found]:
+    """Looks at the schedules that are made in a file and stepped in every batch: does their length count such steps?"""
+    found: dict[ast.Call, Found] = {}
+    for run in runs(view):
+        for event in run.of("schedule"):
+            if event.mark.site is None or place(run, event) != "batch":
+                continue
+            for name, call, scope in schedulers(view, event.mark.site):
+                message = counted_apart(view, run, event, (name, call, scope)) if scope.module is view.module else ""
+                if message:
+                    found.setdefault(call, Found(call, message))
+    yield from found.values()
+
+
+def counted_apart(view: View, run: Run, event: Event, made: Made) -> str:
+    """Explain why a length counts other steps than those of a schedule; "" where it may be right."""
+    parts = [part for horizon, home in horizons(view, *made) for part in counted(view, horizon, home)]
+    grouped = any(isinstance(b, ArmBlock) and in_few_turns(view, b, event) for b in event.within(event.loops[-1]))
+    for of, home, around in parts:
+        words = [word for each in around for word in idents(each)]
+        if view.kinds.is_loader(of, home):
+            if grouped and not any(map(GROUPS.search, words)):
+                return GROUPED
+        elif DATA.search(last(of)) and not any(map(RANKS.search, words)):
+            batch = next((each for each in around if named(each, BATCH)), None)
+            sizes = [keyword(call, "batch_size") for call in trained_on(view)]
+            if (
+                batch is None
+                and not around
+                and sizes
+                and all(size is not None and constant(size) != 1 for size in sizes)
+            ):
+                return SAMPLES
+            if batch is not None and run.of("sampler") and any(size_of_rank(size, batch) for size in sizes):
+                return UNDIVIDED
+    return ""
+
+
+def is_arm(block: object) -> bool:
+    return isinstance(block, ArmBlock)
+
+
+def size_of_rank(size: ast.expr | None, batch: ast.expr) -> bool:
+    """Whether a loader of each rank takes batches of the very size that a length is divided by."""
+    return size is not None and dotted(size) is not None and dotted(size) == dotted(batch)
+
+
+def horizons(view: View, name: str, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """Yield what a scheduler is told of its length, the steps of an epoch too, or what its factor is divided by."""
+    given = (keyword(call, word) for word in ("steps_per_epoch", "total_steps"))
+    yield from ((each, scope) for each in (length(name, call), *given) if each is not None)
+    factor = argument(call, 1, "lr_lambda") if name == "LambdaLR" else None
+    function = view.names.definition(factor, scope) if isinstance(factor, ast.Name) else None
+    body, home = (function.node, function) if function is not None else (factor, scope)
+    arguments = getattr(body, "args", None)
+    if isinstance(arguments, ast.arguments) and body is not None:
+        own = {arg.arg for arg in arguments.args}
+        parts = (part for part in walk(body) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div))
+        yield from ((part.right, home) for part in parts if own & set(idents(part.left)))
+
+
+ROUNDS = ("int", "ceil", "floor", "round", "float", "max", "min")
+# A length, or a part of one, that is counted: of what, where, and what it is divided by.
+Counted = tuple[ast.expr, Scope, tuple[ast.expr, ...]]
+
+
+def counted(
+    view: View, node: ast.expr, scope: Scope, around: tuple[ast.expr, ...] = (), depth: int = 8
+) -> Iterator[Counted]:
+    """Yield what the lengths are of that a number is the product of."""
+    if depth == 0:
+        return
+    if isinstance(node, ast.BinOp):
+        shared = isinstance(node.op, ast.Div | ast.FloorDiv)
+        yield from counted(view, node.left, scope, (*around, node.right) if shared else around, depth - 1)
+        if isinstance(node.op, ast.Mult):
+            yield from counted(view, node.right, scope, around, depth - 1)
+    elif isinstance(node, ast.UnaryOp):
+        yield from counted(view, node.operand, scope, around, depth - 1)
+    elif isinstance(node, ast.Call) and last(node) == "len" and len(node.args) == 1:
+        yield node.args[0], scope, around
+    elif isinstance(node, ast.Call) and last(node) in ROUNDS:
+        for given in node.args:
+            yield from counted(view, given, scope, around, depth - 1)
+    elif isinstance(node, ast.Name | ast.Attribute):
+        found = [origin for origin in view.origins.of(node, scope) if isinstance(origin.node, PARTS)]
+        for origin in found if len(found) == 1 else ():
+            yield from counted(view, origin.node, origin.scope, around, depth - 1)
+
+
+def twice(view: View, run: Run, event: Event) -> str:
+    """Explain that a schedule is stepped at the end of each epoch and in each of its batches too."""
+    loop = event.loops[-1] if event.loops else None
+    if place(run, event) != "epoch" or any(map(is_arm, event.within(loop))):
+        return ""
+    others = [other for other in run.of("schedule") if loop in other.loops and place(run, other) == "batch"]
+    sure = (other for other in others if not any(map(is_arm, other.within(loop))) and not apart(event, other))
+    return TWICE if any(same(view, event, other) for other in sure) else ""
 
 
 def leftover(view: View, run: Run, event: Event) -> bool:

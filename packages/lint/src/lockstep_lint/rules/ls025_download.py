@@ -1,4 +1,4 @@
-"""LS025: a download, or a folder made or removed, on every rank."""
+"""LS025: a download, or a file or folder made or removed, on every rank."""
 
 import ast
 import re
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, strings, walk
+from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event
+from lockstep_lint.events.event import Event, HandlerBlock
 from lockstep_lint.events.query import alone, shown_at, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -30,6 +31,7 @@ OPTIONS = {"download", "transform", "target_transform", "transforms", "exist_ok"
 MESSAGES = {
     "fetch": "every rank downloads into the same place at once: let one rank do it, with a barrier for the others",
     "remove": "every rank removes this folder, also what another has put there since: do it on rank 0, then a barrier",
+    "take": "every rank removes or renames this file, and all but the first fail: do it on rank 0",
     "unpack": "every rank unpacks into the same folder at once: do it on rank 0, then a barrier",
     "ask": "two ranks may find that there is no such folder, and one then fails: pass exist_ok=True",
     "make": "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0",
@@ -48,11 +50,17 @@ def check(view: View) -> Iterator[Found]:
             helped = site is not made
             if site is None or made is None or (helped and not helps(view, site, event)):
                 continue
-            at_once = by_all(view, site) and not own(site) and not alone(view, event)
+            at_once = by_all(view, site) and not own(site) and not alone(view, event) and not at_an_end(event)
             if at_once and not in_turn(view, run, event):
                 yield at(site, HELPED if helped else MESSAGES[event.detail])
             if event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
                 yield from unwaited(view, made)
+
+
+def at_an_end(event: Event) -> bool:
+    """Whether a file is taken away where an exception is handled, which one process may have, or in a test."""
+    handles = any(isinstance(block, HandlerBlock) for block in event.path)
+    return event.detail == "take" and (handles or unit_test(event.module))
 
 
 def helps(view: View, site: Site, event: Event) -> bool:
@@ -127,8 +135,8 @@ RULE = Rule(
     code="LS025",
     name="prepared on every rank",
     what=(
-        "All ranks download a dataset to the same place, or make or remove the same folder, without one going first; "
-        "or one rank downloads and the others do not wait."
+        "All ranks download a dataset to the same place, or make or remove the same file or folder, without one going "
+        "first; or one rank downloads and the others do not wait."
     ),
     why=(
         "The processes write the same files at the same time: some read a half-written archive and fail, or train"

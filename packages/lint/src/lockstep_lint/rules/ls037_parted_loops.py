@@ -188,6 +188,8 @@ def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
         name = own_flag(view, test.node, loop, scope)
         if name:
             return f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
+    if isinstance(event.node, ast.Expr):
+        return ""  # an end by an own value is of an error, for which the others are ended too
     decided = made_of([test.node for test in tests], loop, scope)
     if exchanged(view, decided, loop, scope):
         return ""
@@ -251,6 +253,8 @@ def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
         root = key.split(".")[0]
         binds = [b for b in scope.binds.get(key, []) if inside(b.stmt, loop, scope.module)]
         sets = [(b.stmt, view.ranks.side(b.stmt, scope)) for b in binds]
+        if not sets and isinstance(node, ast.Attribute) and set_alone(view, node, scope):
+            return key
         if key != root:  # an object that one rank alone feeds: `if rank == 0: stopper(loss)`, then `if stopper.stop`
             feeding = [s for s in scope.sites if inside(s.stmt, loop, scope.module) and feeds(s, root)]
             sets += [(s.stmt, view.ranks.side(s.stmt, scope)) for s in feeding]
@@ -259,6 +263,26 @@ def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
         if lone and not shared and not shared_between(scope, root, lone[-1].lineno, test.lineno):
             return key
     return ""
+
+
+def set_alone(view: View, node: ast.Attribute, scope: Scope) -> bool:
+    """Whether an object's attribute is set in its class's methods, in one of them by one rank alone and in no other."""
+    root = dotted(node.value)
+    owner = scope.owner if root == "self" else view.calls.class_of(node.value, scope)
+    methods = (
+        [m for each in (owner, *view.names.parents(owner)) for m in each.defs.values()] if owner is not None else []
+    )
+    binds = [(bind, method) for method in methods for bind in method.binds.get(f"self.{node.attr}", [])]
+    sets = [(bind.stmt, method) for bind, method in binds if not begins(bind, method)]
+    if not sets or any(view.ranks.side(stmt, method) != 1 for stmt, method in sets):
+        return False
+    return not any(TELLS.search(site.name) for stmt, method in sets for site in method.sites if site.line > stmt.lineno)
+
+
+def begins(bind: Bind, method: Scope) -> bool:
+    """Whether a binding only gives an attribute its first value, or takes a flag back."""
+    given = list(element_of(bind.value, bind.path))
+    return all(isinstance(each, ast.Constant) and (method.name == "__init__" or not each.value) for each in given)
 
 
 def feeds(site: Site, root: str) -> bool:

@@ -1,0 +1,140 @@
+"""LS055: a resumed run whose optimizer starts afresh."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event, apart
+from lockstep_lint.events.query import given_as
+from lockstep_lint.events.run import Run, runs
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
+# What says that a run goes on, and what says that its weights are only a beginning, or that it does not train.
+RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
+OTHERWISE = Words(
+    r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights?(_only)?$|transfer|^jit$",
+    re.IGNORECASE,
+)
+# Whatever may give an optimizer its state, or says that it is left out on purpose.
+RESTORES = re.compile(
+    r"optim\w*(\[[^\]]*\])?\.load|load_optim|set_(optimizer_)?state_dict|load_state\(|restore_optim|optim_state_dict"
+    r"|(?<!torch\.)\b\w*(load|restore|resume)\w*\([^)\n]*\b(optim|opt\b(?!\.))|deepspeed|reset_optim"
+)
+PLAIN = ("SGD",)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for weights that a resumed run loads before it trains, where nothing loads the optimizer's state."""
+    if "resum" not in (text := view.module.text).lower() and "start_epoch" not in text:
+        return
+    if any(restores(member) for member in view.project.closure(view.module)):
+        return
+    for run in runs(view):
+        for event in run.of("load"):
+            if event.module is view.module and resumes(view, event) and goes_on(view, run, event):
+                yield Found(event.node, MESSAGE)
+                break
+
+
+def restores(module: Module) -> bool:
+    """Whether a file may give an optimizer its state."""
+    return RESTORES.search(module.bare) is not None
+
+
+def resumes(view: View, event: Event) -> bool:
+    """Whether a run loads the weights of a model because it goes on."""
+    receiver, home = given_as(event, event.mark.subject, event.scope)
+    if not view.kinds.is_model(receiver, home) or OTHERWISE.search(last(receiver)):
+        return False
+    call = event.node
+    given = next(iter(call.args), None) if isinstance(call, ast.Call) else None
+    made = [(origin.node, origin.scope) for origin in view.origins.of(given, event.scope)]
+    words = [word for node, home in ((t.node, t.scope) for t in event.tests) for word in meant(node, home)]
+    words += [word for node, home in made for word in meant(node, home)]
+    words += meant(given, event.scope) if given is not None else ()
+    return any(map(RESUMES.search, words)) and not any(map(OTHERWISE.search, words))
+
+
+def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
+    """Yield the words of an expression, and of what its names were given in its function (`path = args.resume`)."""
+    yield from (*idents(node), *strings(node))
+    for name in idents(node):
+        binds = scope.binds.get(name, [])
+        for bind in binds if len(binds) == 1 else ():
+            yield from idents(bind.value) if bind.value is not None else ()
+
+
+def goes_on(view: View, run: Run, event: Event) -> bool:
+    """Whether a run trains after an event, with an optimizer or a schedule that has a state."""
+    trained = [step for step in run.of("step") if step.place > event.place and not apart(step, event)]
+    made = [each for each in run.of("optimizer") if trained and not apart(each, event)]
+    scheduled = any(each.place > event.place for each in run.of("schedule"))
+    return bool(trained) and (scheduled or any(has_state(view, each.node, each.scope) for each in made))
+
+
+def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
+    """Whether an optimizer of torch keeps a state between its steps."""
+    if not isinstance(call, ast.Call) or TORCH_OPTIMIZERS.match(view.names.qualify(call.func, scope)) is None:
+        return False
+    momentum = keyword(call, "momentum")
+    return last(call) not in PLAIN or (momentum is not None and constant(momentum) != 0)
+
+
+RULE = Rule(
+    code="LS055",
+    name="resume without the optimizer",
+    what="A run that is resumed loads the weights of its checkpoint, and nothing loads the state of its optimizer.",
+    why=(
+        "Adam's moments and SGD's momentum start at zero again, and so does the schedule of the rate, which may rise "
+        "to its peak on weights that were nearly done. The loss jumps, and the run is not the one that was interrupted."
+    ),
+    bad="""
+import torch
+
+def train(model, loader, loss_of, args):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if args.resume:
+        checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+    for epoch in range(args.start_epoch, args.epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        torch.save({"model": model.state_dict()}, "last.pt")
+""",
+    good="""
+import torch
+
+def train(model, loader, loss_of, args):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if args.resume:
+        checkpoint = torch.load(args.resume, map_location="cpu", weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    for epoch in range(args.start_epoch, args.epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.MEDIUM,
+    check=check,
+    fix="unsafe",
+    remedy="Save the states of the optimizer, the schedule and the scaler beside the model's, and load them too",
+    moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
+    note=(
+        "It is told where a test or a path speaks of a resume or of a first epoch. Weights that are only a beginning "
+        "(`args.pretrained`), and plain SGD without a schedule, are left alone."
+    ),
+)
