@@ -91,11 +91,12 @@ class Paths:
             return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
         if not parts or self.external(folder, parts[0]):
             return None
-        more = self.added(self.root(folder)) if self.added is not None else ()
-        found = (
-            self.locate(start, parts)
-            for start in (*self.bases(folder), *above(folder, parts[0], self.root(folder)), *more)
-        )
+        root = self.root(folder)
+        more = self.added(root) if self.added is not None else ()
+        bases = self.bases(folder)
+        if parts[0] == os.path.basename(root):  # what the project's folder is called says nothing, as in `above`
+            bases = tuple(start for start in bases if os.path.realpath(start) != os.path.dirname(root))
+        found = (self.locate(start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
         return next((path for path in found if path is not None), None)
 
     def external(self, folder: str, package: str) -> bool:
