@@ -10,6 +10,7 @@ gives rows by index, `plain_rows` reads text files.
 """
 
 import codecs
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
