@@ -29,6 +29,7 @@ __all__ = [
     "exact_sums",
     "fill_numbers",
     "flatten_numbers",
+    "float_of",
     "mean_numbers",
     "merge_sums",
     "number_of",
@@ -208,6 +209,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating | np.bool_)
 
 
+def float_of(value: Any) -> float:
+    """Return a checked number as a float; reading a tensor waits for the device."""
+    return float(value.item() if isinstance(value, Tensor | np.ndarray) else value)  # waits for the device
+
+
 def check_numbers(numbers: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
     """Check and return the numbers that a task's method returned with its loss.
 
@@ -252,7 +258,7 @@ def number_of(value: Any, items: float, factor: float) -> Number:
 def _copy_number(value: Any) -> Tensor | float:
     """Copy a number: its tensor may be overwritten before it is read."""
     if not isinstance(value, Tensor):
-        return float(value)
+        return float_of(value)
     number = value.detach().reshape(())
     return number.clone() if number.is_floating_point() else number.double()  # float32 would round an integer
 

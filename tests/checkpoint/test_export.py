@@ -5,6 +5,7 @@ import gc
 import json
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -242,6 +243,18 @@ def test_what_is_there_is_not_written_over(tmp_path):
         with pytest.raises(ConfigError, match="already exists"):
             export(path, out, "torch")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_a_full_disk_and_a_path_that_cannot_be_written_are_one_line(tmp_path, form, monkeypatch):
+    path = saved(tmp_path / "run", network())
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="OUT .*file.out"):
+        export(path, tmp_path / "file" / "out", form)
+    monkeypatch.setattr(exporting.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(ConfigError, match="OUT .*10 B free"):
+        export(path, tmp_path / "out", form)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_steps_are_chosen_and_damage_is_found(tmp_path, capsys):

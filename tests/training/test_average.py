@@ -74,7 +74,7 @@ def test_evaluate_load_and_export_take_the_average(place, tmp_path, capsys):
     assert tensors.keys() == named.keys()
     assert all(torch.equal(tensors[name], parameter) for name, parameter in named.items())
     assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert dispatch(["export", str(place / "with"), str(tmp_path / "model.pt"), "--ema", "--format", "torch"]) == 0
+    assert dispatch(["export", str(place / "with"), str(tmp_path / "model.pt"), "--ema"]) == 0
     assert torch.equal(torch.load(tmp_path / "model.pt")["head.weight"], model.embedding.weight)
 
 

@@ -479,11 +479,11 @@ def test_run_log_refuses_what_is_the_records_own_or_no_number(tmp_path, values, 
 
 
 def test_run_log_takes_every_kind_of_number(tmp_path):
-    given = {"a": 1, "b": 2.5, "d": np.float32(0.5), "e": np.int64(4), "f": math.nan}
+    given = {"a": 1, "b": 2.5, "d": np.float32(0.5), "e": np.int64(4), "f": math.nan, "g": np.array([6.0])}
     given["c"] = torch.tensor(3.5, requires_grad=True)
     with lockstep.Run(config(tmp_path, max_steps=1), Parts()) as running:
         for _ in running:
             running.log(given | {"train/own": 7.0})
     (record,) = [r for r in jsonl.read(tmp_path / "r" / "metrics.jsonl") if "train/own" in r]
-    assert [record[name] for name in "abcde"] == [1, 2.5, 3.5, 0.5, 4]
+    assert [record[name] for name in "abcdeg"] == [1, 2.5, 3.5, 0.5, 4, 6]
     assert math.isnan(record["f"])

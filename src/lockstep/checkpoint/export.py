@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
 from lockstep.config.task_options import OWN, kind_of
-from lockstep.errors import CheckpointError, ConfigError
-from lockstep.files import default_cache
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.files import bytes_text, default_cache, storage_error
 from lockstep.models.gpt import PRESETS
 from lockstep.models.hf import HubModel
 from lockstep.models.hf_heads import IMAGES, TEXTS, HubClassifier, HubEncoder
@@ -272,8 +273,8 @@ def export(
         ema: export the averaged weights, in their own dtype, with the checkpoint's buffers.
 
     Raises:
-        CheckpointError: damaged, without a model, not representable in the format, or the file system refused.
-        ConfigError: `out` exists.
+        CheckpointError: damaged, without a model, not representable in the format, or unreadable.
+        ConfigError: `out` exists or cannot be written, or its disk has too little room.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"OUT {printable(str(out))} already exists and is not overwritten; choose another name")
@@ -285,13 +286,37 @@ def export(
             source_tensors = _average_tensors(path, tensors) if ema and not weights else tensors
             source = ExportSource(path, source_tensors, _options_of(path), read_run_state(path), write_extras)
             out.parent.mkdir(parents=True, exist_ok=True)
+            _check_room(out, source.tensors)
             _FORMATS[form](source, temporary)
         os.rename(temporary, out)
     except OSError as error:
-        raise refusal_error(error) from error
+        raise _write_error(out, temporary, error) or refusal_error(error) from error
     finally:
         remove(temporary)
     return out
+
+
+def _check_room(out: Path, tensors: FullTensors) -> None:
+    """Raise ConfigError if the disk of `out` has less room than the model's tensors take, each stored once.
+
+    torch.save and dcp report a full disk as errors of their own, after they have filled it.
+    """
+    stored = {id(each): each for name, each in tensors.contents.items() if name.startswith("model/")}
+    size = sum(torch.Size(each.shape).numel() * itemsize(each.dtype) for each in stored.values())
+    if (free := shutil.disk_usage(out.parent).free) < size:
+        raise ConfigError(
+            f"OUT {printable(str(out))}: {bytes_text(free)} free, and the weights take {bytes_text(size)}; make room, "
+            "or choose another folder"
+        )
+
+
+def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | None:
+    """Return the error for an `out` that cannot be written; None: the error is of another file."""
+    refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else None
+    if refused is None or not (temporary.is_relative_to(refused) or refused.is_relative_to(temporary)):
+        return None
+    reason = error.strerror or str(error)
+    return storage_error(error) or ConfigError(f"OUT {printable(str(out))}: {reason}; choose another folder")
 
 
 def _average_tensors(path: Path, tensors: FullTensors) -> FullTensors:

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import math
 import sys
+from pathlib import Path
 
 from lockstep.config.cli import Parser
 from lockstep.config.secrets import printable
@@ -85,11 +86,15 @@ def export_command(argv: list[str]) -> int:
         args = _export_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
+    form = args.format or ("torch" if Path(args.out).suffix in _TORCH_ENDINGS else "safetensors")
     exporting = importlib.import_module("lockstep.training.inference")  # loads torch
-    request = exporting.ExportRequest(args.run, args.out, args.format, _which(args), args.merge, args.task, args.ema)
+    request = exporting.ExportRequest(args.run, args.out, form, _which(args), args.merge, args.task, args.ema)
     path = exporting.export_run(request, lambda line: print(line, file=sys.stderr))
-    print(f"{printable(path.name)} as {args.format}: {printable(args.out)}")
+    print(f"{printable(path.name)} as {form}: {printable(args.out)}")
     return 0
+
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin")  # files that their readers open with torch.load
 
 
 def _export_parser() -> Parser:
@@ -98,7 +103,8 @@ def _export_parser() -> Parser:
     add("run", metavar="RUN", help="the folder or URL of a run, or of one checkpoint")
     add("out", metavar="OUT", help="file (safetensors, torch) or folder (dcp, hf, peft) to write")
     formats = ["safetensors", "torch", "dcp", "hf", "peft"]
-    add("--format", choices=formats, default=formats[0], help="default: %(default)s")
+    by_ending = f"default: torch for an OUT that ends in {', '.join(_TORCH_ENDINGS)}, else safetensors"
+    add("--format", choices=formats, default="", help=by_ending)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--step", type=int, help="the checkpoint of this step (default: the newest complete one)")
     group.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")

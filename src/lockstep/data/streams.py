@@ -68,7 +68,7 @@ class StreamSource(ABC):
 
     def __init__(self, parts: int, name: str, draws: bool, *, has_state: bool = False) -> None:
         if not isinstance(parts, int) or parts < 1:
-            raise DataError(f"the training set {name} has parts = {parts!r}; a stream has at least 1")
+            raise DataError(f"the training set {name} has parts = {parts!r}; a stream has at least 1; look at its path")
         self.parts, self.name, self.draws_random, self.has_state = parts, name, draws, has_state
 
     @abstractmethod

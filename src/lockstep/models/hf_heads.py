@@ -210,7 +210,9 @@ class HubEncoder:
             list(texts), *([list(pairs)] if pairs else []), truncation=True, max_length=longest, verbose=False
         )
         keys = list(encoding)
-        return [dict(zip(keys, values, strict=True)) for values in zip(*(encoding[key] for key in keys), strict=True)]
+        rows = [dict(zip(keys, values, strict=True)) for values in zip(*(encoding[key] for key in keys), strict=True)]
+        one = {"input_ids": self.pad, "attention_mask": 1}  # for a text without tokens: no model takes an empty one
+        return [row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys} for row in rows]
 
     def save(self, folder: Path) -> None:
         """Write the files that `HubEncoder(folder)` reads."""

@@ -10,6 +10,7 @@ gives rows by index, `plain_rows` reads text files.
 """
 
 import codecs
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -604,7 +605,10 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
     except LockstepError:
         raise
     except Exception as error:
-        name, message = request.name, " ".join(str(error).split())
+        name = request.name
+        generation = sys.modules["datasets"].exceptions.DatasetGenerationError if "datasets" in sys.modules else ()
+        reason = error.__cause__ if isinstance(error, generation) and error.__cause__ else error  # it names the row
+        message = " ".join(str(reason).split())
         if is_hub_name(name) and isinstance(error, ConnectionError):
             text = f"no such file or folder, not in HF_HOME, and the hub is unreachable; {_way_out(request)}"
         else:

@@ -28,7 +28,7 @@ from lockstep.diagnose.profile.verdict import FILE
 from lockstep.distributed import failures
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, LockstepError, UsageError
-from lockstep.records import Best, EvaluationRecord, Step, check_log
+from lockstep.records import Best, EvaluationRecord, Step, check_log, float_of
 from lockstep.training.session import Session
 from lockstep.training.trainer import Training, run_training
 
@@ -55,6 +55,7 @@ class Result:
         best: the run's best evaluation by `--best-metric`; None: there was none.
         folder: the run's folder, with records, log and checkpoints.
         exit_code: exit code of the command: 0, 75 (preempted) or 130 (interrupted).
+        is_main: whether this process is rank 0, the only one that should print.
     """
 
     status: str
@@ -63,6 +64,7 @@ class Result:
     best: Best | None
     folder: Path
     exit_code: int
+    is_main: bool = True
 
 
 class Run:
@@ -140,8 +142,7 @@ class Run:
         current, step = self._session.current_step, self._session.global_step
         values = check_log(values, current.record.numbers if current else ())
         if self._session.is_main:
-            plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-            numbers = {name: float(value) for name, value in plain.items()}  # waits for the device
+            numbers = {name: float_of(value) for name, value in values.items()}  # waits for the device
             self._session.sinks.log({"global_step": step, **numbers})
 
     def stop(self) -> None:
@@ -222,7 +223,15 @@ class Run:
         if session.status in ("new", "running", "failed"):
             raise UsageError(f"the run is {session.status}, so it has no result yet")
         folder = Path(session.config.local_dir).expanduser() / session.config.experiment_name
-        return Result(session.status, session.global_step, session.evaluation, session.best, folder, session.exit_code)
+        return Result(
+            session.status,
+            session.global_step,
+            session.evaluation,
+            session.best,
+            folder,
+            session.exit_code,
+            session.is_main,
+        )
 
 
 def train(config: Config, task: Any = None, world: World | None = None) -> Result:
