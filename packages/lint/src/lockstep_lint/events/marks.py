@@ -480,6 +480,11 @@ class Marks:
         if site.name != "seed" or root in ("random", "numpy", "torch"):
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
+    def leave(self, site: Site) -> Found:
+        """A program is ended within a loop."""
+        if dotted(site.call.func) in ENDS and loops(site.stmt, site.module):
+            yield "leave", None, "exit"
+
     def folder(self, site: Site) -> Found:
         """A folder is made, filled or removed, in a way that only one process may."""
         for way in folder(self.analysis.view(site.module), site, self.full(site)):
@@ -492,8 +497,7 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
-        call = stmt.value if isinstance(stmt, ast.Expr) else None
-        if isinstance(stmt, ast.Break | ast.Return) or (isinstance(call, ast.Call) and dotted(call.func) in ENDS):
+        if isinstance(stmt, ast.Break | ast.Return):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, ast.If | ast.While | ast.Assert):
             often = self.trains(scope.module) and not every_so_often(stmt.test)
@@ -550,6 +554,7 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.seed: SEEDS,
     Marks.state: STATES,
     Marks.fit: ("fit",),
+    Marks.leave: ("exit", "_exit", "quit"),
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),

@@ -22,7 +22,7 @@ QUIET = ("sync", "keep", "batch", "leave")
 # Expressions whose parts are not all worked out, once, from left to right.
 FORKS = frozenset({ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp})
 # Statements that may be events by themselves.
-MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return, ast.Expr)
+MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return)
 # Most of all statements.
 SIMPLE = (ast.Expr, ast.Assign, ast.Return)
 ENDS = ("exit", "_exit", "quit", "abort")
