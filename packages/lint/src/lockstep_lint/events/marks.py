@@ -79,6 +79,8 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
+# The arguments that name a device.
+PLACED = ("device", "map_location")
 # What ends the program.
 ENDS = ("sys.exit", "os._exit", "exit", "quit")
 # What a function that is handed on may be written as (`start(helper.manual_seed)`).
@@ -198,6 +200,8 @@ class Marks:
         name, full, view = site.name, self.full(site), self.analysis.view(site.module)
         if self.makes_model(site, known):
             yield "make", None, ""
+        if "cuda:" in site.module.text and any(item.arg in PLACED for item in site.call.keywords):
+            yield "device", None, name
         if normalises(view, site, full):
             yield "norm", None, ""
         if fetches(view, site, full):
@@ -328,9 +332,9 @@ class Marks:
         data = loops(site.stmt, site.module) or site.scope.kind == "function"
         if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
             yield "move", receiver, ""
-        if given and data and not MODEL.search(last(receiver)) and self.trains(site.module):
+        if given and data and not MODEL.search(last(receiver)):
             host = any(constant(value) == "cpu" for each in site.call.args[:1] for value in walk(each))
-            yield "sync" if host else "batch", receiver, ""
+            yield ("sync" if host else "batch") if self.trains(site.module) else "place", receiver, ""
 
     @kept
     def trains(self, module: Module) -> bool:
@@ -480,6 +484,11 @@ class Marks:
         if site.name != "seed" or root in ("random", "numpy", "torch"):
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
+    def place(self, site: Site) -> Found:
+        """A device is made, or is chosen for the process."""
+        if site.call.args or site.call.keywords:
+            yield "device", None, site.name
+
     def leave(self, site: Site) -> Found:
         """A program is ended within a loop."""
         if dotted(site.call.func) in ENDS and loops(site.stmt, site.module):
@@ -555,6 +564,7 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.state: STATES,
     Marks.fit: ("fit",),
     Marks.leave: ("exit", "_exit", "quit"),
+    Marks.place: ("device", "set_device", "set_device_index"),
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),
