@@ -111,6 +111,13 @@ def whole_chain(holder: ast.expr | None) -> ast.expr | None:
     return holder
 
 
+def names_gpu(site: Site) -> bool:
+    """Whether a call moves something to a GPU by its bare name (`x.cuda()`, `x.to("cuda")`)."""
+    given = site.call.args[0] if site.call.args else None
+    name = constant(given)
+    return isinstance(name, str) and name.startswith("cuda") if site.name == "to" else given is None
+
+
 def parameters_of(node: ast.expr | None) -> ast.expr | None:
     """The one model whose parameters are in a group, a list or a filter of them."""
     parts = walk(node) if node is not None else ()
@@ -200,7 +207,7 @@ class Marks:
         name, full, view = site.name, self.full(site), self.analysis.view(site.module)
         if self.makes_model(site, known):
             yield "make", None, ""
-        if "cuda:" in site.module.text and any(item.arg in PLACED for item in site.call.keywords):
+        if any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text:
             yield "device", None, name
         if normalises(view, site, full):
             yield "norm", None, ""
@@ -335,6 +342,8 @@ class Marks:
         if given and data and not MODEL.search(last(receiver)):
             host = any(constant(value) == "cpu" for each in site.call.args[:1] for value in walk(each))
             yield ("sync" if host else "batch") if self.trains(site.module) else "place", receiver, ""
+            if names_gpu(site) and self.analysis.view(site.module).distributed:
+                yield "device", receiver, site.name
 
     @kept
     def trains(self, module: Module) -> bool:

@@ -83,7 +83,7 @@ def goes_on(view: View, run: Run, event: Event) -> bool:
 
 
 def begins_later(view: View, loop: LoopBlock) -> bool:
-    """Whether a loop counts from a number that is not written out (`range(start_epoch, epochs)`, `while step < end`)."""
+    """Whether a loop counts from a number that is not written out (`range(first, epochs)`, `while step < end`)."""
     first: ast.expr | None = None
     if isinstance(loop.node, ast.For):
         calls = (part for part in walk(loop.node.iter) if isinstance(part, ast.Call) and len(part.args) > 1)
@@ -104,7 +104,7 @@ def starts_over(view: View, run: Run, event: Event) -> bool:
 
 
 def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
-    """Whether an optimizer of torch keeps a state that takes long to come back; SGD's momentum is there in ten steps."""
+    """Whether an optimizer of torch keeps a state that comes back slowly; SGD's momentum is there in ten steps."""
     known = isinstance(call, ast.Call) and TORCH_OPTIMIZERS.match(view.names.qualify(call.func, scope)) is not None
     return known and last(call) != "SGD"
 
@@ -155,8 +155,8 @@ def train(model, loader, loss_of, args):
     remedy="Save the states of the optimizer, the schedule and the scaler beside the model's, and load them too",
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
     note=(
-        "It is told where a test or a path speaks of a resume or of a first epoch, and the epochs or steps go on from a "
-        "number that the run is given. Weights that are only a beginning (`args.pretrained`, `range(epochs)`), and SGD "
-        "without a schedule or with one that is put to its place (`last_epoch=`), are left alone."
+        "It is told where a test or a path speaks of a resume or of a first epoch, and the epochs or steps go on from "
+        "a number that it is given. Weights that are only a beginning (`args.pretrained`, `range(epochs)`) are left "
+        "alone, and so is SGD without a schedule or with one that is put to its place (`last_epoch=`)."
     ),
 )
