@@ -37,15 +37,16 @@ def shared_class(calls: Values, func: ast.expr, scope: Scope) -> Scope | None:
         return None
     known = [each for each in found if each is not None]
     lines = [[each, *calls.names.parents(each)] for each in known]
-    for base in lines[0]:
-        if all(base in line and not overrides(line[: line.index(base)], base) for line in lines):
+    for place, base in enumerate(lines[0]):
+        methods = {name for owner in lines[0][place:] for name in owner.defs} - {"__init__"}
+        if all(base in line and not overrides(line[: line.index(base)], methods) for line in lines):
             return base
     return None
 
 
-def overrides(line: list[Scope], base: Scope) -> bool:
-    """Check whether a class has another method than the class that it derives from, but for its constructor."""
-    return any(name in base.defs and name != "__init__" for owner in line for name in owner.defs)
+def overrides(line: list[Scope], methods: set[str]) -> bool:
+    """Check whether a class, before the one that it is taken for, has one of some methods of its own."""
+    return any(not methods.isdisjoint(owner.defs) for owner in line)
 
 
 def candidates(calls: Values, func: ast.expr, scope: Scope) -> Iterable[Scope | None]:
