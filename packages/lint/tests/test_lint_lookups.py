@@ -1,9 +1,9 @@
-"""LS005: models that a name chooses at run time, in a table, a module, a package or a registry."""
+"""Models (LS005), and any other classes, that a name chooses at run time in a table, a module or a registry."""
 
 import pytest
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths
+from lockstep_lint.runner import check_paths, check_text
 
 NET = "import torch\nfrom torch import nn\nfrom registry import MODELS\n\n@MODELS.register()\nclass {0}(nn.Module):\n"
 NET += "    def __init__(self):\n        super().__init__()\n        self.norm = nn.{1}(8)\n"
@@ -71,3 +71,57 @@ def test_silent_where_half_of_a_table_is_not_known(tmp_path):
 @pytest.mark.parametrize(("made", "get"), [MADE[0], MADE[4], MADE[6]])
 def test_silent_where_only_half_of_them_have(tmp_path, made, get):
     assert not told(tmp_path, made, get, ("BatchNorm1d", "LayerNorm"))
+
+
+CHOSEN = """
+import torch.distributed as dist
+import trainers
+
+class Base:
+    def report(self, loss):
+        dist.all_reduce(loss)
+
+@TRAINERS.register()
+class Small(Base):
+    def size(self):
+        return 1
+
+@TRAINERS.register("large")
+class Large(Base):
+{body}
+
+TABLE = {{"small": Small, "large": Large}}
+
+def main(name, loss):
+    dist.init_process_group("nccl")
+    trainer = {made}
+    if dist.get_rank() == 0:
+        trainer.report(loss)
+    dist.destroy_process_group()
+"""
+WAYS = ["TABLE[name]()", "TABLE.get(name)()", "{'a': Small, 'b': Large}[name]()", "TRAINERS.build(name)", "Large()"]
+
+
+@pytest.mark.parametrize("made", WAYS)
+def test_a_method_that_all_candidates_share_is_followed(made):
+    assert chosen(made, "    pass") == ["LS018"]
+
+
+@pytest.mark.parametrize("made", WAYS)
+def test_a_method_that_a_candidate_has_of_its_own_is_not(made):
+    assert chosen(made, "    def report(self, loss):\n        print(float(loss))") == []
+
+
+@pytest.mark.parametrize("made", ["TABLE['large']()", "TABLE.get('large')()"])
+def test_a_written_key_chooses_one(made):
+    body = "    def report(self, loss):\n        dist.barrier()"
+    assert chosen(made, body) == ["LS018"]
+
+
+def test_a_table_with_an_entry_out_of_sight_is_not_followed():
+    assert chosen("{'a': Small, 'b': trainers.Other}[name]()", "    pass") == []
+
+
+def chosen(made, body):
+    text = CHOSEN.format(made=made, body=body)
+    return [finding.rule for finding in check_text(text, configure({}, "LS018", ""))]

@@ -256,8 +256,10 @@ MUTATIONS = [
         prepend("for epoch in", (
             "if 'RESUME' in os.environ:\n"
             "    state = torch.load('model.pt', map_location='cpu', weights_only=True)\n"
-            "    model.module.load_state_dict(state['model'])"
+            "    model.module.load_state_dict(state['model'])\n"
+            "first = int(os.environ.get('FIRST', 0))"
         )),
+        Swap("range(epochs)", "range(first, epochs)"),
     ]),
     ("LS057", "ddp", [
         replace("train_data = ", "train_data = datasets.ImageFolder('photos')"),

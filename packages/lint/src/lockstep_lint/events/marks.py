@@ -82,6 +82,8 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
+# The arguments that name a device.
+PLACED = ("device", "map_location")
 # What ends the program.
 ENDS = ("sys.exit", "os._exit", "exit", "quit")
 Found = Iterator[tuple[str, ast.expr | None, str]]
@@ -108,6 +110,13 @@ def whole_chain(holder: ast.expr | None) -> ast.expr | None:
     while isinstance(holder, ast.Attribute | ast.Subscript):
         holder = holder.value
     return holder
+
+
+def names_gpu(site: Site) -> bool:
+    """Whether a call moves something to a GPU by its bare name (`x.cuda()`, `x.to("cuda")`)."""
+    given = site.call.args[0] if site.call.args else None
+    name = constant(given)
+    return isinstance(name, str) and name.startswith("cuda") if site.name == "to" else given is None
 
 
 def parameters_of(node: ast.expr | None) -> ast.expr | None:
@@ -218,6 +227,8 @@ class Marks:
             return
         if self.makes_model(site, known):
             yield "make", None, ""
+        if any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text:
+            yield "device", None, name
         if normalises(view, site, full):
             yield "norm", None, ""
         if fetches(view, site, full):
@@ -345,9 +356,11 @@ class Marks:
         data = loops(site.stmt, site.module) or site.scope.kind == "function"
         if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
             yield "move", receiver, ""
-        if given and data and not MODEL.search(last(receiver)) and self.trains(site.module):
+        if given and data and not MODEL.search(last(receiver)):
             host = any(constant(value) == "cpu" for each in site.call.args[:1] for value in walk(each))
-            yield "sync" if host else "batch", receiver, ""
+            yield ("sync" if host else "batch") if self.trains(site.module) else "place", receiver, ""
+            if names_gpu(site) and self.analysis.view(site.module).distributed:
+                yield "device", receiver, site.name
 
     @kept
     def trains(self, module: Module) -> bool:
@@ -497,6 +510,16 @@ class Marks:
         if site.name != "seed" or root in ("random", "numpy", "torch"):
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
+    def place(self, site: Site) -> Found:
+        """A device is made, or is chosen for the process."""
+        if site.call.args or site.call.keywords:
+            yield "device", None, site.name
+
+    def leave(self, site: Site) -> Found:
+        """A program is ended within a loop."""
+        if dotted(site.call.func) in ENDS and loops(site.stmt, site.module):
+            yield "leave", None, "exit"
+
     def folder(self, site: Site) -> Found:
         """A folder is made, filled or removed, in a way that only one process may."""
         for way in folder(self.analysis.view(site.module), site, self.full(site)):
@@ -509,8 +532,7 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
-        call = stmt.value if isinstance(stmt, ast.Expr) else None
-        if isinstance(stmt, ast.Break | ast.Return) or (isinstance(call, ast.Call) and dotted(call.func) in ENDS):
+        if isinstance(stmt, ast.Break | ast.Return):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, ast.If | ast.While | ast.Assert):
             often = self.trains(scope.module) and not every_so_often(stmt.test)
@@ -567,6 +589,8 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.seed: SEEDS,
     Marks.state: STATES,
     Marks.fit: ("fit",),
+    Marks.leave: ("exit", "_exit", "quit"),
+    Marks.place: ("device", "set_device", "set_device_index"),
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),

@@ -18,11 +18,11 @@ __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
 MAX_EXITS = 25
 MAX_DEPTH = 60
 # Kinds of marks that alone are no reason to enter a function.
-QUIET = ("sync", "keep", "batch", "leave")
+QUIET = ("sync", "keep", "batch", "place", "leave")
 # Expressions whose parts are not all worked out, once, from left to right.
 FORKS = frozenset({ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp})
 # Statements that may be events by themselves.
-MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return, ast.Expr)
+MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return)
 # Most of all statements.
 SIMPLE = (ast.Expr, ast.Assign, ast.Return)
 ENDS = ("exit", "_exit", "quit", "abort")

@@ -5,13 +5,16 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.context import guards, loops, parted
+from lockstep_lint.analysis.context import guards, parted
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.origins import Origin
 from lockstep_lint.analysis.rank_names import RANK
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
+from lockstep_lint.events.query import sides
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -231,9 +234,9 @@ SETTERS = ("set_device", "set_device_index", "CUDA_VISIBLE_DEVICES", "set_defaul
 # What mentions them and sets no process's own device: comments, and several GPUs that every process is shown alike.
 IDLE = re.compile(r"""^[ \t]*\#[^\n]*$|CUDA_VISIBLE_DEVICES(["']\])?[ ]*=[ ]*["']?\d+([ ]?,[ ]?\d+)+""", re.MULTILINE)
 
-# What makes a device, takes it, or moves something there.
-NAMES = {"device", "to", "cuda", "set_device", "set_device_index", "load", "DistributedDataParallel", "DDP"}
-
+# The events that may name a device.
+EVENTS = ("device", "move", "batch", "place", "wrap", "collective")
+PLAIN = "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first"
 MOVES = ("device", "to", "cuda", "DistributedDataParallel", "DDP")
 
 # A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
@@ -244,38 +247,57 @@ STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every place that names a device, in the code that all ranks run."""
+    """Looks at every event that names a device or moves something to one, where all ranks come to it."""
     if not view.distributed or any(map(picks, view.project.family(view.module))):
         return
     chosen = any(map(sets, view.project.family(view.module))) or view.hidden(STARTERS)
-    done: set[ast.AST] = set()
-    asked = "cuda:" in view.module.text
-    for site in view.sites():
-        if site.name not in NAMES and not (asked and keyword(site.call, "device")):
-            continue
+    events, done = placed(view), set[ast.AST]()
+    for site, found in events.items():
         message = fixed(view, site) or ("" if chosen else bare(view, site))
         if (
             message
             and not has_single_device(view, site)
-            and (view.ranks.every(site.stmt, site.scope) or handed_to_all(view, site))
+            and (on_every_rank(view, site, found) or handed_to_all(view, site))
         ):
             place = made_at(view, site)
             if place not in done:
                 yield Found(place, message)
             done |= {place, site.scope.node}
     if not chosen and view.gpu:
-        yield from batches(view, done)
+        yield from batches(view, events, done)
+        yield from objects(view, events)
     if not view.cpu_only:
-        yield from by_global_rank(view)
-    if (
-        not chosen
-        and view.gpu
-        and view.effects.mentioned(view.module, "nccl")
-        and not view.effects.mentioned(view.module, "device_id=")
-    ):
-        for site in view.sites(*OBJECTS):
-            if view.full(site).startswith("torch.distributed") and view.ranks.every(site.stmt, site.scope):
-                yield at(site, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+        yield from by_global_rank(view, events)
+
+
+def placed(view: View) -> dict[Site, list[Event]]:
+    """The calls of a file that may name a device, with their events, in the order of the file."""
+    found: dict[Site, list[Event]] = {}
+    for run in runs(view):
+        for event in run.of(*EVENTS):
+            if event.module is view.module and event.mark.site is not None:
+                found.setdefault(event.mark.site, []).append(event)
+    return dict(sorted(found.items(), key=lambda pair: (pair[0].line, pair[0].call.col_offset)))
+
+
+def on_every_rank(view: View, site: Site, events: list[Event]) -> bool:
+    """Whether all ranks come to a call, on one of the ways that lead to it."""
+    return view.ranks.every(site.stmt, site.scope) and not all(sides(view, event) for event in events)
+
+
+def on_several(view: View, site: Site, events: list[Event]) -> bool:
+    """Whether all ranks, or all but the main one, come to a call."""
+    kept_out = all(any(side == 1 for _, side in sides(view, event)) for event in events)
+    return view.ranks.several(site.stmt, site.scope) and not kept_out
+
+
+def objects(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
+    """Yield the collectives of objects, which nccl sends through the process's device."""
+    if view.effects.mentioned(view.module, "nccl") and not view.effects.mentioned(view.module, "device_id="):
+        for site, found in events.items():
+            of_torch = site.name in OBJECTS and view.full(site).startswith("torch.distributed")
+            if of_torch and on_every_rank(view, site, found):
+                yield at(site, PLAIN)
 
 
 @kept
@@ -325,25 +347,19 @@ def made_at(view: View, site: Site) -> ast.AST:
     return site.call
 
 
-def batches(view: View, done: set[ast.AST]) -> Iterator[Found]:
+def batches(view: View, events: dict[Site, list[Event]], done: set[ast.AST]) -> Iterator[Found]:
     """A tensor that goes to "cuda" without a number in every step, where nothing says which: the first of each function
     of which nothing is told, and each device that is made so.
     """
-    steps = {site for training in view.training for site in view.trainings.each_step(training)}
-    for site in view.sites("cuda", "to"):
-        if not goes_to_plain(view, site) or view.full(site) or site.scope.name == "forward":
+    for site, found in events.items():
+        if site.name not in ("cuda", "to") or not goes_to_plain(view, site) or view.full(site):
             continue
-        often = site in steps or bool(loops(site.stmt, view.module))
-        if (
-            often
-            and view.ranks.every(site.stmt, site.scope)
-            and not view.on_cpu(site)
-            and not placed_before(view, site)
-        ):
+        often = site.scope.name != "forward" and any(event.loops for event in found)
+        if often and on_every_rank(view, site, found) and not view.on_cpu(site) and not placed_before(view, site):
             place = made_at(view, site)
             told = site.scope.node if place is site.call else place
             if told not in done:
-                yield Found(place, "goes through GPU 0 on every rank: call torch.cuda.set_device(local_rank) first")
+                yield Found(place, PLAIN)
             done.add(told)
 
 
@@ -359,7 +375,7 @@ def goes_to_plain(view: View, site: Site) -> bool:
     return constant(given) == "cuda"
 
 
-def by_global_rank(view: View) -> Iterator[Found]:
+def by_global_rank(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
     """A device chosen by the rank among all machines: where the process's device is set, else the first place of each
     function.
     """
@@ -372,14 +388,15 @@ def by_global_rank(view: View) -> Iterator[Found]:
         return is_global(view, number, scope) and (counted or not own)
 
     for names in (("set_device", "set_device_index"), MOVES):
-        for site in view.sites(*names) if not done else ():
-            if site.scope in done or not view.ranks.several(site.stmt, site.scope):
+        told = [pair for pair in events.items() if pair[0].name in names] if not done else []
+        for site, found in told:
+            if site.scope in done or not on_several(view, site, found):
                 continue
             number = index_of(view, site)
             if number is not None and is_wrong(number, site.scope):
                 done.add(site.scope)
                 yield Found(renamed(number, site) or site.call, GLOBAL)
-    for scope in view.scopes if not done else ():
+    for scope in view.scopes if not done and "cuda:" in view.module.text else ():
         for bind in (bind for binds in scope.binds.values() for bind in binds):  # `device = f"cuda:{rank}"`, handed on
             number = after_cuda(bind.value) if bind.how == "assign" and not bind.path else None
             if (

@@ -188,7 +188,7 @@ def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
         name = own_flag(view, test.node, loop, scope)
         if name:
             return f"'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
-    if isinstance(event.node, ast.Expr):
+    if event.detail == "exit":
         return ""  # an end by an own value is of an error, for which the others are ended too
     decided = made_of([test.node for test in tests], loop, scope)
     if exchanged(view, decided, loop, scope):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings
+from lockstep_lint.analysis.nodes import Words, constant, idents, last, strings, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event, apart
+from lockstep_lint.events.event import Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -28,7 +28,8 @@ RESTORES = re.compile(
     r"optim\w*(\[[^\]]*\])?\.load|load_optim|set_(optimizer_)?state_dict|load_state\(|restore_optim|optim_state_dict"
     r"|(?<!torch\.)\b\w*(load|restore|resume)\w*\([^)\n]*\b(optim|opt\b(?!\.))|deepspeed|reset_optim"
 )
-PLAIN = ("SGD",)
+# What gives a schedule its place: `last_epoch=`, its own state, or `step(epoch)`.
+POSITIONS = re.compile(r"last_epoch|sched\w*(\[[^\]]*\])?\.load|\.step\(\s*[\w.]*(epoch|iter|step)|step_update\(")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -73,19 +74,39 @@ def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
 
 
 def goes_on(view: View, run: Run, event: Event) -> bool:
-    """Whether a run trains after an event, with an optimizer or a schedule that has a state."""
+    """Whether a run trains on after an event, in later epochs, with an optimizer or a schedule that starts afresh."""
     trained = [step for step in run.of("step") if step.place > event.place and not apart(step, event)]
-    made = [each for each in run.of("optimizer") if trained and not apart(each, event)]
-    scheduled = any(each.place > event.place for each in run.of("schedule"))
-    return bool(trained) and (scheduled or any(has_state(view, each.node, each.scope) for each in made))
+    if not any(begins_later(view, loop) for step in trained for loop in step.loops):
+        return False
+    made = [each for each in run.of("optimizer") if not apart(each, event)]
+    return starts_over(view, run, event) or any(has_state(view, each.node, each.scope) for each in made)
+
+
+def begins_later(view: View, loop: LoopBlock) -> bool:
+    """Whether a loop counts from a number that is not written out (`range(first, epochs)`, `while step < end`)."""
+    first: ast.expr | None = None
+    if isinstance(loop.node, ast.For):
+        calls = (part for part in walk(loop.node.iter) if isinstance(part, ast.Call) and len(part.args) > 1)
+        first = next((call.args[0] for call in calls if last(call) in ("range", "trange")), None)  # perhaps in a bar
+    elif isinstance(loop.node, ast.While) and isinstance(loop.node.test, ast.Compare):
+        first = loop.node.test.left
+    made = view.origins.of(first, loop.scope)
+    return any(constant(origin.node) is None for origin in made)
+
+
+def starts_over(view: View, run: Run, event: Event) -> bool:
+    """Whether a schedule is stepped after an event that nothing puts to where it was."""
+    stepped = [each for each in run.of("schedule") if each.place > event.place]
+    training = {loop for step in run.of("step") for loop in step.loops}
+    forwarded = any(training.isdisjoint(each.loops) for each in stepped)  # `for _ in range(start): schedule.step()`
+    text = "\n".join(member.bare for member in view.project.closure(view.module))
+    return bool(stepped) and not forwarded and POSITIONS.search(text) is None
 
 
 def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
-    """Whether an optimizer of torch keeps a state between its steps."""
-    if not isinstance(call, ast.Call) or TORCH_OPTIMIZERS.match(view.names.qualify(call.func, scope)) is None:
-        return False
-    momentum = keyword(call, "momentum")
-    return last(call) not in PLAIN or (momentum is not None and constant(momentum) != 0)
+    """Whether an optimizer of torch keeps a state that comes back slowly; SGD's momentum is there in ten steps."""
+    known = isinstance(call, ast.Call) and TORCH_OPTIMIZERS.match(view.names.qualify(call.func, scope)) is not None
+    return known and last(call) != "SGD"
 
 
 RULE = Rule(
@@ -93,8 +114,8 @@ RULE = Rule(
     name="resume without the optimizer",
     what="A run that is resumed loads the weights of its checkpoint, and nothing loads the state of its optimizer.",
     why=(
-        "Adam's moments and SGD's momentum start at zero again, and so does the schedule of the rate, which may rise "
-        "to its peak on weights that were nearly done. The loss jumps, and the run is not the one that was interrupted."
+        "Adam's moments start at zero again, and so does the schedule of the rate, which may rise to its peak on "
+        "weights that were nearly done. The loss jumps, and the run is not the one that was interrupted."
     ),
     bad="""
 import torch
@@ -134,7 +155,8 @@ def train(model, loader, loss_of, args):
     remedy="Save the states of the optimizer, the schedule and the scaler beside the model's, and load them too",
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
     note=(
-        "It is told where a test or a path speaks of a resume or of a first epoch. Weights that are only a beginning "
-        "(`args.pretrained`), and plain SGD without a schedule, are left alone."
+        "It is told where a test or a path speaks of a resume or of a first epoch, and the epochs or steps go on from "
+        "a number that it is given. Weights that are only a beginning (`args.pretrained`, `range(epochs)`) are left "
+        "alone, and so is SGD without a schedule or with one that is put to its place (`last_epoch=`)."
     ),
 )

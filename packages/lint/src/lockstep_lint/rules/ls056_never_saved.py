@@ -51,7 +51,7 @@ def check(view: View) -> Iterator[Found]:
         if turns:
             yield Found(loop.node, MESSAGE.format(turns=turns))
         elif saver is not None:
-            yield Found(saver.node, UNCALLED.format(name=saver.name))
+            yield Found(saver.node, UNCALLED.format(name=saver.name), severity=Severity.ERROR)
 
 
 def outermost(run: Run) -> LoopBlock | None:
@@ -206,7 +206,7 @@ def main():
 if __name__ == "__main__":
     main()
 """,
-    severity=Severity.ERROR,
+    severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
@@ -214,6 +214,7 @@ if __name__ == "__main__":
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "ray"}),
     note=(
         "Many are 30 epochs, or 1,000 steps where nothing counts epochs, by literals and the defaults of options. A "
-        "program with a function that saves and that nothing calls is told however long it trains."
+        "program may do without on purpose. One with a function that saves and that nothing calls is told however long "
+        "it trains, as an error: it was meant to save."
     ),
 )
