@@ -1,8 +1,8 @@
 """Parse the flags of `lockstep data`; `tasks/prepare.py` does the work.
 
-lockstep data prepare wiki/ --tokenizer gpt2 --out wiki-tokens     tokenize into shards, in parallel processes
-lockstep data inspect wiki-tokens --verify                         what is in them; exit code 3 when one is damaged
-lockstep train --dataset-name wiki-tokens                          train on them
+lockstep data prepare wiki/ --tokenizer train:8192 --out wiki-tokens  tokenize into shards, in parallel processes
+lockstep data inspect wiki-tokens --verify                            what is in them; exit code 3 when one is damaged
+lockstep train --dataset-name wiki-tokens                             train on them
 """
 
 import argparse
