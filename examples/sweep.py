@@ -25,7 +25,9 @@ def main():
         found[lr] = result.best
     lr, best = min(found.items(), key=lambda each: each[1].loss)
     model = lockstep.load(f"{base.save_dir}/lr-{lr:g}", Spirals())
-    print(f"best: lr {lr:g}, evaluation loss {best.loss:.4f}, {sum(p.numel() for p in model.parameters())} parameters")
+    if result.is_main:  # once, not once per rank
+        count = sum(p.numel() for p in model.parameters())
+        print(f"best: lr {lr:g}, evaluation loss {best.loss:.4f}, {count} parameters")
 
 
 if __name__ == "__main__":
