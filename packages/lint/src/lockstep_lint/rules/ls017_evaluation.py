@@ -195,12 +195,13 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
 
 
 def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
-    """The models that a loop runs, or that are switched to training mode."""
+    """The models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):
         node, home = subject(event)
         if node is not None and (event.scope in training or event.kind == "train"):
             yield node, home
+    yield from ((node, home) for node, home in map(subject, run.of("optimizer")) if node is not None)
     yield from ((site.call.func, site.scope) for site in loop.scope.sites if isinstance(site.call.func, ast.Name))
 
 
