@@ -70,8 +70,10 @@ def resumes(view: View, event: Event) -> bool:
 
 def denies(test: ast.expr) -> bool:
     """Whether a test asks for the absence of something, so that its other arm is where it is there."""
-    absent = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.Eq)
-    return absent or (isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not))
+    if isinstance(test, ast.Compare):
+        none = isinstance(test.ops[0], ast.Is | ast.Eq) and not constant(test.comparators[0])
+        return isinstance(test.ops[0], ast.NotIn) or (none and isinstance(test.comparators[0], ast.Constant))
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
 
 
 def first_epochs(arm: ArmBlock) -> Iterator[str]:
