@@ -80,7 +80,8 @@ def first_epochs(arm: ArmBlock) -> Iterator[str]:
     """Yield the names of a first epoch that an arm takes from a checkpoint (`start_epoch = state["epoch"] + 1`)."""
     for key, binds in arm.scope.binds.items():
         for bind in binds if FIRST.search(key) and key not in arm.scope.params else ():
-            read = any(isinstance(node, ast.Subscript) and "epoch" in strings(node.slice) for node in walk(bind.value))
+            given = walk(bind.value) if bind.value is not None else ()
+            read = any(isinstance(node, ast.Subscript) and "epoch" in strings(node.slice) for node in given)
             around = guards(bind.stmt, arm.scope.module) if read else ()
             if any(guard.test is arm.node and guard.when is arm.when for guard in around):
                 yield key
