@@ -166,7 +166,8 @@ def grave(folder, details):
         for finding in told:
             right = any(is_told(label, finding) for label in entry["grave"])
             right = right or any(matches(finding, label) for label in entry.get("right", []))
-            if not right and any(matches(finding, label) for label in entry.get("arguable", [])):
+            open_to_doubt = ({"rule": finding["rule"], **label} for label in entry.get("arguable", []))  # of any rule
+            if not right and any(matches(finding, label) for label in open_to_doubt):
                 continue
             count["right" if right else "wrong"] += 1
             if details and not right:

@@ -344,3 +344,78 @@ BUILT, LOADED = "torch.nn.Linear(4, 2)", "AutoModel.from_pretrained('x')"
 def test_held_out_data_that_a_caller_gives_and_a_loaded_model_that_is_trained(made, before, call, loader, expected):
     text = GIVEN.format(made=made, before=before, call=call, loader=loader)
     assert bool(check_text(text, configure({}, "LS017", ""))) == expected
+
+
+# A network that the loop runs only by a method of it, and a helper that shows what it makes.
+GENERATED = """
+import torch
+from nets import Maker, Judge
+
+def show(model):
+    model.eval()
+    with torch.no_grad():
+        print(model.generate(1))
+    {after}
+
+maker, judge = Maker(), Judge()
+optimizer = torch.optim.Adam(maker.parameters())
+for step in range(1000):
+    optimizer.zero_grad()
+    judge(maker.generate(64)).mean().backward()
+    optimizer.step()
+    if step % 100 == 0:
+        show(maker)
+"""
+
+
+def test_a_helper_leaves_the_model_whose_parameters_are_trained_in_eval_mode():
+    assert told(GENERATED.format(after="pass"))
+    assert not told(GENERATED.format(after="model.train()"))
+
+
+HOOK = """
+import torch
+import pytorch_lightning as pl
+
+class Show(pl.Callback):
+    def {hook}(self, trainer, pl_module):
+        pl_module.eval()
+        with torch.no_grad():
+            print(pl_module.sample(8))
+        {after}
+
+class Net(pl.LightningModule):
+    def training_step(self, batch, index):
+        return self.net(batch).mean()
+
+pl.Trainer(callbacks=[Show()]).fit(Net())
+"""
+
+
+def test_a_callback_of_lightning_leaves_the_module_in_eval_mode():
+    assert told(HOOK.format(hook="on_train_epoch_end", after="pass"))
+    assert not told(HOOK.format(hook="on_train_epoch_end", after="pl_module.train()"))
+    assert not told(HOOK.format(hook="on_validation_epoch_end", after="pass"))
+
+
+PROBE = """
+import torch
+from nets import Encoder, Head
+
+def run(args, loader, features):
+    encoder = Encoder()
+    encoder.load_state_dict(torch.load(args.resume, weights_only=True))
+    {mode}
+    head = Head()
+    optimizer = torch.optim.Adam({trained}.parameters())
+    for x, y in loader:
+        optimizer.zero_grad()
+        (head(encoder(x)) - y).pow(2).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_model_that_only_gives_features_is_no_resume():
+    rule = configure({}, "LS055", "")
+    assert not check_text(PROBE.format(mode="encoder.eval()", trained="head"), rule)
+    assert check_text(PROBE.format(mode="encoder.train()", trained="encoder"), rule)

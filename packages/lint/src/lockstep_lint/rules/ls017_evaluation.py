@@ -28,8 +28,16 @@ TRAINED = Words(
 EVAL, NO_GRAD = "model.eval()", "torch.no_grad()"
 
 
+LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+# What Lightning calls between two batches that it trains on; after a validation it puts the mode back itself.
+HOOKS = ("on_train_epoch_end", "on_train_batch_end", "on_epoch_end")
+
+
 def check(view: View) -> Iterator[Found]:
     """Looks at the calls of models that evaluate, and at training loops that evaluate in between."""
+    if view.analysis.is_moot(view.module, LIGHTNING):
+        yield from left_by_hooks(view)
+        return
     answers: dict[Site, dict[str, set[bool | None]]] = {}
     for run in runs(view):
         for event, site in evaluations(view, run):
@@ -104,6 +112,16 @@ def in_training(event: Event, phase: str) -> bool:
 
 
 STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
+
+
+def left_by_hooks(view: View) -> Iterator[Found]:
+    """The callbacks of Lightning that switch the module to eval mode, where no function of their file puts it back."""
+    if any(view.module.sites("train")):
+        return
+    for site in view.sites("eval"):
+        params = list(site.scope.params)
+        if site.scope.name in HOOKS and params[:1] == ["self"] and dotted(site.receiver) in params[2:3]:
+            yield at(site, STAYS)
 
 
 def not_restored(view: View) -> Iterator[Found]:
@@ -195,12 +213,13 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
 
 
 def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
-    """The models that a loop runs, or that are switched to training mode."""
+    """The models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):
         node, home = subject(event)
         if node is not None and (event.scope in training or event.kind == "train"):
             yield node, home
+    yield from ((node, home) for node, home in map(subject, run.of("optimizer")) if node is not None)
     yield from ((site.call.func, site.scope) for site in loop.scope.sites if isinstance(site.call.func, ast.Name))
 
 
@@ -276,13 +295,15 @@ if __name__ == "__main__":
     check=check,
     fix="unsafe",
     remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
+    moot=frozenset({"composer", "lockstep", "trl", "fastai"}),
     note=(
         "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
         "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
         "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
         "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`). "
         "A method that a class of the project only inherits the calls of is judged by what its base class does before. "
-        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation."
+        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation. "
+        "Of a program of Lightning, which switches the modes itself, only callbacks are told that end a training epoch "
+        "or batch with `pl_module.eval()`."
     ),
 )

@@ -4,12 +4,13 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, constant, idents, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event, LoopBlock, apart
-from lockstep_lint.events.query import given_as
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart
+from lockstep_lint.events.query import given_as, same, shown_at
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -19,6 +20,7 @@ __all__ = ["RULE"]
 MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
 # What says that a run goes on, and what says that its weights are only a beginning, or that it does not train.
 RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
+FIRST = Words(r"^(start|begin|init|initial)_?epoch$", re.IGNORECASE)
 OTHERWISE = Words(
     r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights?(_only)?$|transfer|^jit$",
     re.IGNORECASE,
@@ -40,8 +42,9 @@ def check(view: View) -> Iterator[Found]:
         return
     for run in runs(view):
         for event in run.of("load"):
-            if event.module is view.module and resumes(view, event) and goes_on(view, run, event):
-                yield Found(event.node, MESSAGE)
+            site = shown_at(view, event)
+            if site is not None and resumes(view, event) and goes_on(view, run, event):
+                yield Found(site.call, MESSAGE)
                 break
 
 
@@ -58,10 +61,31 @@ def resumes(view: View, event: Event) -> bool:
     call = event.node
     given = next(iter(call.args), None) if isinstance(call, ast.Call) else None
     made = [(origin.node, origin.scope) for origin in view.origins.of(given, event.scope)]
-    words = [word for node, home in ((t.node, t.scope) for t in event.tests) for word in meant(node, home)]
+    tests = [test for test in event.tests if test.when or denies(test.node)]
+    words = [word for test in tests for word in meant(test.node, test.scope)]
+    words += [word for test in event.tests for word in first_epochs(test)]
     words += [word for node, home in made for word in meant(node, home)]
     words += meant(given, event.scope) if given is not None else ()
     return any(map(RESUMES.search, words)) and not any(map(OTHERWISE.search, words))
+
+
+def denies(test: ast.expr) -> bool:
+    """Whether a test asks for the absence of something, so that its other arm is where it is there."""
+    if isinstance(test, ast.Compare):
+        none = isinstance(test.ops[0], ast.Is | ast.Eq) and not constant(test.comparators[0])
+        return isinstance(test.ops[0], ast.NotIn) or (none and isinstance(test.comparators[0], ast.Constant))
+    return isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+
+
+def first_epochs(arm: ArmBlock) -> Iterator[str]:
+    """Yield the names of a first epoch that an arm takes from a checkpoint (`start_epoch = state["epoch"] + 1`)."""
+    for key, binds in arm.scope.binds.items():
+        for bind in binds if FIRST.search(key) and key not in arm.scope.params else ():
+            given = walk(bind.value) if bind.value is not None else ()
+            read = any(isinstance(node, ast.Subscript) and "epoch" in strings(node.slice) for node in given)
+            around = guards(bind.stmt, arm.scope.module) if read else ()
+            if any(guard.test is arm.node and guard.when is arm.when for guard in around):
+                yield key
 
 
 def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
@@ -79,6 +103,9 @@ def goes_on(view: View, run: Run, event: Event) -> bool:
     if not any(begins_later(view, loop) for step in trained for loop in step.loops):
         return False
     made = [each for each in run.of("optimizer") if not apart(each, event)]
+    switched = any(same(view, each, event) for each in run.of("eval") if each.place > event.place)
+    if switched and made and not any(each.mark.subject is None or same(view, each, event) for each in made):
+        return False  # another model is trained on what this one gives
     return starts_over(view, run, event) or any(has_state(view, each.node, each.scope) for each in made)
 
 
