@@ -408,10 +408,11 @@ def run(args, loader, features):
     {mode}
     head = Head()
     optimizer = torch.optim.Adam({trained}.parameters())
-    for x, y in loader:
-        optimizer.zero_grad()
-        (head(encoder(x)) - y).pow(2).mean().backward()
-        optimizer.step()
+    for epoch in range(args.start_epoch, 9):
+        for x, y in loader:
+            optimizer.zero_grad()
+            (head(encoder(x)) - y).pow(2).mean().backward()
+            optimizer.step()
 """
 
 

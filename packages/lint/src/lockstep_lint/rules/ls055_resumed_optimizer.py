@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, idents, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as, same, shown_at
