@@ -368,9 +368,7 @@ def test_the_tutorial_of_two_nodes_loses_one_and_has_the_bits_of_one_process(tmp
     name = "docs/tutorials/two-nodes.md"
     run_page("docs/quickstart.md", tmp_path, ["spirals.py"])
     port = str(free_port())
-    alone, first, second, look, doctors = (
-        block.replace("29400", port).replace("--max-steps 2000", "--max-steps 600") for block in fenced(name, "sh")
-    )
+    alone, first, second, look, doctors = (block.replace("29400", port) for block in fenced(name, "sh"))
 
     def start_nodes(first, second):
         node0 = bash(first)
