@@ -287,7 +287,7 @@ def test_the_loop_of_ones_own_runs_alone_and_resumes_on_two(tmp_path):
 
 
 def fenced(name, kind):
-    """The blocks of a document of this kind: `sh` has commands, "" what they print."""
+    """Return the blocks of a document: of the kind `sh` its commands, of "" what they print."""
     text = (ROOT / name).read_text(encoding="utf-8")
     return [
         block for found, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if found == kind
@@ -328,14 +328,14 @@ def bash(tmp_path):
 
 
 def printed_by(process):
-    """What commands printed that succeeded."""
+    """Return what commands print, which must succeed."""
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 0, printed
     return printed
 
 
 def assert_shown(name, printed):
-    """Each line of output that a document shows was printed, and two equal fingerprints.
+    """Assert that each line of output in a document was printed, and two equal fingerprints.
 
     Decimals are within 10 %, and `...` is any text.
     """

@@ -55,8 +55,7 @@ __all__ = [
     "seed_everything",
 ]
 
-
-TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # read by Hugging Face's tokenizers at each call
+_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # read by Hugging Face's tokenizers at each call
 
 
 class Key(NamedTuple):
@@ -469,7 +468,7 @@ class _Processes:
         self._handler = signal.getsignal(signal.SIGCHLD)
         # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
-        os.environ.setdefault(TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
+        os.environ.setdefault(_TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
         with _collections_paused() as collecting:
             loader = DataLoader(
                 _KeyedDataset(fetch),
@@ -613,7 +612,7 @@ def _init_worker(collecting: bool, report: Connection, number: int) -> None:
         _end_with_parent()
         torch.set_num_threads(1)
         # Not "true", even where the user set it: a forked process would wait for the threads that only its parent has.
-        os.environ[TOKENIZER_THREADS] = "false"
+        os.environ[_TOKENIZER_THREADS] = "false"
         threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and other loaded libraries
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")
         if opencv == "1" and "cv2" in sys.modules:  # if not imported yet, it reads the variable later

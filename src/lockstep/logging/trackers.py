@@ -129,7 +129,7 @@ class WandB:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError, with the pip line, if a package that a flag needs is missing."""
+    """Raise ConfigError, which names the extra, if a package that a flag needs is missing."""
     for name, enabled in (("tensorboard", config.tensorboard), ("wandb", config.wandb), ("mlflow", config.mlflow)):
         if enabled and find_spec(name) is None:
             raise ConfigError(f"--{name} needs {name}: install the extra {name} of torch-lockstep")
