@@ -1,5 +1,6 @@
 """`lockstep init`: what it writes trains and is proved at once, and nothing is overwritten."""
 
+import resource
 import subprocess
 from pathlib import Path
 
@@ -90,3 +91,16 @@ def test_an_empty_folder_is_taken_and_no_other(tmp_path, monkeypatch, capsys):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="a, b, c and 4 more; give a new one"):
         cli.dispatch(["init", "."])
+
+
+def test_a_file_that_cannot_be_written_leaves_none_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, old[1]))  # bytes: config.toml fits, task.py does not
+    try:
+        with refuses(ConfigError, "init mine", "another folder"):
+            cli.dispatch(["init", "mine"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert [*(tmp_path / "mine").iterdir()] == []
+    assert cli.dispatch(["init", "mine"]) == 0

@@ -184,8 +184,9 @@ def test_damage_is_told_by_file(table, tmp_path, capsys):
 def test_bad_input_writes_nothing(table, tmp_path):
     out = shards(table, tmp_path / "out")
     before = contents(out)
-    with refuses(ConfigError, "--out", "tokenizer"):
-        shards(table, out, "--tokenizer", "train:400")
+    for flag, value in (("--tokenizer", "train:400"), ("--shard-mib", 2), ("--seq-len", 8)):
+        with refuses(ConfigError, "--out", flag):
+            shards(table, out, "--packing", "padded", flag, value)
     with refuses(ConfigError, "--out", tmp_path):
         shards(table, tmp_path)
     for flag, value in (("--processes", -1), ("--shard-mib", 0), ("--evaluation", 1.5), ("--seq-len", 0)):

@@ -62,15 +62,27 @@ def init_command(argv: list[str]) -> int:
     try:
         _check_empty(folder, label)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as handle:
-                handle.write(text)
+        _write_files(folder, texts)
     except OSError as error:
-        raise ConfigError(f"init {label}: {error.strerror or error}") from None
+        raise ConfigError(f"init {label}: {error.strerror or error}; give another folder") from None
     print(f"wrote {', '.join(str(Path(label) / name) for name in _FILES)}")
     prefix = "" if label == "." else f"cd {label} && "
     print(f"  {prefix}lockstep train --config config.toml\n  {prefix}pytest")
     return 0
+
+
+def _write_files(folder: Path, texts: dict[str, str]) -> None:
+    """Write all files, or none: a part of them would make the next `lockstep init` refuse the folder."""
+    written: list[Path] = []
+    try:
+        for name, text in texts.items():
+            with (folder / name).open("x", encoding="utf-8") as handle:
+                written.append(folder / name)
+                handle.write(text)
+    except OSError:
+        for path in written:
+            path.unlink()
+        raise
 
 
 def _check_empty(folder: Path, label: str) -> None:

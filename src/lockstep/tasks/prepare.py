@@ -214,6 +214,16 @@ def _key(job: Job, ranges: DocumentRanges, tokenizer: Tokenizer | TokenizerToTra
     }
 
 
+# What a user reads of each part of a job's key.
+_LABELS = {
+    "format": "format",
+    "data": "data",
+    "tokenizer": "--tokenizer",
+    "packing": "--packing, --seq-len, --evaluation or --labels",
+    "shard_size": "--shard-mib",
+}
+
+
 def _check_folder(folder: Path, key: dict[str, Any]) -> None:
     """Raise ConfigError unless the folder is new, or has shards of the same job."""
     try:
@@ -225,7 +235,7 @@ def _check_folder(folder: Path, key: dict[str, Any]) -> None:
         return
     except (ValueError, KeyError):
         raise ConfigError(f"--out {folder}: its {_JOB} is damaged; remove the folder") from None
-    differing = sorted(name for name in key if other.get(name) != key[name])
+    differing = [label for name, label in _LABELS.items() if other.get(name) != key[name]]
     if differing:
         raise ConfigError(
             f"--out {folder}: it has shards of another job (different: {', '.join(differing)}); give a new folder, or "
