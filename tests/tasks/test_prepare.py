@@ -140,6 +140,23 @@ def test_any_number_of_processes_writes_the_same(tmp_path):
     assert contents(out) == contents(both)
 
 
+def test_ctrl_c_while_processes_start_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{k} words of a file\n" for k in range(60_000)))
+    words = ["data", "prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "train:300"]
+    words += ["--shard-mib", "1", "--processes", "2"]
+    command = [sys.executable, "-m", "lockstep", *map(str, words)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 3:  # multiprocessing's tracker of resources, and two that tokenize
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.15)  # they import
+    os.killpg(process.pid, signal.SIGINT)
+    lines = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 130
+    assert [line for line in lines if "vocabulary" not in line] == ["lockstep: interrupted"]
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_told_and_finished_shards_are_kept(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{k} words of a file\n" for k in range(400_000)))

@@ -12,6 +12,7 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,8 +276,9 @@ def _write_all(
     count = min(processes, len(shards))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each; the processes inherit it
     with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
-        futures = {pool.submit(_write_shard, job, facts, shard): shard for shard in shards}
         try:
+            with _hold_interrupts():
+                futures = {pool.submit(_write_shard, job, facts, shard): shard for shard in shards}
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool as error:
@@ -283,12 +286,30 @@ def _write_all(
                 f"a process that tokenizes was killed, perhaps for memory; start again with fewer --processes than "
                 f"{count}: finished shards are kept"
             ) from error
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+@contextmanager
+def _hold_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back, here and in the processes that start meanwhile; it takes effect at the end."""
+    resource_tracker.ensure_running()  # its start would let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _init_process() -> None:
+    """Prepare a process that tokenizes: Ctrl-C ends it without a word, since the command says so."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _write_shard(job: Job, facts: dict[str, Any], shard: _Shard) -> dict[str, Any]:
