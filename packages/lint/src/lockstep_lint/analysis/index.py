@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from lockstep_lint.analysis.nodes import last, targets, walk
+from lockstep_lint.analysis.nodes import Words, last, targets, walk
 from lockstep_lint.analysis.source import Source
 
 __all__ = ["IMPORTS", "Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
@@ -224,6 +224,10 @@ class Module:
     def words(self) -> Counter[str]:
         """Count the words of `bare`."""
         return Counter(self.bare.translate(BLANKS).split())
+
+    def names(self, wanted: Words) -> bool:
+        """Whether any word of `bare` is wanted: cheaper than a search in the text, as patterns remember their words."""
+        return any(map(wanted.search, self.words))
 
     def sites(self, *names: str) -> Iterator[Site]:
         """Every call in the file, or those whose last name is one of `names`."""

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import IMPORTS, Module, Scope, Site
 from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, idents, last, walk
@@ -249,8 +250,14 @@ def handled(view: View, site: Site) -> bool:
 def left_over(view: View) -> bool:
     """Whether the programs read the rank from the environment, and never what the flag says."""
     members = view.project.family(view.module)
-    read = any(READS.search(member.text) for member in members)
-    return read and not any(OPTION.search(member.text) for member in members)
+    read = any("LOCAL_RANK" in member.text and READS.search(member.text) for member in members)
+    return read and not any(map(reads_options, members))
+
+
+@kept
+def reads_options(module: Module) -> bool:
+    """Whether a file reads the launcher's flag, or all flags at once."""
+    return OPTION.search(module.text) is not None
 
 
 RULE = Rule(
