@@ -1,6 +1,7 @@
 """LS029: what torch has moved, renamed or given up: one table of names, variables and flags."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -118,14 +119,17 @@ def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
     """Return the statements with a name by which a row's name may begin, or which stands for more than that."""
     found: set[ast.stmt] = set()
     module = view.module
+    wanted = [f"{row.name}." for row in rows]
+    begins = functools.cache(lambda full: any(row.startswith(full) or full.startswith(row) for row in wanted))
     for name, places in module.named.items():
         if name not in module.imports and view.names.foreign(name, module):
             continue
-        full = {scope: f"{view.names.qualify_name(name, scope)}." for scope in {scope for _, scope in places}}
-        wanted = (f"{row.name}." for row in rows)
-        inside = {
-            scope for row in wanted for scope in full if row.startswith(full[scope]) or full[scope].startswith(row)
-        }
+        if name not in module.own_names:  # means the same in all scopes
+            full = view.names.qualify_name(name, module.top)
+            found.update(stmt for stmt, _ in places if begins(f"{full}."))
+            continue
+        scopes = {scope for _, scope in places}
+        inside = {scope for scope in scopes if begins(f"{view.names.qualify_name(name, scope)}.")}
         found.update(stmt for stmt, scope in places if scope in inside)
     return found
 
