@@ -205,7 +205,8 @@ class Marks:
         functions = functions or list(self.handed(site))
         functions += self.analysis.trainings.overrides(site)
         functions = functions or list(self.analysis.trainings.forwards(site))
-        found = list(self.read(site, any(function.name != "forward" for function in functions)))
+        known = bool(functions) and any(function.name != "forward" for function in functions)
+        found = list(self.read(site, known))
         marks = [Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found]
         return tuple(marks), tuple(functions)
 
