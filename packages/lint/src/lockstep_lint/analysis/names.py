@@ -142,6 +142,8 @@ class Names:
         first = head(node)
         if first is None or self.foreign(first, scope.module):
             return None
+        if node.__class__ is ast.Name:
+            return self.named(first, scope)
         name = dotted(node)
         rest = name[len(first) + 1 :] if name is not None else ""
         if not rest:

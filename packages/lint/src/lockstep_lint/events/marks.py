@@ -553,12 +553,12 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
-        if isinstance(stmt, ast.Break | ast.Return):
+        if isinstance(stmt, (ast.Break, ast.Return)):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
-        if isinstance(stmt, ast.If | ast.While | ast.Assert):
-            often = self.trains(scope.module) and not every_so_often(stmt.test)
-            asked = [part for part in operands(stmt.test) if asks_tensor(part)] if often else []
-            return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked)
+        if isinstance(stmt, (ast.If, ast.While, ast.Assert)):
+            asked = [part for part in operands(stmt.test) if asks_tensor(part)] if self.trains(scope.module) else []
+            often = bool(asked) and not every_so_often(stmt.test)
+            return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked) if often else ()
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
@@ -567,9 +567,8 @@ class Marks:
             model = parameters_around(stmt, scope)
             if model is not None and isinstance(constant(stmt.value), bool):
                 return (Mark("thaw" if constant(stmt.value) else "freeze", stmt, stmt, scope, model),)
-        changed = tuple(self.changed(stmt, scope)) if isinstance(stmt, ast.Assign) else ()
-        if changed:
-            return changed
+        if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call):
+            return tuple(self.changed(stmt, scope))
         holder, value = summed(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.context import Loop
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.index import DEFINITIONS, Scope, Site
 from lockstep_lint.analysis.nodes import idents
 from lockstep_lint.events.event import Mark
 
@@ -161,7 +161,7 @@ class _Planner:
             return self.choice(stmt, depth)
         if isinstance(stmt, Loop):
             return self.loop(stmt, depth)
-        if isinstance(stmt, ast.With | ast.AsyncWith):
+        if isinstance(stmt, (ast.With, ast.AsyncWith)):
             head = [step for item in stmt.items for step in self.expression(item.context_expr)]
             body, exits = self.block(stmt.body, depth)
             held: list[Step] = [With([item.context_expr for item in stmt.items], body)] if body else []
@@ -170,7 +170,7 @@ class _Planner:
             return self.attempt(stmt, depth)
         if isinstance(stmt, ast.Match):
             return self.cases(stmt, depth)
-        if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(stmt, DEFINITIONS):
             return [], []
         return self.simple(stmt)
 
@@ -180,11 +180,14 @@ class _Planner:
             if not isinstance(getattr(root, "ctx", None), ast.Store):
                 steps += self.expression(root)
         steps += self.own(stmt)
-        if isinstance(stmt, ast.Return | ast.Raise):
+        if isinstance(stmt, ast.Expr):
+            call = stmt.value if isinstance(stmt.value, ast.Call) else None
+        elif isinstance(stmt, (ast.Return, ast.Raise)):
             return steps, [("function", ())]
-        if isinstance(stmt, ast.Continue | ast.Break):
+        elif isinstance(stmt, (ast.Continue, ast.Break)):
             return steps, [("loop", ())]
-        call = stmt.value if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Call) else None
+        else:
+            return steps, []
         if call is not None and name_of(call) in ENDS:
             return steps, [("function", ())]
         return steps, []
