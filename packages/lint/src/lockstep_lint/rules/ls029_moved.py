@@ -116,21 +116,35 @@ def applies(view: View, row: Moved) -> bool:
 
 
 def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
-    """Return the statements with a name by which a row's name may begin, or which stands for more than that."""
+    """Return the statements with a name that a row's name begins with, and the attribute that comes next in it, or with
+    a name that stands for as much as the row's.
+    """
     found: set[ast.stmt] = set()
     module = view.module
     wanted = [f"{row.name}." for row in rows]
-    begins = functools.cache(lambda full: any(row.startswith(full) or full.startswith(row) for row in wanted))
+    read: dict[str, set[ast.stmt]] = {part: set() for row in wanted for part in row.split(".")}
+    for scope in module.scopes:
+        for node, stmt in scope.reads:
+            if node.attr in read:
+                read[node.attr].add(stmt)
+
+    @functools.cache
+    def reached(full: str) -> frozenset[ast.stmt] | None:
+        """The statements that read what comes after a full name in a row's; None for all statements."""
+        if any(full.startswith(row) for row in wanted):
+            return None
+        following = {row[len(full) :].partition(".")[0] for row in wanted if row.startswith(full)}
+        return frozenset().union(*(read[part] for part in following))
+
     for name, places in module.named.items():
         if name not in module.imports and view.names.foreign(name, module):
             continue
         if name not in module.own_names:  # means the same in all scopes
-            full = view.names.qualify_name(name, module.top)
-            found.update(stmt for stmt, _ in places if begins(f"{full}."))
+            within = reached(f"{view.names.qualify_name(name, module.top)}.")
+            found.update(stmt for stmt, _ in places if within is None or stmt in within)
             continue
-        scopes = {scope for _, scope in places}
-        inside = {scope for scope in scopes if begins(f"{view.names.qualify_name(name, scope)}.")}
-        found.update(stmt for stmt, scope in places if scope in inside)
+        by_scope = {home: reached(f"{view.names.qualify_name(name, home)}.") for home in {home for _, home in places}}
+        found.update(stmt for stmt, home in places if (within := by_scope[home]) is None or stmt in within)
     return found
 
 
