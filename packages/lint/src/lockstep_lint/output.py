@@ -187,6 +187,13 @@ def _escape(value: str, in_property: bool = False) -> str:
     return value.replace(":", "%3A").replace(",", "%2C") if in_property else value
 
 
+def records(findings: list[Finding]) -> str:
+    """The findings as `json.dumps` writes them with an indent of 2, by its fast encoder, which knows no indent."""
+    encode = json.JSONEncoder(separators=(",\n    ", ": ")).encode  # a new line within a text is escaped
+    found = [encode(finding.as_dict())[1:-1] for finding in findings]
+    return "[\n" + ",\n".join(f"  {{\n    {each}\n  }}" for each in found) + "\n]" if found else "[]"
+
+
 FORMATS = ("text", "json", "github", "sarif")
 
 
@@ -201,7 +208,7 @@ def render(
         hints: hints were looked for too.
     """
     if form == "json":
-        return json.dumps([finding.as_dict() for finding in findings], indent=2)
+        return records(findings)
     if form == "sarif":
         return json.dumps(log(findings, lines), indent=2)
     return github(findings) if form == "github" else text(findings, lines, prog, hints)

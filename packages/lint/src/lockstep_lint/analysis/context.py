@@ -144,9 +144,12 @@ def choices(site: Site) -> Iterator[Guard]:
 
 def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
     """`if test: return` before a statement guards it."""
-    if not isinstance(block, list) or stop not in block:
+    if not isinstance(block, list):
         return
-    end = block.index(stop)
+    try:
+        end = block.index(stop)
+    except ValueError:
+        return
     WORK.spend(end // 8)
     for stmt in block[max(0, end - MAX_CLIMB) : end]:
         if isinstance(stmt, ast.If) and not stmt.orelse and _leaves(stmt.body[-1]):

@@ -5,15 +5,27 @@ import functools
 import os
 import re
 import string
-from ast import Attribute, Call, Name, NamedExpr
+from ast import Attribute, Call, Dict, ListComp, Name, NamedExpr
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from lockstep_lint.analysis.nodes import last, targets, walk
+from lockstep_lint.analysis.nodes import Words, last, targets, walk
 from lockstep_lint.analysis.source import Source
 
-__all__ = ["IMPORTS", "Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
+__all__ = [
+    "DEFINITIONS",
+    "FORKS",
+    "IMPORTS",
+    "Bind",
+    "Imported",
+    "Module",
+    "Scope",
+    "Site",
+    "bare",
+    "index",
+    "uncommented",
+]
 
 
 # A string or a comment, whichever begins first: so that a "#" in a string is no comment.
@@ -54,6 +66,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 IMPORTS = (ast.Import, ast.ImportFrom)
 TESTED = (ast.If, ast.While)
+# Expressions whose parts are not all worked out, once, from left to right.
+FORKS = frozenset({ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp})
 # Makes blanks of all that is part of no word.
 BLANKS = str.maketrans(dict.fromkeys(string.punctuation.replace("_", ""), " "))
 # A file that binds or calls more than this is data in Python's clothes.
@@ -74,12 +88,13 @@ class Bind:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """A call, the statement that holds it and the scope that runs it."""
+    """A call, the statement and the scope that it stands in, and `root`, the whole expression that it is part of."""
 
     call: ast.Call
     stmt: ast.stmt
     scope: "Scope"
     name: str
+    root: ast.expr
 
     @property
     def line(self) -> int:
@@ -191,6 +206,11 @@ class Module:
     named: dict[str, list[tuple[ast.stmt, Scope]]] = field(default_factory=dict)
     imported: list[Imported] = field(default_factory=list)
     up: dict[ast.stmt, tuple[ast.stmt, str]] = field(default_factory=dict)
+    # What rules look for in whole files: dictionaries that are written out, and list comprehensions.
+    dicts: list[ast.Dict] = field(default_factory=list)
+    list_comps: list[tuple[ast.ListComp, Scope]] = field(default_factory=list)
+    # The statements' expressions some parts of which are not worked out once, from left to right.
+    forked: set[ast.expr] = field(default_factory=set)
     whole: bool = True
 
     @property
@@ -224,6 +244,10 @@ class Module:
     def words(self) -> Counter[str]:
         """Count the words of `bare`."""
         return Counter(self.bare.translate(BLANKS).split())
+
+    def names(self, wanted: Words) -> bool:
+        """Whether any word of `bare` is wanted: cheaper than a search in the text, as patterns remember their words."""
+        return any(map(wanted.search, self.words))
 
     def sites(self, *names: str) -> Iterator[Site]:
         """Every call in the file, or those whose last name is one of `names`."""
@@ -330,7 +354,14 @@ class _Indexer:
         """Records what a statement binds and calls, and queues the statements in it, first to last; those that no run
         comes to (`if False:`) are left out, as if they were not written: they make nothing, and mend nothing.
         """
+        if isinstance(stmt, ast.Expr):  # it binds nothing
+            self.expression(stmt.value, stmt, scope)
+            return
         self.bind(stmt, scope)
+        if isinstance(stmt, ast.Assign):  # two thirds of all statements are of these two kinds
+            for part in (*stmt.targets, stmt.value):
+                self.expression(part, stmt, scope)
+            return
         idle = never_run(stmt)
         blocks: list[tuple[list[ast.stmt], str]] = []
         for name in stmt._fields:
@@ -359,7 +390,11 @@ class _Indexer:
             blocks.append(([item for item in value if isinstance(item, ast.stmt)], name))
 
     def expression(self, root: ast.expr, stmt: ast.stmt, scope: Scope) -> None:
-        named = self.module.named
+        module, named = self.module, self.module.named
+        if root.__class__ is Name:  # every third expression: a walk would cost ten times as much
+            self.budget -= 1
+            named.setdefault(root.id, []).append((stmt, scope))
+            return
         for node in walk(root):  # all nodes of all files: `isinstance` would cost three times as much
             self.budget -= 1
             kind = node.__class__
@@ -368,13 +403,17 @@ class _Indexer:
             elif kind is Attribute:
                 scope.reads.append((node, stmt))  # type: ignore[arg-type]
             elif kind is Call:
-                scope.sites.append(Site(node, stmt, scope, last(node.func)))  # type: ignore[arg-type, attr-defined]
+                scope.sites.append(Site(node, stmt, scope, last(node.func), root))  # type: ignore[arg-type, attr-defined]
             elif kind is NamedExpr:
                 self.add(node.target, node.value, stmt, scope, "assign")  # type: ignore[attr-defined]
+            elif kind is Dict:
+                module.dicts.append(node)  # type: ignore[arg-type]
+            elif kind in FORKS:
+                module.forked.add(root)
+                if kind is ListComp:
+                    module.list_comps.append((node, scope))  # type: ignore[arg-type]
 
     def bind(self, stmt: ast.stmt, scope: Scope) -> None:
-        if stmt.__class__ is ast.Expr:  # two thirds of all statements are of these two kinds
-            return
         if isinstance(stmt, ast.Assign):
             for target in stmt.targets:
                 self.add(target, stmt.value, stmt, scope, "assign")

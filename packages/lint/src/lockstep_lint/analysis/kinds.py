@@ -115,6 +115,7 @@ class Kinds:
             return True
         return self.module_class(node, scope) is not None if node is not None else False
 
+    @kept
     def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
         """The project's nn.Module class of a value."""
         for call, home, _ in self.origins.calls_of(node, scope) if self.defines_models(scope.module) else ():
@@ -142,6 +143,7 @@ class Kinds:
                     return found
         return None
 
+    @kept
     def is_module_class(self, owner: Scope) -> bool:
         """Whether a class derives from nn.Module, as far as can be seen."""
         return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))

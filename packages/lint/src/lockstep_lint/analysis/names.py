@@ -123,9 +123,11 @@ class Names:
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         """The project's function or class that a name or `module.name` stands for."""
         key = (node, scope)
-        if key not in self.defined:
-            self.defined[key] = self.define(node, scope)
-        return self.defined[key]
+        try:
+            return self.defined[key]
+        except KeyError:
+            found = self.defined[key] = self.define(node, scope)
+            return found
 
     @kept
     def members(self, module: Module) -> frozenset[str]:
@@ -140,6 +142,8 @@ class Names:
         first = head(node)
         if first is None or self.foreign(first, scope.module):
             return None
+        if node.__class__ is ast.Name:
+            return self.named(first, scope)
         name = dotted(node)
         rest = name[len(first) + 1 :] if name is not None else ""
         if not rest:

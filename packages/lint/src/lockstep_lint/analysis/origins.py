@@ -2,7 +2,7 @@
 
 import ast
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import WORK
@@ -266,25 +266,23 @@ class _Walk:
         self.found.extend(Origin(item[0], item[1]) for item in queue)
         return self.found
 
-    def back(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterator[Item]:
+    def back(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterable[Item]:
         """One step back from an expression; nothing if it is where the value was made."""
+        if isinstance(node, REFERENCES):
+            return self.name(node, scope, entry)
+        if isinstance(node, ast.Call):
+            return self.call(node, scope, entry)
+        if isinstance(node, ast.Subscript):
+            return self.item(node, scope, entry)
         if isinstance(node, ast.IfExp):
             known = truth(node.test, scope, entry)
-            yield from (
-                (arm, scope, entry)
-                for arm, when in ((node.body, True), (node.orelse, False))
-                if known is not (not when)
-            )
-        elif isinstance(node, ast.BoolOp):
-            yield from ((value, scope, entry) for value in node.values)
-        elif isinstance(node, ast.NamedExpr | ast.Await | ast.Starred):
-            yield node.value, scope, entry
-        elif isinstance(node, ast.Call):
-            yield from self.call(node, scope, entry)
-        elif isinstance(node, REFERENCES):
-            yield from self.name(node, scope, entry)
-        elif isinstance(node, ast.Subscript):
-            yield from self.item(node, scope, entry)
+            arms = ((node.body, True), (node.orelse, False))
+            return [(arm, scope, entry) for arm, when in arms if known is not (not when)]
+        if isinstance(node, ast.BoolOp):
+            return [(value, scope, entry) for value in node.values]
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Starred):
+            return [(node.value, scope, entry)]
+        return ()
 
     def call(self, node: ast.Call, scope: Scope, entry: Entry | None) -> Iterator[Item]:
         if isinstance(node.func, ast.Attribute) and node.func.attr in SAME and not self.names.qualify(node.func, scope):

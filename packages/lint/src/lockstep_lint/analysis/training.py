@@ -301,8 +301,10 @@ class Trainings:
         """The methods that a call of the object's own method may run in classes that derive from this one, which may
         leave it to them.
         """
-        target = self.calls.target(site.call, site.scope) if dotted(site.receiver) == "self" else None
-        owner = target.owner if target is not None else site.scope.owner if dotted(site.receiver) == "self" else None
+        if dotted(site.receiver) != "self":
+            return
+        target = self.calls.target(site.call, site.scope)
+        owner = target.owner if target is not None else site.scope.owner
         for inner in self.calls.subclasses(owner) if owner is not None else ():
             yield from [inner.defs[site.name]] if site.name in inner.defs else []
 

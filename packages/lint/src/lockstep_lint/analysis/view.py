@@ -362,9 +362,10 @@ class View:
         alone = self.module.is_script  # what other scripts that import it call is not its program
         for member in self.project.closure(self.module) if alone else self.project.family(self.module):
             unseen = self.project.unseen(member)
-            for site in member.sites() if unseen else ():
-                root = base(site.call) if words.search(site.name) else None
-                if root is not None and ("*" in unseen or (isinstance(root, ast.Name) and root.id in unseen)):
+            wanted = filter(words.search, member.by_name) if unseen else ()
+            for site in (site for name in wanted for site in member.by_name[name]):
+                root = base(site.call)
+                if "*" in unseen or (isinstance(root, ast.Name) and root.id in unseen):
                     yield site
 
     @functools.cached_property

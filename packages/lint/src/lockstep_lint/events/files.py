@@ -9,7 +9,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["FOLDERS", "OPENS", "fetches", "folder", "path_read", "path_written"]
+__all__ = ["FETCHES", "FOLDERS", "OPENS", "SHELLS", "fetches", "folder", "path_read", "path_written"]
 
 # What makes folders and takes them away.
 FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remove", "unlink", "rename")

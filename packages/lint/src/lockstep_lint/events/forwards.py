@@ -24,17 +24,18 @@ DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sa
 
 def model_run(view: View, site: Site) -> ast.expr | None:
     """Return the model that a call runs: itself, by a method (`model.module.get_loss(x)`), or a part of one."""
-    func = site.call.func
+    func, scope = site.call.func, site.scope
     if not isinstance(func, REFERENCES) or not (site.call.args or site.call.keywords):
         return None
-    if isinstance(func, ast.Attribute) and RUNS.search(func.attr):
-        return func.value if is_run(view, func.value, site.scope) else None
-    if view.full(site) or view.names.definition(func, site.scope) is not None:
+    holder = func.value if isinstance(func, ast.Attribute) else None
+    if holder is not None and RUNS.search(site.name):
+        return holder if is_run(view, holder, scope) else None
+    if view.full(site) or view.names.definition(func, scope) is not None:
         return None
-    if isinstance(func, ast.Attribute) and DOES.search(func.attr) and dotted(func.value) != "self":
+    if holder is not None and DOES.search(site.name) and dotted(holder) != "self":
         return None  # `model.eval_model(batch)`
-    part_of = func.value if isinstance(func, ast.Attribute) and switched(func.value, site.scope) else None
-    if MODELS.search(last(func)) or switched(func, site.scope) or view.kinds.module_class(func, site.scope) is not None:
+    part_of = holder if holder is not None and switched(holder, scope) else None
+    if MODELS.search(site.name) or switched(func, scope) or view.kinds.module_class(func, scope) is not None:
         return part_of or func
     return part_of if part_of is not None and runs_layers(view, part_of, site) else None
 
@@ -50,14 +51,14 @@ def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
 
 def switched(node: ast.expr, scope: Scope) -> bool:
     """Check whether a function puts an object into eval mode, or gives its parameters to an optimizer."""
-    name = dotted(node)
-    return name not in (None, "self") and name in _switched(scope)
+    known = _switched(scope)
+    return bool(known) and dotted(node) in known
 
 
 @kept
 def _switched(scope: Scope) -> frozenset[str | None]:
     modules = (*scope.named("eval"), *(site for site in scope.named("parameters") if optimized(site)))
-    return frozenset(dotted(site.receiver) for site in modules)
+    return frozenset(dotted(site.receiver) for site in modules) - {None, "self"}
 
 
 def optimized(site: Site) -> bool:

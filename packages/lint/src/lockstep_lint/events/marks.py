@@ -29,9 +29,9 @@ from lockstep_lint.analysis.processes import STARTS
 from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import Analysis
 from lockstep_lint.events.event import Mark
-from lockstep_lint.events.files import FOLDERS, OPENS, fetches, folder, path_read, path_written
+from lockstep_lint.events.files import FETCHES, FOLDERS, OPENS, SHELLS, fetches, folder, path_read, path_written
 from lockstep_lint.events.forwards import MODELS, model_run
-from lockstep_lint.events.norms import normalises
+from lockstep_lint.events.norms import NORM, normalises
 
 __all__ = ["Marks", "operands", "summed"]
 
@@ -82,6 +82,8 @@ GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
 # Parts of a model that are not to be trained with it.
 APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
+# What a full name begins with that says more than its last name: of libraries' models, of first weights.
+TELLING = ("torchvision.models.", "efficientnet_pytorch.", "torch.hub.", "torch.nn.init.")
 # The arguments that name a device.
 PLACED = ("device", "map_location")
 # What ends the program.
@@ -166,9 +168,21 @@ def asks_tensor(part: ast.expr) -> bool:
 
 @functools.cache
 def is_plain(name: str) -> bool:
-    """Check whether the name of a call that nothing else is known of says nothing of what it does."""
-    words = (MAKES, WRITES, SEED, MODELS, MODEL)
-    return not (name[:1].isupper() or name in RUNS or "norm" in name.lower() or any(w.search(name) for w in words))
+    """Check whether the last name of a call says nothing of what it does, unless a reader is for it."""
+    words = (MAKES, WRITES, SEED, MODELS, MODEL, SCALER)
+    told = name[:1].isupper() or name in RUNS or name in SHELLS or name.endswith(("Parallel", "DDP"))
+    return not (told or "norm" in name.lower() or any(w.search(name) for w in words))
+
+
+@functools.cache
+def is_mute(full: str) -> bool:
+    """Check whether the full name of a call says no more than its last name."""
+    return not (full in FETCHES or full.startswith(TELLING) or NORM.search(full.rpartition(".")[2]))
+
+
+def places(site: Site) -> bool:
+    """Check whether a call is told a device, in a file that names one by its number."""
+    return any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text
 
 
 def hands_seed(site: Site) -> bool:
@@ -191,43 +205,50 @@ class Marks:
         functions = functions or list(self.handed(site))
         functions += self.analysis.trainings.overrides(site)
         functions = functions or list(self.analysis.trainings.forwards(site))
-        found = list(self.read(site, any(function.name != "forward" for function in functions)))
-        marks = (Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found)
+        known = bool(functions) and any(function.name != "forward" for function in functions)
+        found = list(self.read(site, known))
+        marks = [Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found]
         return tuple(marks), tuple(functions)
 
     def read(self, site: Site, known: bool) -> Found:
         """Return a call's kinds of events; `known`: it runs functions of the project."""
-        name = site.name
+        name, full = site.name, self.full(site)
         model = model_run(self.analysis.view(site.module), site)
         if model is not None:
             yield "run", model, ""
         for reader in READERS.get(name, ()):
             yield from reader(self, site)
+        if is_plain(name) and is_mute(full) and isinstance(site.call.func, REFERENCES):  # as most calls are
+            yield from self.given(site, full, known)
+            return
         if name.endswith(("Parallel", "DDP")):
             kind = self.analysis.wrappers.wrapper(site)
             if kind:
                 yield "wrap", self.analysis.wrappers.inner(site.call), kind
-        if name.endswith("_") and site.call.args and self.full(site).startswith("torch.nn.init."):
+        if name.endswith("_") and site.call.args and full.startswith("torch.nn.init."):
             yield "initialise", whole(site.call.args[0]), ""
         if name[:1].isupper() and self.makes_optimizer(site):
             yield "optimizer", self.optimized(site), ""
         if SCALER.search(name) and self.steps.helps(site):
             yield "backward", argument(site.call, 0, "loss"), "scaled"
             yield "step", argument(site.call, 1, "optimizer"), ""
-        yield from self.named(site, known)
+        yield from self.named(site, full, known)
 
-    def named(self, site: Site, known: bool) -> Found:
+    def given(self, site: Site, full: str, known: bool) -> Found:
+        """Return the kinds of events that are told by what a call is given."""
+        if full and site.call.keywords and places(site):
+            yield "device", None, site.name
+        if is_true(keyword(site.call, "download")):
+            yield "fetch", None, "fetch"
+        if not known and not full and hands_seed(site):
+            yield "seed", None, "all"
+
+    def named(self, site: Site, full: str, known: bool) -> Found:
         """Return the kinds of events that are told by a full name, or by what a name sounds like."""
-        name, full, view = site.name, self.full(site), self.analysis.view(site.module)
-        if not full and is_plain(name) and isinstance(site.call.func, REFERENCES):  # as most calls are
-            if is_true(keyword(site.call, "download")):
-                yield "fetch", None, "fetch"
-            if not known and hands_seed(site):
-                yield "seed", None, "all"
-            return
+        name, view = site.name, self.analysis.view(site.module)
         if self.makes_model(site, known):
             yield "make", None, ""
-        if any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text:
+        if places(site):
             yield "device", None, name
         if normalises(view, site, full):
             yield "norm", None, ""
@@ -532,12 +553,12 @@ class Marks:
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
-        if isinstance(stmt, ast.Break | ast.Return):
+        if isinstance(stmt, (ast.Break, ast.Return)):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
-        if isinstance(stmt, ast.If | ast.While | ast.Assert):
-            often = self.trains(scope.module) and not every_so_often(stmt.test)
-            asked = [part for part in operands(stmt.test) if asks_tensor(part)] if often else []
-            return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked)
+        if isinstance(stmt, (ast.If, ast.While, ast.Assert)):
+            asked = [part for part in operands(stmt.test) if asks_tensor(part)] if self.trains(scope.module) else []
+            often = bool(asked) and not every_so_often(stmt.test)
+            return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked) if often else ()
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
@@ -546,9 +567,8 @@ class Marks:
             model = parameters_around(stmt, scope)
             if model is not None and isinstance(constant(stmt.value), bool):
                 return (Mark("thaw" if constant(stmt.value) else "freeze", stmt, stmt, scope, model),)
-        changed = tuple(self.changed(stmt, scope)) if isinstance(stmt, ast.Assign) else ()
-        if changed:
-            return changed
+        if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call):
+            return tuple(self.changed(stmt, scope))
         holder, value = summed(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)

@@ -10,7 +10,7 @@ from lockstep_lint.analysis.nodes import REFERENCES, Words, argument, constant, 
 from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.view import View
 
-__all__ = ["normalises"]
+__all__ = ["NORM", "normalises"]
 
 # Families of torchvision and timm whose layers hold BatchNorm; a few of their members normalise otherwise.
 FAMILIES = re.compile(

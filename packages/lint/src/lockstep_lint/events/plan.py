@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.context import Loop
-from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import idents, walk
+from lockstep_lint.analysis.index import DEFINITIONS, Scope, Site
+from lockstep_lint.analysis.nodes import idents
 from lockstep_lint.events.event import Mark
 
 __all__ = ["Branch", "Do", "Plan", "Repeat", "Step", "With", "plan"]
@@ -19,8 +19,6 @@ MAX_EXITS = 25
 MAX_DEPTH = 60
 # Kinds of marks that alone are no reason to enter a function.
 QUIET = ("sync", "keep", "batch", "place", "leave")
-# Expressions whose parts are not all worked out, once, from left to right.
-FORKS = frozenset({ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp})
 # Statements that may be events by themselves.
 MARKED = (ast.Assign, ast.AugAssign, ast.If, ast.While, ast.Assert, ast.Break, ast.Return)
 # Most of all statements.
@@ -101,12 +99,15 @@ class _Planner:
         self.scope = scope
         self.result = Plan(scope)
         self.does: dict[ast.Call, Do] = {}
-        self.loud: set[ast.stmt] = set()
+        # The calls that are events or run functions, by the expressions of statements that they stand in.
+        self.inside: dict[ast.expr, list[ast.Call]] = {}
+        self.roots: dict[ast.stmt, dict[ast.expr, None]] = {}
         for site in scope.sites:
             marks, functions = reader(site)
             if marks or functions:
                 self.does[site.call] = Do(site, marks, functions)
-                self.loud.add(site.stmt)
+                self.inside.setdefault(site.root, []).append(site.call)
+                self.roots.setdefault(site.stmt, {})[site.root] = None
                 self.result.functions.update(dict.fromkeys(functions))
         marked = (stmt for stmt in scope.stmts if isinstance(stmt, MARKED))
         self.assigned = {stmt: marks for stmt in marked if (marks := assigned(stmt, scope))}
@@ -160,8 +161,8 @@ class _Planner:
             return self.choice(stmt, depth)
         if isinstance(stmt, Loop):
             return self.loop(stmt, depth)
-        if isinstance(stmt, ast.With | ast.AsyncWith):
-            head = [step for item in stmt.items for step in self.expression(item.context_expr, stmt)]
+        if isinstance(stmt, (ast.With, ast.AsyncWith)):
+            head = [step for item in stmt.items for step in self.expression(item.context_expr)]
             body, exits = self.block(stmt.body, depth)
             held: list[Step] = [With([item.context_expr for item in stmt.items], body)] if body else []
             return [*head, *held], exits
@@ -169,22 +170,24 @@ class _Planner:
             return self.attempt(stmt, depth)
         if isinstance(stmt, ast.Match):
             return self.cases(stmt, depth)
-        if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(stmt, DEFINITIONS):
             return [], []
         return self.simple(stmt)
 
     def simple(self, stmt: ast.stmt) -> tuple[list[Step], list[Exit]]:
         steps: list[Step] = []
-        if stmt in self.loud:
-            for child in ast.iter_child_nodes(stmt):
-                if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
-                    steps += self.expression(child, stmt)
+        for root in self.roots.get(stmt, ()):
+            if not isinstance(getattr(root, "ctx", None), ast.Store):
+                steps += self.expression(root)
         steps += self.own(stmt)
-        if isinstance(stmt, ast.Return | ast.Raise):
+        if isinstance(stmt, ast.Expr):
+            call = stmt.value if isinstance(stmt.value, ast.Call) else None
+        elif isinstance(stmt, (ast.Return, ast.Raise)):
             return steps, [("function", ())]
-        if isinstance(stmt, ast.Continue | ast.Break):
+        elif isinstance(stmt, (ast.Continue, ast.Break)):
             return steps, [("loop", ())]
-        call = stmt.value if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Call) else None
+        else:
+            return steps, []
         if call is not None and name_of(call) in ENDS:
             return steps, [("function", ())]
         return steps, []
@@ -194,7 +197,7 @@ class _Planner:
         return [Do(None, self.assigned[stmt], ())] if stmt in self.assigned else []
 
     def choice(self, stmt: ast.If, depth: int) -> tuple[list[Step], list[Exit]]:
-        head = self.expression(stmt.test, stmt) + self.own(stmt)
+        head = self.expression(stmt.test) + self.own(stmt)
         body, left = self.block(stmt.body, depth + 1)
         orelse, other = self.block(stmt.orelse, depth + 1)
         exits = [(what, ((stmt.test, True), *tests)) for what, tests in left]
@@ -207,7 +210,7 @@ class _Planner:
 
     def loop(self, stmt: Loop, depth: int) -> tuple[list[Step], list[Exit]]:
         header = stmt.test if isinstance(stmt, ast.While) else stmt.iter
-        head = self.expression(header, stmt) + self.own(stmt)
+        head = self.expression(header) + self.own(stmt)
         body, _ = self.block(stmt.body, depth)  # a way out of the function says little of what follows the loop
         orelse, _ = self.block(stmt.orelse, depth)
         if isinstance(stmt, ast.While):  # asked in every turn
@@ -226,7 +229,7 @@ class _Planner:
         return steps, [way for way in exits if way[1] or not stmt.handlers]
 
     def cases(self, stmt: ast.Match, depth: int) -> tuple[list[Step], list[Exit]]:
-        steps = self.expression(stmt.subject, stmt)
+        steps = self.expression(stmt.subject)
         for case in stmt.cases:
             body, _ = self.block(case.body, depth)
             value = case.pattern.value if isinstance(case.pattern, ast.MatchValue) else ast.Name("_", ast.Load())
@@ -234,15 +237,13 @@ class _Planner:
             steps += [Branch(test, body, [])] if body else []
         return steps, []
 
-    def expression(self, root: ast.expr, stmt: ast.stmt) -> list[Step]:
-        """The steps of an expression, in the order in which its parts are worked out."""
-        if stmt not in self.loud:
+    def expression(self, root: ast.expr) -> list[Step]:
+        """The steps of a statement's expression, in the order in which its parts are worked out."""
+        if root not in self.inside:
             return []
-        nodes = list(walk(root))
-        if not FORKS.isdisjoint(map(type, nodes)):
+        if root in self.scope.module.forked:
             return self.parts(root)
-        found = [node for node in nodes if isinstance(node, ast.Call) and node in self.does]
-        return [self.does[node] for node in sorted(found, key=end)]
+        return [self.does[call] for call in sorted(self.inside[root], key=end)]
 
     def parts(self, node: ast.AST) -> list[Step]:
         if isinstance(node, ast.Lambda):

@@ -56,7 +56,13 @@ class Run:
         """The events of some kinds, in order."""
         if len(kinds) == 1:
             return self.by_kind.get(kinds[0], [])
-        return [event for event in self.events if event.kind in kinds]
+        found = [event for kind in kinds for event in self.by_kind.get(kind, ())]
+        return sorted(found, key=place)
+
+
+def place(event: Event) -> int:
+    """Return the number of an event in its run."""
+    return event.place
 
 
 def runs(view: View) -> tuple[Run, ...]:

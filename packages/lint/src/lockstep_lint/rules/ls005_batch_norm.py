@@ -36,12 +36,12 @@ IDLE = re.compile(
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the models that DDP wraps for BatchNorm layers that nothing converts."""
-    if view.only_evaluates or any(map(converts, view.project.family(view.module))):
-        return
     for run in runs(view):
         for wrap in run.of("wrap"):
             site = wrap.mark.site if wrap.module is view.module and wrap.detail == "ddp" else None
-            if site is not None and not view.on_cpu(site) and has_norm(view, run, wrap) and not stays(view, wrap):
+            if site is None or view.only_evaluates or any(map(converts, view.project.family(view.module))):
+                continue
+            if not view.on_cpu(site) and has_norm(view, run, wrap) and not stays(view, wrap):
                 yield Found(wrap.node, MESSAGE)
 
 

@@ -4,10 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
-from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, keyword, last, mentions, walk
 from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
@@ -100,16 +99,10 @@ def in_wrapper(view: View, run: Run, event: Event) -> bool:
 
 def kept_under(view: View, key: str) -> Iterator[ast.expr]:
     """Yield the states of models that a file's dictionaries keep under a key."""
-    for table in tables(view.module):
+    for table in view.module.dicts:
         for name, value in zip(table.keys, table.values, strict=True):
             if name is not None and constant(name) == key:
                 yield value
-
-
-@kept
-def tables(module: Module) -> list[ast.Dict]:
-    """The dictionaries that a file writes out."""
-    return [part for part in walk(module.top.node) if isinstance(part, ast.Dict)]
 
 
 def bare_state(value: ast.expr) -> str | None:

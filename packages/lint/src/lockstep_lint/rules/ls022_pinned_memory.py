@@ -8,7 +8,7 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import turns_off_gradients
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import argument, constant, has_star, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, has_star, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.run import Run, runs
@@ -20,7 +20,7 @@ __all__ = ["RULE"]
 
 BLOCKS = "the batch is in pinned memory but this move waits for it: add non_blocking=True"
 ALONE = "loads in the training process: give the loader num_workers"
-PIN = re.compile(r"pin_mem(ory)?$", re.IGNORECASE)
+PIN = Words(r"pin_mem(ory)?$", re.IGNORECASE)
 # Names in a condition for pinning that hold where there is a GPU.
 GPU = re.compile(r"is_available|cuda|gpu|device", re.IGNORECASE)
 
@@ -87,27 +87,31 @@ def pins(module: Module) -> bool:
     """Check whether a file pins memory: an argument, a key or a default is True, or true where there is a GPU."""
     if "pin_mem" not in module.text.lower():
         return False
-    for node in walk(module.top.node):
-        pairs: list[tuple[object, ast.expr | None]] = []
-        if isinstance(node, ast.Call):
-            pairs = [(item.arg, item.value) for item in node.keywords]
-            flags = [text for value in node.args if isinstance(text := constant(value), str)]
-            usual = node.args[1:] if last(node) in ("get", "getattr", "setdefault") else []
-            asked = usual[-1] if usual else keyword(node, "default")
-            pairs += [(flags[0].replace("-", "_"), asked)] if flags else []
-        elif isinstance(node, ast.Dict):
-            pairs = [(constant(key), value) for key, value in zip(node.keys, node.values, strict=True)]
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            name = constant(target.slice) if isinstance(target, ast.Subscript) else last(target)
-            pairs = [(name, node.value)]
-        elif isinstance(node, ast.FunctionDef):
-            args = node.args.args
-            pairs = [(arg.arg, value) for arg, value in zip(reversed(args), reversed(node.args.defaults), strict=False)]
-            pairs += [(a.arg, value) for a, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]
-        if any(isinstance(name, str) and PIN.search(name) and is_on(meant(module, value)) for name, value in pairs):
-            return True
-    return False
+    return any(
+        isinstance(name, str) and PIN.search(name) and is_on(meant(module, value)) for name, value in settings(module)
+    )
+
+
+def settings(module: Module) -> Iterator[tuple[object, ast.expr | None]]:
+    """Yield what a file gives by a name: arguments, flags with their defaults, keys, variables, and parameters."""
+    for site in module.sites():
+        call = site.call
+        yield from ((item.arg, item.value) for item in call.keywords)
+        flag = next((text for value in call.args if isinstance(text := constant(value), str)), None)
+        if flag is not None:
+            usual = call.args[1:] if site.name in ("get", "getattr", "setdefault") else []
+            yield flag.replace("-", "_"), usual[-1] if usual else keyword(call, "default")
+    for table in module.dicts:
+        yield from ((constant(key), value) for key, value in zip(table.keys, table.values, strict=True))
+    for scope in module.scopes:
+        for stmt in scope.stmts:
+            if isinstance(stmt, (ast.Assign, ast.AnnAssign)):
+                target = stmt.targets[0] if isinstance(stmt, ast.Assign) else stmt.target
+                yield constant(target.slice) if isinstance(target, ast.Subscript) else last(target), stmt.value
+        if isinstance(scope.node, ast.FunctionDef):
+            args = scope.node.args
+            yield from ((a.arg, value) for a, value in zip(reversed(args.args), reversed(args.defaults), strict=False))
+            yield from ((a.arg, value) for a, value in zip(args.kwonlyargs, args.kw_defaults, strict=True))
 
 
 def meant(module: Module, value: ast.expr | None) -> ast.expr | None:

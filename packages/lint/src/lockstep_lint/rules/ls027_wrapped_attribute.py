@@ -56,7 +56,7 @@ def check(view: View) -> Iterator[Found]:
             if isinstance(node.value, ast.Subscript) and item(view, node, node.value, scope, stmt):
                 name = ast.unparse(node.value)
                 yield Found(node, f"the wrapper of {name} has no '{node.attr}': read it from the model inside")
-            if not suspect(node):
+            if not suspect(node) or not any(True for _ in view.wrappers.wrapped(node.value, scope)):
                 continue
             if wrapped(view, node, scope, stmt):
                 yield Found(node, f"the wrapper has no '{node.attr}': read {dotted(node.value)}.module.{node.attr}")

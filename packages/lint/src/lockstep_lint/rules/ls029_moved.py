@@ -1,10 +1,12 @@
 """LS029: what torch has moved, renamed or given up: one table of names, variables and flags."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import IMPORTS, Module, Scope, Site
 from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, idents, last, walk
@@ -114,18 +116,35 @@ def applies(view: View, row: Moved) -> bool:
 
 
 def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
-    """Return the statements with a name by which a row's name may begin, or which stands for more than that."""
+    """Return the statements with a name that a row's name begins with, and the attribute that comes next in it, or with
+    a name that stands for as much as the row's.
+    """
     found: set[ast.stmt] = set()
     module = view.module
+    wanted = [f"{row.name}." for row in rows]
+    read: dict[str, set[ast.stmt]] = {part: set() for row in wanted for part in row.split(".")}
+    for scope in module.scopes:
+        for node, stmt in scope.reads:
+            if node.attr in read:
+                read[node.attr].add(stmt)
+
+    @functools.cache
+    def reached(full: str) -> frozenset[ast.stmt] | None:
+        """The statements that read what comes after a full name in a row's; None for all statements."""
+        if any(full.startswith(row) for row in wanted):
+            return None
+        following = {row[len(full) :].partition(".")[0] for row in wanted if row.startswith(full)}
+        return frozenset().union(*(read[part] for part in following))
+
     for name, places in module.named.items():
         if name not in module.imports and view.names.foreign(name, module):
             continue
-        full = {scope: f"{view.names.qualify_name(name, scope)}." for scope in {scope for _, scope in places}}
-        wanted = (f"{row.name}." for row in rows)
-        inside = {
-            scope for row in wanted for scope in full if row.startswith(full[scope]) or full[scope].startswith(row)
-        }
-        found.update(stmt for stmt, scope in places if scope in inside)
+        if name not in module.own_names:  # means the same in all scopes
+            within = reached(f"{view.names.qualify_name(name, module.top)}.")
+            found.update(stmt for stmt, _ in places if within is None or stmt in within)
+            continue
+        by_scope = {home: reached(f"{view.names.qualify_name(name, home)}.") for home in {home for _, home in places}}
+        found.update(stmt for stmt, home in places if (within := by_scope[home]) is None or stmt in within)
     return found
 
 
@@ -249,8 +268,14 @@ def handled(view: View, site: Site) -> bool:
 def left_over(view: View) -> bool:
     """Whether the programs read the rank from the environment, and never what the flag says."""
     members = view.project.family(view.module)
-    read = any(READS.search(member.text) for member in members)
-    return read and not any(OPTION.search(member.text) for member in members)
+    read = any("LOCAL_RANK" in member.text and READS.search(member.text) for member in members)
+    return read and not any(map(reads_options, members))
+
+
+@kept
+def reads_options(module: Module) -> bool:
+    """Whether a file reads the launcher's flag, or all flags at once."""
+    return OPTION.search(module.text) is not None
 
 
 RULE = Rule(

@@ -1,5 +1,6 @@
 """LS031: a process group but never any gradient exchange."""
 
+import functools
 import re
 from collections.abc import Iterator
 
@@ -20,14 +21,14 @@ __all__ = ["RULE"]
 
 # Wrappers that exchange gradients, and whatever else may do that, or says that the processes do not train one model
 # together.
-DDP = r"DistributedDataParallel|\bDDP\b"
-OTHERS = re.compile(
-    r"FullyShardedDataParallel|\bFSDP\b|fully_shard|ZeroRedundancy|DeepSpeed|deepspeed|"
+DDP = Words(r"DistributedDataParallel|^DDP$")
+OTHERS = Words(
+    r"FullyShardedDataParallel|^FSDP$|fully_shard|ZeroRedundancy|DeepSpeed|deepspeed|"
     r"horovod|apply_gradient_allreduce|average_gradients|sync_grad|allreduce_grad|reduce_grad|parallelize_module|"
-    r"\bDTensor|PipelineStage|pipeline|torch\.distributed\.rpc|rpc\.|Join\(|replicate\(|local_sgd|ModelAverager|"
+    r"^DTensor|PipelineStage|pipeline|local_sgd|ModelAverager|"
     r"all_reduce_grad|grad_sync|reduce_scatter|gossip|federat|bagua|byteps|megatron|fairscale|all_reduce_params|DistributedOptimizer"
 )
-EXCHANGES = re.compile(f"{DDP}|{OTHERS.pattern}")
+PIECES = ("torch.distributed.rpc", "rpc.", "Join(", "replicate(")
 THAWED = "trains parameters that were frozen when line {line} built DDP, which never averages them: build it anew"
 # Gradients that are read may be exchanged by hand, where anything is exchanged at all; not those that are cleared.
 GRADIENTS = re.compile(r"\.grad\b(?!\s*=\s*None)")
@@ -47,9 +48,9 @@ def check(view: View) -> Iterator[Found]:
     if not starts and not (".module" in view.module.text and view.training and view.distributed):
         return
     family = view.project.family(view.module)
-    if any(says(member, OTHERS) for member in family) or by_hand(family):
+    if any(map(exchanges, family)) or by_hand(family):
         return
-    if any(says(member, EXCHANGES) or renamed(member) for member in family):
+    if any(member.names(DDP) or renamed(member) for member in family):
         yield from unheard(view)
         return
     if not starts or view.hidden(WRAPS):
@@ -108,6 +109,12 @@ def by_hand(family: tuple[Module, ...]) -> bool:
 
 
 @kept
+def exchanges(module: Module) -> bool:
+    """Whether a file names what exchanges gradients beside DDP."""
+    return module.names(OTHERS) or any(piece in module.bare for piece in PIECES)
+
+
+@kept
 def says(module: Module, pattern: re.Pattern[str]) -> bool:
     """Whether a pattern occurs in a file, beside its comments."""
     return pattern.search(module.bare) is not None
@@ -121,8 +128,14 @@ def trainings(view: View) -> list[Training]:
 
 def renamed(module: Module) -> bool:
     """Whether a file uses a wrapper that it imports under another name."""
-    names = [name for name, imported in module.imports.items() if EXCHANGES.search(imported.full)]
-    return any(re.search(rf"\b{re.escape(name)}\b", module.bare) for name in names)
+    return any(name in module.words for name, imported in module.imports.items() if wraps(imported.full))
+
+
+@functools.cache
+def wraps(full: str) -> bool:
+    """Whether what has a full name exchanges gradients."""
+    parts = full.split(".")
+    return any(DDP.search(part) or OTHERS.search(part) for part in parts) or any(piece in full for piece in PIECES)
 
 
 def steps(view: View, module: Module) -> bool:

@@ -44,13 +44,10 @@ def check(view: View) -> Iterator[Found]:
 
 def turning(scope: Scope) -> Iterator[Turning]:
     """The loops and list comprehensions of a scope."""
-    for stmt in scope.stmts:
-        if isinstance(stmt, ast.For):
-            yield stmt
-        elif isinstance(stmt, ast.Assign | ast.Return | ast.Expr) and stmt.value is not None:
-            yield from (
-                node for node in walk(stmt.value) if isinstance(node, ast.ListComp) and len(node.generators) == 1
-            )
+    yield from (stmt for stmt in scope.stmts if isinstance(stmt, ast.For))
+    for node, home in scope.module.list_comps:
+        if home is scope and len(node.generators) == 1:
+            yield node
 
 
 def header(node: Turning) -> tuple[ast.expr, ast.expr]:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
@@ -38,16 +39,17 @@ def check(view: View) -> Iterator[Found]:
     """Looks for weights that a resumed run loads before it trains, where nothing loads the optimizer's state."""
     if "resum" not in (text := view.module.text).lower() and "start_epoch" not in text:
         return
-    if any(restores(member) for member in view.project.closure(view.module)):
-        return
     for run in runs(view):
         for event in run.of("load"):
             site = shown_at(view, event)
-            if site is not None and resumes(view, event) and goes_on(view, run, event):
+            if site is None or any(map(restores, view.project.closure(view.module))):
+                continue
+            if resumes(view, event) and goes_on(view, run, event):
                 yield Found(site.call, MESSAGE)
                 break
 
 
+@kept
 def restores(module: Module) -> bool:
     """Whether a file may give an optimizer its state."""
     return RESTORES.search(module.bare) is not None

@@ -40,11 +40,11 @@ def check(view: View) -> Iterator[Found]:
     module = view.module
     if not view.distributed or not (module.is_script or not view.project.importers(module)):
         return
-    if MEASURES.search(module.bare) or EXAMPLES.search(module.path.rsplit("/", 1)[-1]):
+    if EXAMPLES.search(module.path.rsplit("/", 1)[-1]):
         return
     for run in runs(view):
         loop = outermost(run) if run.entry is module.top else None
-        if loop is None or keeps(view, run):
+        if loop is None or MEASURES.search(module.bare) or keeps(view, run):
             continue
         turns = duration(view, run, loop)
         saver = next(uncalled(view, run), None)

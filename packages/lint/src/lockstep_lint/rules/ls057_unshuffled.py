@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import argument, constant, idents, is_none, keyword, last, strings
@@ -26,7 +27,7 @@ MIXED = re.compile(
     r"|random\.(choice|sample|random\b)|torch\.rand|np\.random|\brng\b|KFold|iloc\[.*rand",
     re.IGNORECASE,
 )
-MEASURES = re.compile(r"enable_timing|\bprofile\(")
+PROFILES = re.compile(r"\bprofile\(")
 ORDERED = re.compile(
     r"stream|sequential|chunk|replay|rollout|trajector|stateful|memmap|bptt|curriculum|buffer|overfit|toy|synthetic"
     r"|dummy|fake|Iterable|val(id)?(_|$)|(^|_)(val|test|eval|query|search)|calib|probe",
@@ -36,7 +37,7 @@ ORDERED = re.compile(
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the loaders that several epochs of steps run over."""
-    if "DataLoader" not in view.module.text or MEASURES.search(view.module.bare):
+    if "DataLoader" not in view.module.text or measures(view.module.bare):
         return
     fed: set[ast.Call] = {call for run in runs(view) for call in repeated(view, run)}
     for site in view.sites("DataLoader"):
@@ -52,6 +53,11 @@ def check(view: View) -> Iterator[Found]:
             shuffled = keyword(call, "shuffle")
             if shuffled is None or constant(shuffled) is False:
                 yield Found(call, MESSAGE)
+
+
+def measures(text: str) -> bool:
+    """Whether a file measures how fast it is."""
+    return "enable_timing" in text or ("profile(" in text and PROFILES.search(text) is not None)
 
 
 def sampled(view: View, sampler: ast.expr, scope: Scope) -> Iterator[Found]:
@@ -73,9 +79,9 @@ def repeated(view: View, run: Run) -> Iterator[ast.Call]:
 def keeps_order(view: View, data: ast.expr, scope: Scope) -> bool:
     """Whether a data set certainly is one that is read by its index, and nothing in sight gives it an order."""
     made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
-    own = "\n".join(part_of(home) for home in {scope, *(home for _, home in made)})
+    homes = {scope, *(home for _, home in made)}
     words = [*idents(data), *strings(data), *(word for node, _ in made for word in (*idents(node), *strings(node)))]
-    if not made or any(map(ORDERED.search, words)) or any(map(EVALUATION.search, words)) or MIXED.search(own):
+    if not made or any(map(ORDERED.search, words)) or any(map(EVALUATION.search, words)) or any(map(mixes, homes)):
         return False
     whole = any(last(node) != "Subset" for node, _ in made)  # a part alone is for a trial, or measures
     return whole and all(sorted_data(view, node, home) for node, home in made)
@@ -95,7 +101,7 @@ def sorted_data(view: View, node: ast.expr, scope: Scope) -> bool:
     if owner is None or owner.kind != "class" or "__iter__" in owner.defs or "__getitem__" not in owner.defs:
         return False
     bases = [name for name in view.names.bases_of(owner) if not name.endswith(("Dataset", "object", "ABC", "Generic"))]
-    if bases or MIXED.search(part_of(owner)) or ORDERED.search(owner.name):
+    if bases or mixes(owner) or ORDERED.search(owner.name):
         return False
     return uses_index(owner.defs["__getitem__"])
 
@@ -104,6 +110,12 @@ def uses_index(method: Scope) -> bool:
     """Whether `__getitem__` reads the index that it is given."""
     body = getattr(method.node, "body", [])
     return len(method.params) == 2 and any(method.params[1] in idents(stmt) for stmt in body)
+
+
+@kept
+def mixes(scope: Scope) -> bool:
+    """Whether a function, a class or a file's top level may give data another order."""
+    return MIXED.search(part_of(scope)) is not None
 
 
 def part_of(scope: Scope) -> str:
