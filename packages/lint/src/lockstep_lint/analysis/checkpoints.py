@@ -1,0 +1,260 @@
+"""Say what the checkpoints of a program hold, and which keys it reads from those that it loads."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.context import above, guards
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.view import Analysis, View
+
+__all__ = [
+    "OTHERS",
+    "RESUMES",
+    "Read",
+    "Saved",
+    "file_name",
+    "fits",
+    "handled",
+    "loaded",
+    "loads",
+    "reads",
+    "saves",
+    "words_of",
+]
+
+# What says that a run goes on from its own file, and what says that the file is somebody else's.
+RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
+OTHERS = Words(
+    r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|warm_?start|weights?(_only)?$|transfer|^init$|^jit$",
+    re.IGNORECASE,
+)
+# What may write a checkpoint out of sight, and what only looks at a dictionary.
+WRITES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORECASE)
+LOOKS = ("save", "print", "len", "log", "info", "debug", "deepcopy", "list", "sorted", "keys", "items", "str", "dict")
+MAX_ORIGINS = 6
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """A file that `torch.save` writes: its keys with their values, or a bare `state`; `known` if all of it is known."""
+
+    site: Site
+    known: bool = True
+    state: bool = False
+    values: dict[str, list[tuple[ast.expr, Scope]]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Read:
+    """A key that is read from what `torch.load` gave."""
+
+    node: ast.Subscript
+    key: str
+    stmt: ast.stmt
+    scope: Scope
+    loads: tuple[tuple[ast.Call, Scope], ...]
+
+
+@kept
+def saves(analysis: Analysis, module: Module) -> tuple[Saved, ...]:
+    """What the programs of a file write by `torch.save`."""
+    found = []
+    for member in analysis.project.family(module):
+        for site in member.sites("save"):
+            if analysis.names.qualify(site.call.func, site.scope) == "torch.save":
+                found.append(content(analysis, site))
+    return tuple(found)
+
+
+def content(analysis: Analysis, site: Site) -> Saved:
+    """What one call of `torch.save` writes."""
+    saved = Saved(site)
+    given = argument(site.call, 0, "obj")
+    made = analysis.origins.of(given, site.scope) if given is not None else []
+    saved.known = 0 < len(made) <= MAX_ORIGINS and all(
+        take(saved, origin.node, origin.scope, analysis) for origin in made
+    )
+    tables = {(dotted(given), site.scope)} if dotted(given) is not None else set()
+    tables |= {(name, origin.scope) for origin in made for name in names_of(origin.node, origin.scope)}
+    for name, scope in tables:
+        saved.known &= grown(saved, name or "", scope)
+    return saved
+
+
+def take(saved: Saved, node: ast.expr, scope: Scope, analysis: Analysis) -> bool:
+    """Add what an expression makes to a file's keys; False where it is not known."""
+    if isinstance(node, ast.Dict):
+        whole = True
+        for key, value in zip(node.keys, node.values, strict=True):
+            name = constant(key)
+            whole &= isinstance(name, str)
+            if isinstance(name, str):
+                saved.values.setdefault(name, []).append((value, scope))
+        return whole
+    if not isinstance(node, ast.Call):
+        return False
+    if last(node) in ("dict", "OrderedDict") and not node.args:
+        for item in node.keywords:
+            saved.values.setdefault(item.arg or "", []).append((item.value, scope))
+        return all(item.arg is not None for item in node.keywords)
+    if last(node) == "state_dict" and isinstance(node.func, ast.Attribute):
+        saved.state = True
+        return analysis.kinds.is_model(node.func.value, scope) or ".module." in ast.unparse(node)
+    return False
+
+
+def names_of(node: ast.expr, scope: Scope) -> Iterator[str]:
+    """Yield the names that a function gives a value that it makes."""
+    for key, binds in scope.binds.items():
+        if any(bind.value is node for bind in binds):
+            yield key
+
+
+def grown(saved: Saved, name: str, scope: Scope) -> bool:
+    """Add what is put into a table later, in its function or the class; False where that is not known."""
+    homes = scope.owner.defs.values() if name.startswith("self.") and scope.owner is not None else [scope]
+    whole = True
+    for home in homes:
+        for stmt in home.stmts:
+            target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+            if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and dotted(target.value) == name:
+                key = constant(target.slice)
+                whole &= isinstance(key, str)
+                saved.values.setdefault(str(key), []).append((stmt.value, home))
+        for site in home.sites:
+            whole &= taken_in(saved, site, name)
+    return whole
+
+
+def taken_in(saved: Saved, site: Site, name: str) -> bool:
+    """Add what a call puts into a table; False where it may put more into it."""
+    call = site.call
+    if dotted(site.receiver) == name and site.name in ("update", "setdefault"):
+        key = constant(next(iter(call.args), None)) if site.name == "setdefault" else None
+        tables = [each for each in call.args if isinstance(each, ast.Dict)] if site.name == "update" else []
+        for table in tables:
+            for each, value in zip(table.keys, table.values, strict=True):
+                saved.values.setdefault(str(constant(each)), []).append((value, site.scope))
+        for item in call.keywords:
+            saved.values.setdefault(item.arg or "", []).append((item.value, site.scope))
+        if isinstance(key, str):
+            saved.values.setdefault(key, []).append((call.args[-1], site.scope))
+        return bool(key) or len(tables) == len(call.args)
+    handed = any(dotted(each) == name for each in (*call.args, *(item.value for item in call.keywords)))
+    return not handed or site.name in LOOKS or WRITES.search(site.name)
+
+
+@kept
+def loads(analysis: Analysis, module: Module) -> tuple[Site, ...]:
+    """The calls of `torch.load` in the programs of a file."""
+    sites = (site for member in analysis.project.family(module) for site in member.sites("load"))
+    return tuple(site for site in sites if analysis.names.qualify(site.call.func, site.scope) == "torch.load")
+
+
+def reads(view: View) -> Iterator[Read]:
+    """Yield the keys that a file reads from what the programs load, in order."""
+    if '["' not in view.module.text and "['" not in view.module.text:
+        return
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            for part in own_expressions(stmt):
+                for node in walk(part):
+                    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+                        key = constant(node.slice)
+                        made = loaded(view, node.value, scope) if isinstance(key, str) else ()
+                        if made:
+                            yield Read(node, str(key), stmt, scope, made)
+
+
+def own_expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the expressions of a statement, without the statements in it."""
+    for child in ast.iter_child_nodes(stmt):
+        if isinstance(child, ast.expr):
+            yield child
+        elif isinstance(child, ast.withitem):
+            yield child.context_expr
+        elif isinstance(child, ast.keyword):
+            yield child.value
+
+
+def loaded(view: View, node: ast.expr, scope: Scope) -> tuple[tuple[ast.Call, Scope], ...]:
+    """The calls of `torch.load` that a name's value certainly comes from."""
+    if dotted(node) is None:
+        return ()
+    made = view.origins.of(node, scope)
+    calls = [(o.call, o.scope) for o in made if o.call is not None and last(o.call) == "load"]
+    if not calls or len(calls) < len(made):
+        return ()
+    return tuple(calls) if all(view.names.qualify(c.func, s) == "torch.load" for c, s in calls) else ()
+
+
+def fits(view: View, read: Read) -> bool:
+    """Whether a key is certainly read: nothing asks whether it is there, and no exception is handled."""
+    module = read.scope.module
+    if handled(read.stmt, read.scope):
+        return False
+    asks = re.compile(rf"['\"]{re.escape(read.key)}['\"]\s+(not\s+)?in\b|in\s+\w*keys|hasattr|isinstance")
+    here = [ast.unparse(guard.test) for guard in guards(read.stmt, module)]
+    here += [ast.unparse(node.test) for node in walk(read.stmt) if isinstance(node, ast.IfExp | ast.If)]
+    table = dotted(read.node.value) or ""
+    asked = any(asks.search(test) or re.search(rf"\bin {re.escape(table)}\b", test) for test in here)
+    return not asked and not re.search(rf"['\"]{re.escape(read.key)}['\"]\s+(not\s+)?in\b", module.text)
+
+
+def handled(stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether an exception of a statement is handled."""
+    return any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module))
+
+
+def words_of(view: View, call: ast.Call, scope: Scope) -> Iterator[str]:
+    """Yield the words of the path that a call loads, of what its names were given, and of the tests around it."""
+    path = next(iter(call.args), None) or keyword(call, "f")
+    yield from path_words(view, path, scope)
+    stmt = next((site.stmt for site in scope.sites if site.call is call), None)
+    for guard in guards(stmt, scope.module) if stmt is not None else ():
+        yield from (*idents(guard.test), *strings(guard.test))
+
+
+def path_words(view: View, path: ast.expr | None, scope: Scope) -> Iterator[str]:
+    """Yield the words of a path, and of what its names were given."""
+    if path is None:
+        return
+    for origin in (*view.origins.of(path, scope),):
+        yield from (*idents(origin.node), *strings(origin.node))
+    yield from (*idents(path), *strings(path))
+    for part in walk(path):
+        key = dotted(part)
+        binds = scope.binds.get(key, []) if key is not None else []
+        for bind in binds[:2]:
+            yield from (*idents(bind.value), *strings(bind.value)) if bind.value is not None else ()
+
+
+def file_name(view: View, path: ast.expr | None, scope: Scope) -> frozenset[str]:
+    """The names of the files that a path may stand for, with "{}" for what is not written out; "" where none is."""
+    if path is None:
+        return frozenset({""})
+    return frozenset(spelled(origin.node).rpartition("/")[2] for origin in view.origins.of(path, scope))
+
+
+def spelled(node: ast.expr) -> str:
+    """A path's text, with "{}" for each part that is not written out."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(spelled(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Div):
+        between = "/" if isinstance(node.op, ast.Div) else ""
+        return f"{spelled(node.left)}{between}{spelled(node.right)}"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(constant(node.left), str):
+        return re.sub(r"%[\d.]*[sdfrg]", "{}", str(constant(node.left)))
+    if isinstance(node, ast.Call) and last(node) == "join" and node.args:
+        return "/".join(spelled(part) for part in node.args)
+    if isinstance(node, ast.Call) and last(node) == "format" and isinstance(node.func, ast.Attribute):
+        return re.sub(r"\{[^}]*\}", "{}", spelled(node.func.value))
+    if isinstance(node, ast.Call) and last(node) in ("str", "Path") and len(node.args) == 1:
+        return spelled(node.args[0])
+    return "{}"
