@@ -21,6 +21,8 @@ __all__ = [
     "handled",
     "loaded",
     "loads",
+    "of_program",
+    "path_words",
     "reads",
     "saves",
     "words_of",
@@ -40,12 +42,16 @@ MAX_ORIGINS = 6
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """A file that `torch.save` writes: its keys with their values, or a bare `state`; `known` if all of it is known."""
+    """A file that `torch.save` writes: its keys with their values, "" for a bare state; `known` if all is known."""
 
     site: Site
     known: bool = True
-    state: bool = False
     values: dict[str, list[tuple[ast.expr, Scope]]] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of a table; none of a bare state."""
+        return self.values.keys() - {""}
 
 
 @dataclass(eq=False, slots=True)
@@ -62,12 +68,9 @@ class Read:
 @kept
 def saves(analysis: Analysis, module: Module) -> tuple[Saved, ...]:
     """What the programs of a file write by `torch.save`."""
-    found = []
-    for member in analysis.project.family(module):
-        for site in member.sites("save"):
-            if analysis.names.qualify(site.call.func, site.scope) == "torch.save":
-                found.append(content(analysis, site))
-    return tuple(found)
+    sites = [site for member in analysis.project.family(module) for site in member.sites("save")]
+    written = (site for site in sites if analysis.names.qualify(site.call.func, site.scope) == "torch.save")
+    return tuple(content(analysis, site) for site in written)
 
 
 def content(analysis: Analysis, site: Site) -> Saved:
@@ -88,23 +91,25 @@ def content(analysis: Analysis, site: Site) -> Saved:
 def take(saved: Saved, node: ast.expr, scope: Scope, analysis: Analysis) -> bool:
     """Add what an expression makes to a file's keys; False where it is not known."""
     if isinstance(node, ast.Dict):
-        whole = True
-        for key, value in zip(node.keys, node.values, strict=True):
-            name = constant(key)
-            whole &= isinstance(name, str)
-            if isinstance(name, str):
-                saved.values.setdefault(name, []).append((value, scope))
-        return whole
+        names = [constant(key) for key in node.keys]
+        put(saved, [(str(name), value) for name, value in zip(names, node.values, strict=True)], scope)
+        return all(isinstance(name, str) for name in names)
     if not isinstance(node, ast.Call):
         return False
     if last(node) in ("dict", "OrderedDict") and not node.args:
-        for item in node.keywords:
-            saved.values.setdefault(item.arg or "", []).append((item.value, scope))
-        return all(item.arg is not None for item in node.keywords)
+        pairs = [(item.arg or "", item.value) for item in node.keywords]
+        put(saved, pairs, scope)
+        return all(key for key, _ in pairs)
     if last(node) == "state_dict" and isinstance(node.func, ast.Attribute):
-        saved.state = True
+        put(saved, [("", node)], scope)
         return analysis.kinds.is_model(node.func.value, scope) or ".module." in ast.unparse(node)
     return False
+
+
+def put(saved: Saved, pairs: list[tuple[str, ast.expr]], scope: Scope) -> None:
+    """Add keys with their values, of one function, to what a file holds."""
+    for key, value in pairs:
+        saved.values.setdefault(key, []).append((value, scope))
 
 
 def names_of(node: ast.expr, scope: Scope) -> Iterator[str]:
@@ -124,7 +129,7 @@ def grown(saved: Saved, name: str, scope: Scope) -> bool:
             if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and dotted(target.value) == name:
                 key = constant(target.slice)
                 whole &= isinstance(key, str)
-                saved.values.setdefault(str(key), []).append((stmt.value, home))
+                put(saved, [(str(key), stmt.value)], home)
         for site in home.sites:
             whole &= taken_in(saved, site, name)
     return whole
@@ -137,12 +142,10 @@ def taken_in(saved: Saved, site: Site, name: str) -> bool:
         key = constant(next(iter(call.args), None)) if site.name == "setdefault" else None
         tables = [each for each in call.args if isinstance(each, ast.Dict)] if site.name == "update" else []
         for table in tables:
-            for each, value in zip(table.keys, table.values, strict=True):
-                saved.values.setdefault(str(constant(each)), []).append((value, site.scope))
-        for item in call.keywords:
-            saved.values.setdefault(item.arg or "", []).append((item.value, site.scope))
-        if isinstance(key, str):
-            saved.values.setdefault(key, []).append((call.args[-1], site.scope))
+            names = [str(constant(each)) for each in table.keys]
+            put(saved, list(zip(names, table.values, strict=True)), site.scope)
+        put(saved, [(item.arg or "", item.value) for item in call.keywords], site.scope)
+        put(saved, [(key, call.args[-1])] if isinstance(key, str) else [], site.scope)
         return bool(key) or len(tables) == len(call.args)
     handed = any(dotted(each) == name for each in (*call.args, *(item.value for item in call.keywords)))
     return not handed or site.name in LOOKS or WRITES.search(site.name)
@@ -182,8 +185,8 @@ def own_expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
 
 
 def loaded(view: View, node: ast.expr, scope: Scope) -> tuple[tuple[ast.Call, Scope], ...]:
-    """The calls of `torch.load` that a name's value certainly comes from."""
-    if dotted(node) is None:
+    """The calls of `torch.load` that a value certainly comes from."""
+    if dotted(node) is None and not isinstance(node, ast.Call):
         return ()
     made = view.origins.of(node, scope)
     calls = [(o.call, o.scope) for o in made if o.call is not None and last(o.call) == "load"]
@@ -258,3 +261,24 @@ def spelled(node: ast.expr) -> str:
     if isinstance(node, ast.Call) and last(node) in ("str", "Path") and len(node.args) == 1:
         return spelled(node.args[0])
     return "{}"
+
+
+def of_program(
+    view: View,
+    made: tuple[tuple[ast.Call, Scope], ...],
+    places: list[tuple[ast.stmt, Scope]],
+    written: tuple[Saved, ...],
+    known: bool,
+) -> list[Saved]:
+    """The saves that wrote what is loaded: those of its file's name, or all where a run is `known` to be resumed."""
+    words = [word for call, scope in made for word in words_of(view, call, scope)]
+    tests = [guard.test for stmt, scope in places for guard in guards(stmt, scope.module)]
+    words += [word for test in tests for word in (*idents(test), *strings(test))]
+    if any(map(OTHERS.search, words)):
+        return []
+    names = {name for call, scope in made for name in file_name(view, next(iter(call.args), None), scope)}
+    same = [saved for saved in written if file_name(view, argument(saved.site.call, 1, "f"), saved.site.scope) == names]
+    if same and all(re.search(r"[a-zA-Z]{3}.*\.\w+$", name) for name in names):
+        return same if all(saved.known for saved in same) else []
+    resumed = known and any(map(RESUMES.search, words))
+    return list(written) if resumed and all(saved.known for saved in written) else []

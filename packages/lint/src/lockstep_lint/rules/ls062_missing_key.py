@@ -5,22 +5,17 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.checkpoints import (
-    OTHERS,
-    RESUMES,
     Read,
     Saved,
-    file_name,
     fits,
     handled,
     loaded,
     loads,
+    of_program,
     reads,
     saves,
-    words_of,
 )
-from lockstep_lint.analysis.context import guards
-from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import Words, argument, idents, strings
+from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -43,7 +38,7 @@ def check(view: View) -> Iterator[Found]:
     for found in by_load.values():
         named = any(PROGRESS.search(read.key) for read in found)
         own = of_program(view, found[0].loads, [(read.stmt, read.scope) for read in found], written, named)
-        held = {key for saved in own for key in saved.values}
+        held = set[str]().union(*(saved.keys for saved in own))
         missing = [read for read in found if read.key not in held and fits(view, read)] if own else []
         if missing and not any(read.key in saved.values for read in missing for saved in written):
             keys = " and ".join(dict.fromkeys(f"'{read.key}'" for read in missing))
@@ -60,30 +55,9 @@ def whole_tables(view: View, written: tuple[Saved, ...]) -> Iterator[Found]:
             continue
         made = loaded(view, given, site.scope)
         own = of_program(view, made, [(site.stmt, site.scope)], written, True) if made else []
-        if own and all(len(saved.values) > 1 and not saved.state for saved in own):
-            held = ", ".join(sorted({key for saved in own for key in saved.values}))
-            yield Found(site.call, WHOLE.format(held=held))
-
-
-def of_program(
-    view: View,
-    made: tuple[tuple[ast.Call, Scope], ...],
-    places: list[tuple[ast.stmt, Scope]],
-    written: tuple[Saved, ...],
-    known: bool,
-) -> list[Saved]:
-    """The saves that wrote what is loaded: those of its file's name, or all where a run is `known` to be resumed."""
-    words = [word for call, scope in made for word in words_of(view, call, scope)]
-    tests = [guard.test for stmt, scope in places for guard in guards(stmt, scope.module)]
-    words += [word for test in tests for word in (*idents(test), *strings(test))]
-    if any(map(OTHERS.search, words)):
-        return []
-    names = {name for call, scope in made for name in file_name(view, next(iter(call.args), None), scope)}
-    same = [saved for saved in written if file_name(view, argument(saved.site.call, 1, "f"), saved.site.scope) == names]
-    if same and all(re.search(r"[a-zA-Z]{3}.*\.\w+$", name) for name in names):
-        return same if all(saved.known for saved in same) else []
-    resumed = known and any(map(RESUMES.search, words))
-    return list(written) if resumed and all(saved.known for saved in written) else []
+        if own and all(len(saved.keys) > 1 and "" not in saved.values for saved in own):
+            held = sorted(set[str]().union(*(saved.keys for saved in own)))
+            yield Found(site.call, WHOLE.format(held=", ".join(held)))
 
 
 RULE = Rule(
