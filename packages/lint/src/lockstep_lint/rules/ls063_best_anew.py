@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.checkpoints import saves
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Bind, Scope
-from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, last, mentions, strings, walk
+from lockstep_lint.analysis.nodes import (
+    REFERENCES,
+    Words,
+    constant,
+    dotted,
+    element_of,
+    idents,
+    last,
+    mentions,
+    strings,
+    walk,
+)
 from lockstep_lint.analysis.rank_names import attributes
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, apart
@@ -88,8 +99,9 @@ def judged(view: View, key: str, scope: Scope) -> Iterator[tuple[ast.stmt, str]]
     if starts and not rest and not asks_best(view, key):
         yield starts[-1].stmt, ANEW.format(name=key)
     for bind, _ in rest:
-        name = next(strings(bind.value), "") if bind.value is not None else ""
-        if len(rest) == 1 and latest(view, bind, key, name):
+        value = value_of(bind)
+        name = next(strings(value), "") if value is not None else ""
+        if len(rest) == 1 and latest(view, key, name):
             yield bind.stmt, LATEST.format(name=key, key=name)
 
 
@@ -102,14 +114,17 @@ def bound(view: View, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
 
 def begins(bind: Bind) -> bool:
     """Whether a name is given a number, infinity or None."""
-    if bind.value is None or bind.path or bind.how != "assign":
+    value = value_of(bind)
+    if value is None or bind.how != "assign":
         return False
-    names = [*idents(bind.value)]
-    return (
-        isinstance(bind.value, ast.Constant)
-        or constant(bind.value) is not None
-        or (bool(names) and all(map(START.search, names)))
-    )
+    names = [*idents(value)]
+    literal = isinstance(value, ast.Constant) or constant(value) is not None
+    return literal or (bool(names) and all(map(START.search, names)))
+
+
+def value_of(bind: Bind) -> ast.expr | None:
+    """The value of a name, also in a tuple that is written out."""
+    return next(element_of(bind.value, bind.path), None)
 
 
 def updated(bind: Bind, key: str, home: Scope) -> bool:
@@ -140,9 +155,9 @@ def asks_best(view: View, key: str) -> bool:
     return re.search(rf"{read}|setattr\(|__dict__", text, re.IGNORECASE) is not None
 
 
-def latest(view: View, bind: Bind, key: str, name: str) -> bool:
+def latest(view: View, key: str, name: str) -> bool:
     """Whether a best score is restored from a key under which each save puts the score of its own model."""
-    if not name or "best" in name.lower() or bind.path:
+    if not name or "best" in name.lower():
         return False
     found = [
         (saved, value, home)
