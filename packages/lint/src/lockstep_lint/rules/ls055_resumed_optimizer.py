@@ -207,7 +207,8 @@ def train(model, loader, loss_of, args):
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
     note=(
         "It is told where a test or a path speaks of a resume or of a first epoch, and the epochs or steps go on from "
-        "a number that it is given. Weights that are only a beginning (`args.pretrained`, `range(epochs)`) are left "
-        "alone, and so is SGD without a schedule or with one that is put to its place (`last_epoch=`)."
+        "a number that it is given, the program's checkpoints hold the optimizer's state, or the path itself speaks of "
+        "a resume. Weights that are only a beginning (`args.pretrained`) are left alone, and so is SGD without a "
+        "schedule or with one that is put to its place (`last_epoch=`), but for its momentum where that was saved."
     ),
 )
