@@ -14,7 +14,7 @@ from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject
+from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -117,8 +117,15 @@ def of_wrapper(view: View, run: Run) -> Iterator[Found]:
             continue
         late = all(w.place > event.place for w in run.of("wrap") if same(view, w, event))
         kinds = {wrapped(view, each.mark.subject, each) for each in states if each.mark.subject is not None}
-        if late and kinds <= {"DDP", "DataParallel"} and any(same(view, w, event) for w in run.of("wrap")):
-            yield at(site, BARE.format(kind=kinds.pop()))
+        alike = all(things(view, *subject(each)) <= things(view, *subject(event)) for each in states)  # no average's
+        if (
+            late
+            and alike
+            and kinds
+            and kinds <= {"DDP", "DataParallel"}
+            and any(same(view, w, event) for w in run.of("wrap"))
+        ):
+            yield at(site, BARE.format(kind=min(kinds)))
 
 
 def stripped(view: View) -> Iterator[Found]:

@@ -23,7 +23,7 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MISSING = "reads {keys}, which the checkpoints of this program do not hold ({held}): a resume ends here"
-WHOLE = "loads a whole checkpoint into the model, and this program's hold more ({held}): a resume ends here"
+WHOLE = "loads a whole checkpoint into the model, and this program's hold more ({held}): that ends in an error"
 # What only the checkpoint of a run under way has.
 PROGRESS = Words(r"epoch|iter|step|optim|best|sched|scaler", re.IGNORECASE)
 
