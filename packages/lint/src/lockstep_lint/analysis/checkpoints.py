@@ -38,6 +38,8 @@ OTHERS = Words(
 WRITES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORECASE)
 LOOKS = ("save", "print", "len", "log", "info", "debug", "deepcopy", "list", "sorted", "keys", "items", "str", "dict")
 MAX_ORIGINS = 6
+# How deep the parts of a path are spelled out.
+MAX_PARTS = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +75,7 @@ def saves(analysis: Analysis, module: Module) -> tuple[Saved, ...]:
     return tuple(content(analysis, site) for site in written)
 
 
+@kept
 def content(analysis: Analysis, site: Site) -> Saved:
     """What one call of `torch.save` writes."""
     saved = Saved(site)
@@ -226,7 +229,7 @@ def path_words(view: View, path: ast.expr | None, scope: Scope) -> Iterator[str]
     """Yield the words of a path, and of what its names were given."""
     if path is None:
         return
-    for origin in (*view.origins.of(path, scope),):
+    for origin in view.origins.of(path, scope):
         yield from (*idents(origin.node), *strings(origin.node))
     yield from (*idents(path), *strings(path))
     for part in walk(path):
@@ -243,23 +246,23 @@ def file_name(view: View, path: ast.expr | None, scope: Scope) -> frozenset[str]
     return frozenset(spelled(origin.node).rpartition("/")[2] for origin in view.origins.of(path, scope))
 
 
-def spelled(node: ast.expr) -> str:
+def spelled(node: ast.expr, depth: int = 0) -> str:
     """A path's text, with "{}" for each part that is not written out."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
+    if isinstance(node, ast.Constant) or depth > MAX_PARTS:
+        return str(node.value) if isinstance(node, ast.Constant) else "{}"
     if isinstance(node, ast.JoinedStr):
-        return "".join(spelled(part) for part in node.values)
+        return "".join(spelled(part, depth + 1) for part in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Div):
         between = "/" if isinstance(node.op, ast.Div) else ""
-        return f"{spelled(node.left)}{between}{spelled(node.right)}"
+        return f"{spelled(node.left, depth + 1)}{between}{spelled(node.right, depth + 1)}"
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(constant(node.left), str):
         return re.sub(r"%[\d.]*[sdfrg]", "{}", str(constant(node.left)))
     if isinstance(node, ast.Call) and last(node) == "join" and node.args:
-        return "/".join(spelled(part) for part in node.args)
+        return "/".join(spelled(part, depth + 1) for part in node.args)
     if isinstance(node, ast.Call) and last(node) == "format" and isinstance(node.func, ast.Attribute):
-        return re.sub(r"\{[^}]*\}", "{}", spelled(node.func.value))
+        return re.sub(r"\{[^}]*\}", "{}", spelled(node.func.value, depth + 1))
     if isinstance(node, ast.Call) and last(node) in ("str", "Path") and len(node.args) == 1:
-        return spelled(node.args[0])
+        return spelled(node.args[0], depth + 1)
     return "{}"
 
 

@@ -101,9 +101,11 @@ def misfits(view: View, run: Run) -> Iterator[Found]:
 
 def of_wrapper(view: View, run: Run) -> Iterator[Found]:
     """The bare models that load, by a resume, a state that the program saves from their wrapper alone."""
-    if any(word in view.module.text for word in STRIPS) or not (written := saves(view.analysis, view.module)):
+    text = view.module.text
+    if "load_state_dict" not in text or any(word in text for word in STRIPS) or not run.of("wrap"):
         return
-    for event in run.of("load") if run.of("wrap") else ():
+    written = saves(view.analysis, view.module)
+    for event in run.of("load") if written else ():
         site = event.mark.site
         given = next(iter(site.call.args), None) if site is not None else None
         if site is None or given is None or event.module is not view.module or keyword(site.call, "strict") is not None:

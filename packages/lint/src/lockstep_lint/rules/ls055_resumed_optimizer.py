@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.checkpoints import loaded, path_words, saves
+from lockstep_lint.analysis.checkpoints import RESUMES, loaded, path_words, saves
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
@@ -19,9 +19,8 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
-# What says that a run goes on, and what says that its weights are only a beginning, or that it does not train.
-RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
 OPTIMIZER = Words(r"optim|^opt$", re.IGNORECASE)
+# What says that a run goes on from an epoch, and what says that its weights are only a beginning.
 FIRST = Words(r"^(start|begin|init|initial)_?epoch$", re.IGNORECASE)
 OTHERWISE = Words(
     r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights?(_only)?$|transfer|^jit$",
