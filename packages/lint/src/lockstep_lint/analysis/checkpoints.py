@@ -149,7 +149,7 @@ def taken_in(saved: Saved, site: Site, name: str) -> bool:
             put(saved, list(zip(names, table.values, strict=True)), site.scope)
         put(saved, [(item.arg or "", item.value) for item in call.keywords], site.scope)
         put(saved, [(key, call.args[-1])] if isinstance(key, str) else [], site.scope)
-        return bool(key) or len(tables) == len(call.args)
+        return bool(key) or (len(tables) == len(call.args) and not any(item.arg is None for item in call.keywords))
     handed = any(dotted(each) == name for each in (*call.args, *(item.value for item in call.keywords)))
     return not handed or site.name in LOOKS or WRITES.search(site.name)
 
