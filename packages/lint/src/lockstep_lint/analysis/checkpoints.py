@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.context import above, guards
+from lockstep_lint.analysis.context import Guard, above, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.view import Analysis, View
@@ -25,7 +25,6 @@ __all__ = [
     "path_words",
     "reads",
     "saves",
-    "words_of",
 ]
 
 # What says that a run goes on from its own file, and what says that the file is somebody else's.
@@ -216,13 +215,25 @@ def handled(stmt: ast.stmt, scope: Scope) -> bool:
     return any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module))
 
 
-def words_of(view: View, call: ast.Call, scope: Scope) -> Iterator[str]:
-    """Yield the words of the path that a call loads, of what its names were given, and of the tests around it."""
-    path = next(iter(call.args), None) or keyword(call, "f")
-    yield from path_words(view, path, scope)
-    stmt = next((site.stmt for site in scope.sites if site.call is call), None)
-    for guard in guards(stmt, scope.module) if stmt is not None else ():
-        yield from (*idents(guard.test), *strings(guard.test))
+def tests_of(made: tuple[tuple[ast.Call, Scope], ...], places: list[tuple[ast.stmt, Scope]]) -> list[Guard]:
+    """The tests around the calls that load a file, and around what is done with it."""
+    loads = [(site.stmt, scope) for call, scope in made for site in scope.sites if site.call is call]
+    return [guard for stmt, scope in (*loads, *places) for guard in guards(stmt, scope.module)]
+
+
+def affirmed(test: ast.expr, when: bool) -> Iterator[ast.expr]:
+    """Yield the parts of a test that hold, or whose value is there, where it comes out `when`."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from affirmed(test.operand, not when)
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from affirmed(value, when)
+    elif isinstance(test, ast.Compare):
+        empty = isinstance(test.comparators[0], ast.Constant) and not test.comparators[0].value
+        denies = isinstance(test.ops[0], ast.NotIn) or (empty and isinstance(test.ops[0], ast.Is | ast.Eq))
+        yield from (test,) if when is not denies else ()
+    elif when:
+        yield test
 
 
 def path_words(view: View, path: ast.expr | None, scope: Scope) -> Iterator[str]:
@@ -274,14 +285,17 @@ def of_program(
     known: bool,
 ) -> list[Saved]:
     """The saves that wrote what is loaded: those of its file's name, or all where a run is `known` to be resumed."""
-    words = [word for call, scope in made for word in words_of(view, call, scope)]
-    tests = [guard.test for stmt, scope in places for guard in guards(stmt, scope.module)]
-    words += [word for test in tests for word in (*idents(test), *strings(test))]
-    if any(map(OTHERS.search, words)):
+    paths = [(next(iter(call.args), None) or keyword(call, "f"), scope) for call, scope in made]
+    words = [word for path, scope in paths for word in path_words(view, path, scope)]
+    tests = tests_of(made, places)
+    around = [word for guard in tests for word in (*idents(guard.test), *strings(guard.test))]
+    if any(map(OTHERS.search, (*words, *around))):
         return []
     names = {name for call, scope in made for name in file_name(view, next(iter(call.args), None), scope)}
     same = [saved for saved in written if file_name(view, argument(saved.site.call, 1, "f"), saved.site.scope) == names]
     if same and all(re.search(r"[a-zA-Z]{3}.*\.\w+$", name) for name in names):
         return same if all(saved.known for saved in same) else []
+    parts = [part for guard in tests for part in affirmed(guard.test, guard.when)]
+    words += [word for part in parts for word in (*idents(part), *strings(part))]
     resumed = known and any(map(RESUMES.search, words))
     return list(written) if resumed and all(saved.known for saved in written) else []
