@@ -266,6 +266,21 @@ MUTATIONS = [
         append("import os", "from torchvision import datasets"),
         replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
     ]),
+    ("LS062", "ddp", [append("model.module.load_state_dict", f"model.note = {LOAD}['score']")]),
+    ("LS063", "ddp", [
+        prepend("for epoch in", (
+            "best = 0.0\n"
+            "if os.path.exists('model.pt'):\n"
+            f"    optimizer.load_state_dict({LOAD}['optimizer'])"
+        )),
+        replace("torch.save(", (
+            "state = {'model': model.module.state_dict(), 'optimizer': optimizer.state_dict(), 'rng': states}\n"
+            "torch.save(state, 'model.pt')\n"
+            "if score > best:\n"
+            "    best = score\n"
+            "    torch.save(state, 'best.pt')"
+        )),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

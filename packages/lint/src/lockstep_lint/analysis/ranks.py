@@ -80,16 +80,30 @@ def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterato
     True.
     """
     key = constant(node.slice)
-    for stmt in scope.stmts if isinstance(key, str | int) else ():
-        if isinstance(stmt, ast.Assign) and constant(stmt.value) is not True:
-            places = [target for target in stmt.targets if isinstance(target, ast.Subscript)]
-            if any(dotted(p.value) == dotted(node.value) and constant(p.slice) == key for p in places):
-                yield stmt.value, scope
+    for name, home in tables(numbers, node, scope) if isinstance(key, str | int) else ():
+        for stmt in home.stmts:
+            if isinstance(stmt, ast.Assign) and constant(stmt.value) is not True:
+                places = [target for target in stmt.targets if isinstance(target, ast.Subscript)]
+                if any(dotted(p.value) == name and constant(p.slice) == key for p in places):
+                    yield stmt.value, home
     for whole, home in made(numbers, node.value, scope) if isinstance(key, str | int) else ():
         parts = under(whole, key) if isinstance(whole, ast.Dict) else ()
         if isinstance(whole, ast.Tuple) and isinstance(key, int) and key >= 0:
             parts = element_of(whole, (key,))
         yield from ((part, home) for part in parts if constant(part) is not True)
+
+
+def tables(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[tuple[str, Scope]]:
+    """The names of a table where its items may be put: here, or where a parameter gets it (`Trainer(params)`)."""
+    name = dotted(node.value)
+    if name is None:
+        return
+    yield name, scope
+    callers = numbers.calls.callers(scope)[:MAX_CALLERS] if name in scope.params and name not in scope.binds else []
+    for site in callers:
+        handed = dotted(passed(site, scope, name))
+        if handed is not None and site.scope is not scope:
+            yield handed, site.scope
 
 
 def made(numbers: RankNumbers, start: ast.expr | None, scope: Scope) -> Iterator[Value]:
@@ -153,7 +167,7 @@ MAX_BINDS = 20
 # What a test that holds on one rank, but not the main one, comes to.
 OTHER = -2
 # What may be a test of the rank where a name is given its value.
-DECIDES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.Call)
+DECIDES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.Call, ast.Subscript)
 
 
 class RankTests:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.checkpoints import handled, loaded, of_program, saves
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
@@ -12,7 +13,7 @@ from lockstep_lint.analysis.origins import SAME, default
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject
+from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -21,6 +22,10 @@ __all__ = ["RULE"]
 
 STATE = "saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()"
 MISFIT = "loads the bare model's state into its DDP wrapper, whose names have 'module.': load it into {plain}"
+BARE = (
+    "loads what the {kind} wrapper saved, with names in 'module.', into the bare model: save model.module.state_dict()"
+)
+STRIP = "leaves the 'module.' that a wrapper's names begin with: replace 'module.', or removeprefix('module.')"
 OBJECT = "saves the {kind} wrapper itself, which only such a program can load: save model.module"
 ALL = "every rank writes this file at once: save on rank 0 only"
 HELPED = "every rank has this helper write one file at once: call it on rank 0 only"
@@ -50,6 +55,8 @@ def check(view: View) -> Iterator[Found]:
         yield from by_all(view, run)
         yield from read_early(view, run)
         yield from misfits(view, run)
+        yield from of_wrapper(view, run)
+    yield from stripped(view)
 
 
 def of_wrappers(view: View, run: Run) -> Iterator[Found]:
@@ -89,6 +96,45 @@ def misfits(view: View, run: Run) -> Iterator[Found]:
             continue
         if in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
             yield at(site, MISFIT.format(plain=f"{named}.module"))
+
+
+def of_wrapper(view: View, run: Run) -> Iterator[Found]:
+    """The bare models that load, by a resume, a state that the program saves from their wrapper alone."""
+    text = view.module.text
+    if "load_state_dict" not in text or any(word in text for word in STRIPS) or not run.of("wrap"):
+        return
+    written = saves(view.analysis, view.module)
+    for event in run.of("load") if written else ():
+        site = event.mark.site
+        given = next(iter(site.call.args), None) if site is not None else None
+        if site is None or given is None or event.module is not view.module or keyword(site.call, "strict") is not None:
+            continue
+        key = constant(given.slice) if isinstance(given, ast.Subscript) else ""
+        made = loaded(view, given.value if isinstance(given, ast.Subscript) else given, event.scope)
+        own = of_program(view, made, [(site.stmt, event.scope)], written, True) if made and isinstance(key, str) else []
+        nodes = {value for saved in own for value, _ in saved.values.get(str(key), ())}
+        states = [each for each in run.of("state") if each.node in nodes and each.mark.site is not None]
+        if not nodes or {each.node for each in states} != nodes or handled(site.stmt, event.scope):
+            continue
+        late = all(w.place > event.place for w in run.of("wrap") if same(view, w, event))
+        kinds = {wrapped(view, each.mark.subject, each) for each in states if each.mark.subject is not None}
+        alike = all(things(view, *subject(each)) <= things(view, *subject(event)) for each in states)  # no average's
+        if (
+            late
+            and alike
+            and kinds
+            and kinds <= {"DDP", "DataParallel"}
+            and any(same(view, w, event) for w in run.of("wrap"))
+        ):
+            yield at(site, BARE.format(kind=min(kinds)))
+
+
+def stripped(view: View) -> Iterator[Found]:
+    """Yield what takes too little, or too much, off the names of a wrapper's state."""
+    for site in view.sites("replace") if "'.module.'" in view.module.text or '".module."' in view.module.text else ():
+        loads = site.scope.named("load_state_dict") and len(site.call.args) == 2
+        if loads and constant(site.call.args[0]) == ".module." and constant(site.call.args[1]) == "":
+            yield at(site, STRIP)
 
 
 def in_wrapper(view: View, run: Run, event: Event) -> bool:

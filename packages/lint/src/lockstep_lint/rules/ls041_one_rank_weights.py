@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event
+from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import alone, same, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -16,11 +17,19 @@ def check(view: View) -> Iterator[Found]:
     """Looks for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
     for run in runs(view):
         for event in run.of("load", "initialise"):
-            if event.module is view.module and changes_one(view, run, event):
+            site = parted_at(view, event)
+            if site is not None and site.module is view.module and changes_one(view, run, event):
                 done = "loads" if event.kind == "load" else "initialises"
                 yield Found(
-                    event.node, f"{done} the wrapped model on some ranks only: the ranks train different weights"
+                    site.call, f"{done} the wrapped model on some ranks only: the ranks train different weights"
                 )
+
+
+def parted_at(view: View, event: Event) -> Site | None:
+    """The call under the test of the rank that brings an event about: its own, or that of a helper."""
+    parts = sides(view, event)
+    after = event.within(parts[-1][0]) if parts else ()
+    return next((block.site for block in after if isinstance(block, CallBlock)), event.mark.site)
 
 
 def changes_one(view: View, run: Run, event: Event) -> bool:

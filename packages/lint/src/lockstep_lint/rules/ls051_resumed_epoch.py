@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import inside, loops
-from lockstep_lint.analysis.index import Bind, Scope
+from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -25,7 +25,7 @@ MESSAGES = {
 
 def check(view: View) -> Iterator[Found]:
     """Compare the first epoch of a resumed run with the epoch that its checkpoints record."""
-    for scope in view.scopes:
+    for scope in looped(view):
         for stmt in scope.stmts:
             if isinstance(stmt, ast.For) and isinstance(stmt.target, ast.Name) and (start := first_epoch(stmt.iter)):
                 loaded = list(loaded_starts(view, start, scope))
@@ -33,8 +33,28 @@ def check(view: View) -> Iterator[Found]:
                 saved = set(saved_offsets(view, stmt, stmt.target.id, scope)) if len(keys) == 1 else set()
                 totals = {extra + offset for key, extra in saved for _, wanted, offset in loaded if key == wanted}
                 if len(totals) == 1 and (total := totals.pop()) in MESSAGES:
-                    own = [bind for bind, *_ in loaded if bind in scope.binds.get(start, [])]
-                    yield Found(own[0].stmt if own else stmt, MESSAGES[total])
+                    held = [bind for bind, home in of_object(view, start, scope) if bind in {b for b, *_ in loaded}]
+                    own = [bind for bind, *_ in loaded if bind in scope.binds.get(start, [])] or held
+                    place = own[0].stmt if own else stmt
+                    if any(place in each.stmts for each in view.scopes):
+                        yield Found(place, MESSAGES[total])
+
+
+def looped(view: View) -> Iterator[Scope]:
+    """Yield the functions of a file, and of those that use its objects, whose epochs may go on from a checkpoint."""
+    yield from view.scopes
+    if "self." in view.module.text and "epoch" in view.module.text and ".load" in view.module.text:
+        for user in view.project.users(view.module):
+            yield from user.scopes if user is not view.module else ()
+
+
+def of_object(view: View, start: str, scope: Scope) -> list[tuple[Bind, Scope]]:
+    """The values of an object's attribute, in the methods of its class (`trainer.epoch`)."""
+    head, _, name = start.rpartition(".")
+    if not head or head == "self":
+        return []
+    owner = view.calls.class_of(ast.parse(head, mode="eval").body, scope)
+    return [(b, m) for m in owner.defs.values() for b in m.binds.get(f"self.{name}", [])] if owner is not None else []
 
 
 def first_epoch(header: ast.expr) -> str:
@@ -69,9 +89,20 @@ def recorded(view: View, stmts: list[ast.stmt], name: str, scope: Scope, depth: 
         names = {param: offset_from(passed(site, function, param), name) for param in function.params}
         if function.owner is scope.owner is not None:
             names |= dict.fromkeys(kept, 0)
+        names |= dict.fromkeys(handed(site, name), 0)
         for inner, extra in names.items():
             found = () if extra is None else recorded(view, function.stmts, inner, function, depth - 1)
             yield from ((key, offset + (extra or 0)) for key, offset in found)
+
+
+def handed(site: Site, name: str) -> Iterator[str]:
+    """Yield the attributes of a method's object that its caller has set to the epoch (`trainer.epoch = epoch`)."""
+    holder = dotted(site.receiver)
+    for key, binds in site.scope.binds.items() if holder not in (None, "self") else ():
+        if key.rpartition(".")[0] == holder and any(
+            b.stmt.lineno < site.line and dotted(b.value) == name for b in binds
+        ):
+            yield f"self.{key.rpartition('.')[2]}"
 
 
 def epoch_values(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -103,6 +134,7 @@ def loaded_starts(view: View, start: str, scope: Scope) -> Iterator[tuple[Bind, 
         own = start.startswith("self.")
         family = (s for member in view.project.family(scope.module) for s in member.scopes if s is not scope)
         owners += [(b, s) for s in family if not own or s.owner is scope.owner for b in s.binds.get(start, [])]
+        owners += of_object(view, start, scope)
     for bind, home in owners:
         if bind.how == "aug":
             yield bind, "", 9  # more is done to it

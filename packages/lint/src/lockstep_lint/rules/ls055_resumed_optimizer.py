@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.checkpoints import RESUMES, loaded, path_words, saves
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, constant, idents, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as, same, shown_at
@@ -19,8 +20,8 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
-# What says that a run goes on, and what says that its weights are only a beginning, or that it does not train.
-RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
+OPTIMIZER = Words(r"optim|^opt$", re.IGNORECASE)
+# What says that a run goes on from an epoch, and what says that its weights are only a beginning.
 FIRST = Words(r"^(start|begin|init|initial)_?epoch$", re.IGNORECASE)
 OTHERWISE = Words(
     r"pre_?train|fine_?tun|backbone|teacher|evaluat|^eval$|^test|infer|reset_|warm_?start|weights?(_only)?$|transfer|^jit$",
@@ -32,7 +33,9 @@ RESTORES = re.compile(
     r"|(?<!torch\.)\b\w*(load|restore|resume)\w*\([^)\n]*\b(optim|opt\b(?!\.))|deepspeed|reset_optim"
 )
 # What gives a schedule its place: `last_epoch=`, its own state, or `step(epoch)`.
-POSITIONS = re.compile(r"last_epoch|sched\w*(\[[^\]]*\])?\.load|\.step\(\s*[\w.]*(epoch|iter|step)|step_update\(")
+POSITIONS = re.compile(
+    r"last_epoch(?!\s*=\s*-1\b)|sched\w*(\[[^\]]*\])?\.load|\.step\(\s*[\w.]*(epoch|iter|step)|step_update\("
+)
 
 
 def check(view: View) -> Iterator[Found]:
@@ -102,13 +105,33 @@ def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
 def goes_on(view: View, run: Run, event: Event) -> bool:
     """Whether a run trains on after an event, in later epochs, with an optimizer or a schedule that starts afresh."""
     trained = [step for step in run.of("step") if step.place > event.place and not apart(step, event)]
-    if not any(begins_later(view, loop) for step in trained for loop in step.loops):
-        return False
+    later = any(begins_later(view, loop) for step in trained for loop in step.loops)
+    if not trained or not (later or saves_optimizer(view) or direct(view, event)):
+        return False  # only the beginning of another training, perhaps
     made = [each for each in run.of("optimizer") if not apart(each, event)]
     switched = any(same(view, each, event) for each in run.of("eval") if each.place > event.place)
     if switched and made and not any(each.mark.subject is None or same(view, each, event) for each in made):
         return False  # another model is trained on what this one gives
-    return starts_over(view, run, event) or any(has_state(view, each.node, each.scope) for each in made)
+    if any(has_state(view, each.node, each.scope) for each in made) or starts_over(view, run, event):
+        return True
+    calls = (each.node for each in made if isinstance(each.node, ast.Call))
+    return any(keyword(call, "momentum") is not None for call in calls) and saves_optimizer(view)
+
+
+def saves_optimizer(view: View) -> bool:
+    """Whether the program's checkpoints hold the state of its optimizer, which a resume then leaves out."""
+    written = (pair for saved in saves(view.analysis, view.module) for pairs in saved.values.values() for pair in pairs)
+    funcs = (value.func for value, _ in written if isinstance(value, ast.Call) and last(value) == "state_dict")
+    return any(isinstance(func, ast.Attribute) and OPTIMIZER.search(last(func.value)) for func in funcs)
+
+
+def direct(view: View, event: Event) -> bool:
+    """Whether a model loads a file as it is, by a path that speaks of a resume: not what fits into another model."""
+    given = next(iter(event.node.args), None) if isinstance(event.node, ast.Call) else None
+    given = given.value if isinstance(given, ast.Subscript) else given
+    made = loaded(view, given, event.scope) if given is not None else ()
+    words = (word for call, scope in made for word in path_words(view, next(iter(call.args), None), scope))
+    return any(map(RESUMES.search, words))
 
 
 def begins_later(view: View, loop: LoopBlock) -> bool:
@@ -185,7 +208,8 @@ def train(model, loader, loss_of, args):
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
     note=(
         "It is told where a test or a path speaks of a resume or of a first epoch, and the epochs or steps go on from "
-        "a number that it is given. Weights that are only a beginning (`args.pretrained`, `range(epochs)`) are left "
-        "alone, and so is SGD without a schedule or with one that is put to its place (`last_epoch=`)."
+        "a number that it is given, the program's checkpoints hold the optimizer's state, or the path itself speaks of "
+        "a resume. Weights that are only a beginning (`args.pretrained`) are left alone, and so is SGD without a "
+        "schedule or with one that is put to its place (`last_epoch=`), but for its momentum where that was saved."
     ),
 )
