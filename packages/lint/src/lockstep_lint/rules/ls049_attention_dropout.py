@@ -27,7 +27,7 @@ MODE = Words(r"train|eval|infer|test|sampl|predict|stoch|monte|(^|_)mc(_|$)")
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the dropout of every fused attention in a module, and at every other one that has no mode."""
-    if "drop" not in view.module.text:
+    if not any(word in view.module.text for word in ("drop", "Dropout", "scaled_dot")):
         return
     for site in view.sites("scaled_dot_product_attention"):
         rate = argument(site.call, 4, "dropout_p")
