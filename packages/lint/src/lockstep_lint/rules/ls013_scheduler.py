@@ -91,7 +91,9 @@ def check(view: View) -> Iterator[Found]:
 
 def schedulers(view: View, site: Site) -> list[Made]:
     """The schedulers that a step may be of, where its own tests let them pass, and those that they are made of."""
-    made = view.origins.calls_of(site.receiver, site.scope)
+    made = list(view.origins.calls_of(site.receiver, site.scope))
+    for call, scope, _ in list(made):  # `scheduler = accelerator.prepare(scheduler)`
+        made += view.origins.calls_of(call.args[0], scope) if last(call) == "prepare" and len(call.args) == 1 else ()
     found = [(full.rsplit(".", 1)[-1], call, scope) for call, scope, full in made if full]
     if len({name for name, _, _ in found}) > 1:
         kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
