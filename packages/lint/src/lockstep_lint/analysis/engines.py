@@ -9,7 +9,16 @@ from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, argument, dotted, idents, is_true, keyword, last, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["OF_FABRIC", "SAVES", "WAITS", "asks_for_deepspeed", "prepares", "saves_on_all", "shared_out", "waits_in_accelerate"]
+__all__ = [
+    "OF_FABRIC",
+    "SAVES",
+    "WAITS",
+    "asks_for_deepspeed",
+    "prepares",
+    "saves_on_all",
+    "shared_out",
+    "waits_in_accelerate",
+]
 
 # With ZeRO each rank writes its own part, or hands it to the others; the engine waits for all of them in any case.
 SAVES = {"save_checkpoint", "save_16bit_model", "save_fp16_model"}

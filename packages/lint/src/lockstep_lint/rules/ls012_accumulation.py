@@ -22,7 +22,7 @@ TOLD = re.compile(r"accumulation|plugin")
 # What accumulates by itself, or by the Accelerator.
 HELPS = re.compile(r"\.accumulate\(|sync_gradients|no_sync|deepspeed|megatron", re.IGNORECASE)
 ALWAYS = "divides each loss by the number of micro-batches, and every one is stepped on: use accelerator.accumulate()"
-DIVIDED = "Accelerate's backward divides the loss by the micro-batches already, so the gradient is too small: leave the division out"
+DIVIDED = "Accelerate's backward divides the loss by the micro-batches already: leave the second division out"
 SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 
 
@@ -71,7 +71,9 @@ def divided_again(view: View) -> Iterator[Found]:
         loss = next(iter(site.call.args), None)
         if not last(site.receiver).endswith("accelerator") or view.calls.target(site.call, site.scope) is not None:
             continue
-        if any(same_number(divisor, number) for divisor in divisors(loss, site) for number in told if number is not None):
+        if any(
+            same_number(divisor, number) for divisor in divisors(loss, site) for number in told if number is not None
+        ):
             yield at(site, DIVIDED)
 
 
@@ -366,7 +368,8 @@ RULE = Rule(
     what=(
         "Gradients are accumulated, but the loss is not divided by the number of micro-batches, the step comes "
         "after the first one (`i % n == 0`), or the last incomplete group is dropped; or an Accelerator with "
-        "`gradient_accumulation_steps` is stepped on every micro-batch, without `accumulate()`."
+        "`gradient_accumulation_steps` is stepped on every micro-batch, without `accumulate()`, or is given a loss "
+        "that was divided before."
     ),
     why=(
         "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "

@@ -4,8 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import Loop, guards, inside
-from lockstep_lint.analysis.context import apart as apart_sites
+from lockstep_lint.analysis.context import Guard, Loop, guards, inside
+from lockstep_lint.analysis.context import apart as in_two_arms
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
     REFERENCES,
@@ -22,8 +22,8 @@ from lockstep_lint.analysis.nodes import (
 )
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
-from lockstep_lint.events.loaders import trained_on
 from lockstep_lint.events.lengths import PARTS, Made, counted, horizons, length, number
+from lockstep_lint.events.loaders import trained_on
 from lockstep_lint.events.query import given_as, same, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import accumulating, accumulations, in_few_turns, step_loops
@@ -41,12 +41,16 @@ PLATEAU = "ReduceLROnPlateau stops here: its step() needs the score that it watc
 GROUPED = "the schedule's length counts batches, but it is stepped once in several: divide it by their number"
 SAMPLES = "the schedule's length counts samples, but it is stepped once a batch: divide it by the batch's size"
 UNDIVIDED = "the schedule's length counts the batches of all ranks, each of which takes its part: use len(loader)"
-DIVIDED = "the schedule's length is divided by the accumulation, but it is stepped in every batch: step it with the optimizer"
+DIVIDED = (
+    "the schedule's length is divided by the accumulation, but it is stepped in every batch: step it with the optimizer"
+)
 AGAIN = "the schedule is stepped {turns} times for each batch, but its length counts batches: multiply it"
-SHARED = "the length counts one process's batches, but what Accelerate prepared is stepped once for each process: multiply it by num_processes"
-BY_HAND = "the schedule's length counts batches, but its steps are those of the optimizer, one in several: divide it by their number"
+SHARED = (
+    "the length counts one process's batches, but Accelerate steps what it prepared once for each process: multiply it "
+    "by num_processes"
+)
+BY_HAND = "the schedule's length counts batches, but its steps are made once in several: divide it by their number"
 ENGINE = "engine.step() of DeepSpeed steps this schedule already: leave this step out"
-LONG = "the warm-up of {warmup} steps is no shorter than the schedule of {total}: the rate never falls"
 TWICE = "the schedule is stepped in every batch, and once more an epoch: keep one of the two"
 DATA = Words(r"data_?set$|(train|training)_?(set|data|ds)$", re.IGNORECASE)
 BATCH = re.compile(r"batch|\bbs\b|^bs$", re.IGNORECASE)
@@ -134,7 +138,7 @@ def misplaced(view: View, run: Run, event: Event, made: list[Made]) -> str:
         sure = by_step and (by_epoch or name.startswith("get_"))
         if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
             return IN_STEPS
-        if where == "batch" and by_epoch and not by_step and not multiplied(horizon) and not counts(event, horizon):
+        if where == "batch" and by_epoch and not by_step and not multiplied(horizon) and not as_long(event, horizon):
             word = "T_max" if name.startswith("Cosine") else "the schedule's length"
             return f"{word} counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
         if (
@@ -199,7 +203,7 @@ def never_grouped(view: View, run: Run, event: Event, around: tuple[ast.expr, ..
     optimizer does, or as nobody does although more than one batch is asked for.
     """
     loop = event.loops[-1]
-    divisor = next((each for each in around if named(each, ACCUMULATES)), None)
+    divisor = next((each for each in around if any(map(ACCUMULATES.search, idents(each)))), None)
     if divisor is None or any(OWN_GROUPS.search(member.text) for member in view.project.family(view.module)):
         return False
     if not all(map(is_flag, (block for block in event.within(loop) if isinstance(block, ArmBlock)))):
@@ -224,7 +228,9 @@ def names(view: View, lengths: list[tuple[ast.expr, Scope]]) -> set[str]:
                 found.add(str(node.value))
             elif isinstance(node, REFERENCES):
                 found.update(idents(node))
-                queue += [(o.node, o.scope) for o in view.origins.of(node, home) if isinstance(o.node, (*PARTS, ast.Constant))]
+                queue += [
+                    (o.node, o.scope) for o in view.origins.of(node, home) if isinstance(o.node, (*PARTS, ast.Constant))
+                ]
     return found
 
 
@@ -274,13 +280,13 @@ def prepared(view: View, node: ast.expr | None, scope: Scope) -> bool:
     )
 
 
-def of_engine(view: View, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, int, Scope]]:
+def of_engine(view: View, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, int]]:
     """Yield the calls of deepspeed.initialize that give a value, each with its place among the four results."""
     key = dotted(node)
     for bind, home in view.origins.binds(key, scope, node.lineno) if key is not None and node is not None else []:
-        if isinstance(bind.value, ast.Call) and len(bind.path) == 1:
-            if view.names.qualify(bind.value.func, home) == "deepspeed.initialize":
-                yield bind.value, bind.path[0], home
+        made = bind.value if len(bind.path) == 1 else None
+        if isinstance(made, ast.Call) and view.names.qualify(made.func, home) == "deepspeed.initialize":
+            yield made, bind.path[0]
 
 
 def steps_with_engine(view: View, event: Event) -> bool:
@@ -288,15 +294,15 @@ def steps_with_engine(view: View, event: Event) -> bool:
     if "deepspeed" not in view.frameworks:
         return False
     node, home = subject(event)
-    calls = {call for call, at, _ in of_engine(view, node, home) if at == SCHEDULE}
+    calls = {call for call, at in of_engine(view, node, home) if at == SCHEDULE}
     asked = any(dotted(block.node) == dotted(node) or is_compared(block.node, node) for block in event.tests)
     calls = {call for call in calls if not asked or keyword(call, "lr_scheduler") is not None}
     calls |= {s.call for s in home.named("initialize") if handed(view, s, node)}
     for site in event.scope.named("step"):
         engine, there = given_as(event, site.receiver, site.scope)
-        if any(call in calls and at == 0 for call, at, _ in of_engine(view, engine, there)):
+        if any(call in calls and at == 0 for call, at in of_engine(view, engine, there)):
             mine = event.mark.site
-            return mine is not None and not apart_sites(mine, site)
+            return mine is not None and not in_two_arms(mine, site)
     return False
 
 
@@ -320,7 +326,7 @@ def by_hand(view: View) -> Iterator[Found]:
         scope, guard = found.step.scope, found.guard
         if guard is None:
             continue
-        rare = counters(scope, guard.test)
+        rare = counters(scope, guard)
         for call in rates(scope, found.training.loop):
             given = [*call.args, *(item.value for item in call.keywords)]
             if not any(dotted(value) in rare for value in given):
@@ -328,31 +334,33 @@ def by_hand(view: View) -> Iterator[Found]:
             for value in given:
                 whole = [around for of, home, around in counted(view, value, scope) if view.kinds.is_loader(of, home)]
                 origin = next(iter(view.origins.of(value, scope)), None)
-                plain = whole and not any(GROUPS.search(word) for around in whole for each in around for word in idents(each))
+                plain = whole and not any(
+                    GROUPS.search(word) for around in whole for each in around for word in idents(each)
+                )
                 if plain and origin is not None and origin.scope.module is view.module and origin.node not in done:
                     done.add(origin.node)
                     yield Found(origin.node, BY_HAND)
 
 
-def counters(scope: Scope, test: ast.expr) -> set[str]:
-    """Return the names that count up under a test, and nowhere else."""
-    ups = {key: [b.stmt for b in binds if b.how == "aug"] for key, binds in scope.binds.items()}
-    under = {
-        key: [any(guard.test is test and guard.when for guard in guards(stmt, scope.module)) for stmt in stmts]
+def counters(scope: Scope, guard: Guard) -> set[str]:
+    """Return the names that count up where a test comes out so, and nowhere else."""
+    arm = (guard.test, guard.when)
+    ups = {key: [bind.stmt for bind in binds if bind.how == "aug"] for key, binds in scope.binds.items()}
+    return {
+        key
         for key, stmts in ups.items()
+        if stmts and all(arm in [(each.test, each.when) for each in guards(stmt, scope.module)] for stmt in stmts)
     }
-    return {key for key, found in under.items() if found and all(found)}
 
 
 def rates(scope: Scope, loop: ast.stmt) -> Iterator[ast.Call]:
     """Yield the calls whose result a loop gives the groups of an optimizer as their rate."""
     for stmt in scope.stmts:
         target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
-        if not isinstance(target, ast.Subscript) or constant(target.slice) != "lr" or not inside(stmt, loop, scope.module):
-            continue
-        value = stmt.value if isinstance(stmt, ast.Assign) else None
-        made = [bind.value for bind in scope.binds.get(dotted(value) or "", []) if inside(bind.stmt, loop, scope.module)]
-        yield from (each for each in (value, *made) if isinstance(each, ast.Call))
+        if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and constant(target.slice) == "lr":
+            binds = scope.binds.get(dotted(stmt.value) or "", [])
+            values = (stmt.value, *(bind.value for bind in binds if inside(bind.stmt, loop, scope.module)))
+            yield from (each for each in values if isinstance(each, ast.Call) and inside(stmt, loop, scope.module))
 
 
 def is_arm(block: object) -> bool:
@@ -430,7 +438,7 @@ def bounded(event: Event, horizon: ast.expr) -> bool:
     return any(constant(node) == value for loop in loops for node in ast.walk(header(loop)))
 
 
-def counts(event: Event, horizon: ast.expr) -> bool:
+def as_long(event: Event, horizon: ast.expr) -> bool:
     """Whether the loop around a step runs for just as many turns, each of which is an epoch without batches."""
     loop = event.loops[-1].node
     return isinstance(loop, Loop) and last(horizon) in idents(header(loop))
@@ -511,7 +519,8 @@ RULE = Rule(
     name="scheduler at the wrong place",
     what=(
         "A learning-rate scheduler is stepped before the optimizer, or once an epoch where its length counts "
-        "steps, or the other way round."
+        "steps, or the other way round; or its length counts other steps than those that it makes: batches where "
+        "gradients are accumulated, one process's where Accelerate steps it for each, those of a loop around."
     ),
     why=(
         "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "
@@ -549,4 +558,9 @@ def train(model, loader, optimizer, criterion, epochs):
     fix="unsafe",
     remedy="Step the scheduler after the optimizer, as often as its length counts",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    note=(
+        "A length is followed through products, quotients and arguments to the loader that it counts. A schedule that "
+        "`engine.step()` of DeepSpeed steps is told where it is stepped by hand too. A rate that a loop sets by hand from "
+        "a count of steps and a length is judged like a schedule's."
+    ),
 )

@@ -289,7 +289,10 @@ def in_last(test: ast.expr) -> bool:
 RULE = Rule(
     code="LS017",
     name="evaluation mode",
-    what="An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode.",
+    what=(
+        "An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode, or "
+        "from averaged weights that were put into the model (`ema.copy_to`)."
+    ),
     why=(
         "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
         "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."

@@ -16,7 +16,7 @@ ATTENTION = "drops out in evaluation too, whatever the mode: pass dropout_p only
 FUNCTION = "drops out in evaluation too: the function's default is training=True, so pass training=self.training"
 IDLE = "never drops out: the function's default is training=False, so pass training=self.training"
 FRESH = "drops out in evaluation too: a layer that forward makes is always in training mode, so make it in __init__"
-# Functions of torch that drop out unless they are told that nothing trains, and those that have to be told that it does.
+# Functions that drop out unless they are told that nothing trains, and those that have to be told that it does.
 ALWAYS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 NEVER = ("alpha_dropout", "feature_alpha_dropout")
 LAYERS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "FeatureAlphaDropout")
@@ -110,9 +110,15 @@ def kept(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
 
 RULE = Rule(
     code="LS049",
-    name="dropout of fused attention",
-    what="`scaled_dot_product_attention` in a module gets a `dropout_p` that does not depend on the mode.",
-    why="It is a function and knows no mode: model.eval() does not turn it off, and every score is one with dropout.",
+    name="dropout without a mode",
+    what=(
+        "`scaled_dot_product_attention` in a module gets a `dropout_p` that does not depend on the mode; or forward "
+        "calls `F.dropout` without `training`, or a dropout layer that it makes itself."
+    ),
+    why=(
+        "A function knows no mode, and a fresh layer is in training mode: model.eval() does not turn them off, and "
+        "every score is one with dropout. `F.alpha_dropout`, the other way round, does nothing unless it is told to."
+    ),
     bad="""
 import torch
 from torch import nn
@@ -142,5 +148,6 @@ class Attention(nn.Module):
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="dropout_p=self.dropout if self.training else 0.0",
+    remedy="dropout_p=self.dropout if self.training else 0.0; F.dropout(x, rate, self.training)",
+    note="A rate that the method is handed, a test of it, and `training=True` written out are taken for meant.",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import loops
 from lockstep_lint.analysis.engines import prepares
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import Words, dotted, has_star, keyword, last, mentions
+from lockstep_lint.analysis.nodes import Words, dotted, has_star, last, mentions
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -30,7 +30,9 @@ def check(view: View) -> Iterator[Found]:
         message = "" if site.name == "initialize" and len(given) == 0 else repeated(given)
         targets = names(site)
         if targets is not None:
-            message = message or counted(site, given, targets) or misnamed(given, targets) or replaced(site, given, targets)
+            message = (
+                message or counted(site, given, targets) or misnamed(given, targets) or replaced(site, given, targets)
+            )
         elif isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call and is_used(view, site, given):
             message = LOST
         if message:
@@ -116,8 +118,8 @@ RULE = Rule(
         "other names than those that were handed over, or thrown away."
     ),
     why=(
-        "Two schedulers that are one step the rate twice, and the other network's never; a model that is not taken back "
-        "is not wrapped, and every process trains for itself."
+        "A schedule under two names is stepped twice, and the other network's never; a model that is not taken back is "
+        "not wrapped, and every process trains for itself."
     ),
     bad="""
 import torch
