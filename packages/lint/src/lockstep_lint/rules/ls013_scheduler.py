@@ -560,7 +560,7 @@ def train(model, loader, optimizer, criterion, epochs):
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
     note=(
         "A length is followed through products, quotients and arguments to the loader that it counts. A schedule that "
-        "`engine.step()` of DeepSpeed steps is told where it is stepped by hand too. A rate that a loop sets by hand from "
-        "a count of steps and a length is judged like a schedule's."
+        "`engine.step()` of DeepSpeed steps is told where it is stepped by hand too. A rate that a loop sets by hand "
+        "from a count of steps and a length is judged like a schedule's."
     ),
 )
