@@ -266,6 +266,10 @@ MUTATIONS = [
         append("import os", "from torchvision import datasets"),
         replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
     ]),
+    ("LS065", "ddp", [
+        append("import os", "import deepspeed"),
+        append("optimizer = ", "engine, tuned = deepspeed.initialize(model=model, optimizer=optimizer)"),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 
