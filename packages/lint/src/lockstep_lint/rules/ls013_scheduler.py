@@ -175,7 +175,7 @@ def counted_apart(view: View, run: Run, event: Event, made: Made) -> str:
         if view.kinds.is_loader(of, home):
             if grouped and not any(map(GROUPS.search, words)):
                 return GROUPED
-            if not grouped and never_grouped(view, run, event, around):
+            if not grouped and never_grouped(view, run, event, home, around):
                 return DIVIDED
             if is_shared(view, event, of, home, made) and not any(map(RANKS.search, [*words, *names(view, lengths)])):
                 return SHARED
@@ -198,7 +198,7 @@ def samples(view: View, run: Run, around: tuple[ast.expr, ...]) -> str:
     return UNDIVIDED if batch and run.of("sampler") and any(size_of_rank(size, batch) for size in sizes) else ""
 
 
-def never_grouped(view: View, run: Run, event: Event, around: tuple[ast.expr, ...]) -> bool:
+def never_grouped(view: View, run: Run, event: Event, home: Scope, around: tuple[ast.expr, ...]) -> bool:
     """Whether a length is divided by an accumulation that its schedule, stepped in every turn, does not follow: as its
     optimizer does, or as nobody does although more than one batch is asked for.
     """
@@ -212,7 +212,6 @@ def never_grouped(view: View, run: Run, event: Event, around: tuple[ast.expr, ..
         return True
     steps = list(turn(run.events, loop, "step"))
     always = all(not isinstance(block, ArmBlock) or is_flag(block) for step in steps for block in step.within(loop))
-    home = event.scope
     asked = [number(view, origin.node, origin.scope) for origin in view.origins.of(divisor, home)]
     return bool(steps) and always and bool(asked) and min(asked) > 1
 
