@@ -281,6 +281,10 @@ MUTATIONS = [
             "    torch.save(state, 'best.pt')"
         )),
     ]),
+    ("LS065", "ddp", [
+        append("import os", "import deepspeed"),
+        append("optimizer = ", "engine, tuned = deepspeed.initialize(model=model, optimizer=optimizer)"),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

@@ -1,78 +1,66 @@
-"""LS027: what is read from a model that Accelerate prepared; LS017: evaluations by a model's own method."""
+"""What frameworks prepare, and what it is called then."""
 
 import pytest
 
-from lockstep_lint.config import configure
+from lockstep_lint.config import Config
 from lockstep_lint.runner import check_text
 
-PREPARED = """
-import torch
-from accelerate import Accelerator
+CODE = frozenset({"LS065"})
+HEAD = "import torch\nfrom accelerate import Accelerator\nfrom apex import amp\n\n"
 
-def main(model, optimizer, loader):
-    accelerator = Accelerator({plugin})
-    {names} = accelerator.prepare(model, optimizer, loader)
-    {then}
-    for x in loader:
-        loss = {read}
-        accelerator.backward(loss)
-        optimizer.step()
-"""
-USUAL = {"plugin": "", "names": "model, optimizer, loader", "then": "pass", "read": "model.features(x)"}
+
+def messages(*lines):
+    body = "".join(f"    {line}\n" for line in lines)
+    text = f"{HEAD}def main(model, other, optimizer, loader):\n    accelerator = Accelerator()\n{body}"
+    return [finding.message for finding in check_text(text, Config(CODE, CODE))]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "line",
     [
-        ({}, True),
-        ({"read": "x[:model.config.size]"}, True),
-        ({"read": "model(x)"}, False),
-        ({"read": "accelerator.unwrap_model(model).features(x)"}, False),
-        ({"then": "model = accelerator.unwrap_model(model)"}, False),
-        ({"names": "wrapped, optimizer, loader"}, False),
-        ({"read": "model.module.features(x)"}, False),
-        ({"read": "x[:optimizer.size]"}, False),
-        ({"plugin": "fsdp_plugin=None"}, False),
-        ({"then": "model.features = model.forward"}, False),
-        ({"then": "if not hasattr(model, 'features'): return"}, False),
+        "optimizer, model = amp.initialize(model, optimizer, opt_level='O1')",
+        "model, optimizer, loader = amp.initialize(model, optimizers=optimizer)",
+        "model, optimizer = accelerator.prepare(model, other, optimizer)",
+        "model, optimizer, loader = accelerator.prepare(optimizer, model, loader)",
+        "model, optimizer = accelerator.prepare(model, model)",
     ],
 )
-def test_reads_from_a_prepared_model(change, told):
-    assert bool(check_text(PREPARED.format(**USUAL | change), configure({}, "LS027", ""))) is told
-
-
-SCORED = """
-import torch
-
-def score(loader, model):
-    {switch}
-    for x in loader:
-        print(model.{method}(x))
-
-def main(model, loader, optimizer, build):
-    for x in loader:
-        model.train()
-        model.step(x)
-        {step}
-    {frozen}
-    score(loader, model)
-
-main(None, [], None, None)
-"""
-PLAIN = {"switch": "model.eval()", "method": "forward", "step": "optimizer.step()", "frozen": "pass"}
+def test_names_that_do_not_fit(line):
+    assert len(messages(line)) == 1
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "line",
     [
-        ({}, True),
-        ({"frozen": "model.head.requires_grad_(False)"}, True),
-        ({"frozen": "model.head.requires_grad_(False)", "step": "pass"}, False),
-        ({"method": "describe"}, False),
-        ({"switch": "build.eval()"}, False),
-        ({"switch": "model.eval(); model.train()"}, False),
-        ({"switch": "model.eval(); torch.set_grad_enabled(False)"}, False),
+        "model = amp.initialize(model, opt_level='O1')",
+        "model, optimizer = amp.initialize(model, optimizers=optimizer)",
+        "net, optim = accelerator.prepare(model, optimizer)",
+        "self.net, optim = accelerator.prepare(model.half(), optimizer)",
+        "model, _ = accelerator.prepare(model, loader)",
+        "pair = accelerator.prepare(model, optimizer)",
+        "model, optimizer = accelerator.prepare([model, optimizer])",
     ],
 )
-def test_a_model_that_is_run_by_its_method(change, told):
-    assert bool(check_text(SCORED.format(**PLAIN | change), configure({}, "LS017", ""))) is told
+def test_names_that_fit(line):
+    assert messages(line) == []
+
+
+def test_one_name_for_all():
+    line = "model = accelerator.prepare(model, optimizer)"
+    assert len(messages(line, "model.train()")) == 1
+    assert messages(line, "model, optimizer = model", "model.train()") == []
+
+
+def test_an_object_that_another_one_replaces():
+    made = "decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)"
+    line = "model, decay = accelerator.prepare(model, other)"
+    assert len(messages(made, line)) == 1
+    assert messages(made, "print(decay)", line) == []
+    assert messages(line) == []
+
+
+def test_what_nobody_takes_back():
+    line = "accelerator.prepare(model, optimizer)"
+    assert len(messages(line, "optimizer.step()")) == 1
+    assert messages(line) == []
+    assert messages("accelerator.prepare(model)", "model.eval()") == []

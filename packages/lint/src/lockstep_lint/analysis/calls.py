@@ -135,9 +135,15 @@ class Calls:
             return ()
         made = scope.owner if scope.name == "__init__" else scope
         sites = (s for m in self.project.family(scope.module) for s in m.by_name.get(made.name, [])) if made else ()
-        calls = (s for s in sites if self.names.definition(s.call.func, s.scope) is made)
+        calls = (s for s in sites if self.names.definition(s.call.func, s.scope) is made or self.is_method(s, scope))
         given_here = ((given(site.call, scope, key), site.scope) for site in calls)
         return tuple((value, home) for value, home in given_here if value is not None)[:MAX_BINDS]
+
+    def is_method(self, site: Site, method: Scope) -> bool:
+        """Check whether a call runs a method of an object whose class its own assignments tell."""
+        receiver = site.receiver if method.parent is method.owner and method.owner is not None else None
+        owner = self.class_of(receiver, site.scope, handed_in=False) if receiver is not None else None
+        return owner is not None and self.names.member(owner, method.name) is method
 
     def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
         """Yield the values of an imported name in the file that defines it (`from utils.comm import comm`)."""

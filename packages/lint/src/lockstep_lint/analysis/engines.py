@@ -6,10 +6,19 @@ import re
 from lockstep_lint.analysis.calls import COLLECTIVES, passed
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, dotted, idents, is_true, keyword, last, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["OF_FABRIC", "SAVES", "WAITS", "asks_for_deepspeed", "saves_on_all", "shared_out", "waits_in_accelerate"]
+__all__ = [
+    "OF_FABRIC",
+    "SAVES",
+    "WAITS",
+    "asks_for_deepspeed",
+    "prepares",
+    "saves_on_all",
+    "shared_out",
+    "waits_in_accelerate",
+]
 
 # With ZeRO each rank writes its own part, or hands it to the others; the engine waits for all of them in any case.
 SAVES = {"save_checkpoint", "save_16bit_model", "save_fp16_model"}
@@ -44,6 +53,26 @@ def waits_in_accelerate(view: View, site: Site) -> bool:
         return False
     prepares = site.name == "prepare" and any(is_trained(view, value, site.scope) for value in site.call.args)
     return prepares or site.name in GATHERS
+
+
+def prepares(view: View, site: Site) -> list[ast.expr] | None:
+    """Return what a framework is given to prepare, and gives back in that order; None for any other call.
+
+    The list is empty for DeepSpeed, which has an order of its own.
+    """
+    call = site.call
+    if site.name == "initialize":
+        full = view.full(site)
+        if full == "apex.amp.initialize":
+            return [value for at, name in enumerate(("models", "optimizers")) if (value := argument(call, at, name))]
+        return [] if full == "deepspeed.initialize" else None
+    if view.calls.target(call, site.scope) is not None:
+        return None
+    if site.name == "prepare":
+        ours = ACCELERATOR.search(last(site.receiver)) and view.effects.mentioned(site.module, "accelerate")
+    else:
+        ours = FABRIC.search(last(site.receiver)) and keyword(call, "scheduler") is None
+    return call.args if ours else None
 
 
 def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:

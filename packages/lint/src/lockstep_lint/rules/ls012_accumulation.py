@@ -9,6 +9,7 @@ from lockstep_lint.analysis.context import guards, loops
 from lockstep_lint.analysis.gradients import modulo, steps_by
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, element_of, has_star, idents, keyword, last, targets, walk
+from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.steps import Accumulation, accumulations
 from lockstep_lint.finding import Confidence, Severity
@@ -21,12 +22,14 @@ TOLD = re.compile(r"accumulation|plugin")
 # What accumulates by itself, or by the Accelerator.
 HELPS = re.compile(r"\.accumulate\(|sync_gradients|no_sync|deepspeed|megatron", re.IGNORECASE)
 ALWAYS = "divides each loss by the number of micro-batches, and every one is stepped on: use accelerator.accumulate()"
+DIVIDED = "Accelerate's backward divides the loss by the micro-batches already: leave the second division out"
 SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at every accumulating loop for the three mistakes."""
     yield from never_accumulated(view)
+    yield from divided_again(view)
     for found in accumulations(view):
         if undivided(view, found):
             yield at(
@@ -56,6 +59,42 @@ def never_accumulated(view: View) -> Iterator[Found]:
             yield at(site, ALWAYS)
 
 
+def divided_again(view: View) -> Iterator[Found]:
+    """The losses that are divided by the number that an Accelerator is told, and divides by in its backward."""
+    if "accelerator" not in view.module.text:
+        return
+    makers = [site for member in view.project.family(view.module) for site in member.sites("Accelerator")]
+    told = [keyword(site.call, "gradient_accumulation_steps") for site in makers]
+    if not makers or any(number is None or constant(number) == 1 for number in told):
+        return
+    for site in view.sites("backward"):
+        loss = next(iter(site.call.args), None)
+        if not last(site.receiver).endswith("accelerator") or view.calls.target(site.call, site.scope) is not None:
+            continue
+        if any(
+            same_number(divisor, number) for divisor in divisors(loss, site) for number in told if number is not None
+        ):
+            yield at(site, DIVIDED)
+
+
+def divisors(loss: ast.expr | None, site: Site) -> Iterator[ast.expr]:
+    """Yield what a loss is divided by on its way to a backward of the same loop."""
+    around = loops(site.stmt, site.module)[:1]
+    binds = [b for b in site.scope.binds.get(dotted(loss) or "", []) if b.stmt.lineno < site.line]
+    here = [b for b in binds if loops(b.stmt, site.module)[:1] == around]
+    for value in (loss, *(bind.value for bind in here if bind.how == "assign")):
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+            yield value.right
+    yield from (b.stmt.value for b in here if isinstance(b.stmt, ast.AugAssign) and isinstance(b.stmt.op, ast.Div))
+
+
+def same_number(divisor: ast.expr, told: ast.expr) -> bool:
+    """Whether a loss is divided by the number of micro-batches that an Accelerator is told, or has."""
+    if isinstance(constant(told), int):
+        return constant(divisor) == constant(told) or last(divisor) == "gradient_accumulation_steps"
+    return dotted(divisor) is not None and last(divisor) in (last(told), "gradient_accumulation_steps")
+
+
 def steps_always(backs: list[Site]) -> bool:
     """Whether steps follow the backwards of a function, each under no test of its own."""
     steps = [s for s in backs[0].scope.named("step") if s.line > backs[0].line]
@@ -79,6 +118,10 @@ def undivided(view: View, found: Accumulation) -> bool:
     queue: list[tuple[ast.expr, Scope]] = [(loss, site.scope)] if loss is not None else []
     while queue:
         value, scope = queue.pop()
+        factor = of_ranks(value)
+        if factor is not None:
+            queue.append((factor, scope))
+            continue
         if scales(value) or sums(view, value, scope) or hidden(view, value, scope):
             return False
         queue += parts(view, value, scope)
@@ -137,6 +180,16 @@ def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | 
         elif isinstance(bind.value, ast.Call) and bind.how == "with":
             found += [(value, scope) for value in bind.value.args[:1]]  # with amp.scale_loss(loss, optimizer) as scaled
     return found
+
+
+def of_ranks(value: ast.expr) -> ast.expr | None:
+    """The loss that a value is a multiple of by the number of ranks, which is no number of micro-batches."""
+    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
+        return None
+    for one, other in ((value.left, value.right), (value.right, value.left)):
+        if COUNT.search(last(other)):
+            return one
+    return None
 
 
 def scales(node: ast.AST) -> bool:
@@ -315,7 +368,8 @@ RULE = Rule(
     what=(
         "Gradients are accumulated, but the loss is not divided by the number of micro-batches, the step comes "
         "after the first one (`i % n == 0`), or the last incomplete group is dropped; or an Accelerator with "
-        "`gradient_accumulation_steps` is stepped on every micro-batch, without `accumulate()`."
+        "`gradient_accumulation_steps` is stepped on every micro-batch, without `accumulate()`, or is given a loss "
+        "that was divided before."
     ),
     why=(
         "An undivided loss makes the gradient n times too large. `i % n == 0` steps on one micro-batch first and is "

@@ -4,7 +4,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import Loop, guards, inside
+from lockstep_lint.analysis.context import Guard, Loop, guards, inside
+from lockstep_lint.analysis.context import apart as in_two_arms
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
     REFERENCES,
@@ -12,6 +13,7 @@ from lockstep_lint.analysis.nodes import (
     argument,
     constant,
     dotted,
+    has_star,
     idents,
     keyword,
     last,
@@ -20,10 +22,11 @@ from lockstep_lint.analysis.nodes import (
 )
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
+from lockstep_lint.events.lengths import PARTS, Made, counted, horizons, length, number
 from lockstep_lint.events.loaders import trained_on
-from lockstep_lint.events.query import same
+from lockstep_lint.events.query import given_as, same, subject
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.steps import in_few_turns, step_loops
+from lockstep_lint.events.steps import accumulating, accumulations, in_few_turns, step_loops
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -38,15 +41,28 @@ PLATEAU = "ReduceLROnPlateau stops here: its step() needs the score that it watc
 GROUPED = "the schedule's length counts batches, but it is stepped once in several: divide it by their number"
 SAMPLES = "the schedule's length counts samples, but it is stepped once a batch: divide it by the batch's size"
 UNDIVIDED = "the schedule's length counts the batches of all ranks, each of which takes its part: use len(loader)"
+DIVIDED = (
+    "the schedule's length is divided by the accumulation, but it is stepped in every batch: step it with the optimizer"
+)
+AGAIN = "the schedule is stepped {turns} times for each batch, but its length counts batches: multiply it"
+SHARED = (
+    "the length counts one process's batches, but Accelerate steps what it prepared once for each process: multiply it "
+    "by num_processes"
+)
+BY_HAND = "the schedule's length counts batches, but its steps are made once in several: divide it by their number"
+ENGINE = "engine.step() of DeepSpeed steps this schedule already: leave this step out"
 TWICE = "the schedule is stepped in every batch, and once more an epoch: keep one of the two"
 DATA = Words(r"data_?set$|(train|training)_?(set|data|ds)$", re.IGNORECASE)
 BATCH = re.compile(r"batch|\bbs\b|^bs$", re.IGNORECASE)
 RANKS = Words(r"world|gpu|rank|device|replica|process|node|accum|global|total_batch", re.IGNORECASE)
+ACCUMULATES = Words(r"accum", re.IGNORECASE)
+# What accumulates by itself: an engine, or Accelerate, which passes over a schedule's steps then.
+OWN_GROUPS = re.compile(r"accumulate\(|sync_gradients|no_sync|deepspeed|megatron")
+# By what Accelerate is told to step a schedule otherwise.
+OTHERWISE = ("split_batches", "step_scheduler_with_optimizer", "dataloader_config", "gradient_accumulation_steps")
 GROUPS = Words(r"accum|group|update|micro|every|step|grad", re.IGNORECASE)
-# The class of a scheduler, the call that makes it and the scope of that.
-Made = tuple[str, ast.Call, Scope]
-# What a length is worked out by.
-PARTS = (ast.BinOp, ast.UnaryOp, ast.Call)
+# The place of the schedule in what deepspeed.initialize gives back.
+SCHEDULE = 3
 # How far a length is followed.
 MAX_NAMES = 60
 TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
@@ -55,6 +71,7 @@ TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 def check(view: View) -> Iterator[Found]:
     """Looks at every scheduler.step(): in which loop it runs, before or after what, and for which length."""
     yield from missized(view)
+    yield from by_hand(view)
     for run in runs(view):
         for event in run.of("schedule"):
             site = event.mark.site
@@ -68,6 +85,9 @@ def check(view: View) -> Iterator[Found]:
                 site.call.func, site.scope
             ):
                 continue
+            if steps_with_engine(view, event):
+                yield at(site, ENGINE)
+                continue
             message = misplaced(view, run, event, made) or twice(view, run, event) or early(view, run, event)
             if message:
                 yield at(site, message)
@@ -75,7 +95,9 @@ def check(view: View) -> Iterator[Found]:
 
 def schedulers(view: View, site: Site) -> list[Made]:
     """The schedulers that a step may be of, where its own tests let them pass, and those that they are made of."""
-    made = view.origins.calls_of(site.receiver, site.scope)
+    made = list(view.origins.calls_of(site.receiver, site.scope))
+    for call, scope, _ in list(made):  # `scheduler = accelerator.prepare(scheduler)`
+        made += view.origins.calls_of(call.args[0], scope) if last(call) == "prepare" and len(call.args) == 1 else ()
     found = [(full.rsplit(".", 1)[-1], call, scope) for call, scope, full in made if full]
     if len({name for name, _, _ in found}) > 1:
         kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
@@ -116,8 +138,9 @@ def misplaced(view: View, run: Run, event: Event, made: list[Made]) -> str:
         sure = by_step and (by_epoch or name.startswith("get_"))
         if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
             return IN_STEPS
-        if where == "batch" and by_epoch and not by_step and not multiplied(horizon):
-            return "T_max counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
+        if where == "batch" and by_epoch and not by_step and not multiplied(horizon) and not as_long(event, horizon):
+            word = "T_max" if name.startswith("Cosine") else "the schedule's length"
+            return f"{word} counts epochs, but the scheduler is stepped in every batch: step it once an epoch"
         if (
             where == "batch"
             and name == "CosineAnnealingLR"
@@ -144,26 +167,199 @@ def missized(view: View) -> Iterator[Found]:
 
 def counted_apart(view: View, run: Run, event: Event, made: Made) -> str:
     """Explain why a length counts other steps than those of a schedule; "" where it may be right."""
-    parts = [part for horizon, home in horizons(view, *made) for part in counted(view, horizon, home)]
+    lengths = list(horizons(view, *made))
+    parts = [part for horizon, home in lengths for part in counted(view, horizon, home)]
     grouped = any(isinstance(b, ArmBlock) and in_few_turns(view, b, event) for b in event.within(event.loops[-1]))
     for of, home, around in parts:
         words = [word for each in around for word in idents(each)]
         if view.kinds.is_loader(of, home):
             if grouped and not any(map(GROUPS.search, words)):
                 return GROUPED
+            if not grouped and never_grouped(view, run, event, home, around):
+                return DIVIDED
+            if is_shared(view, event, of, home, made) and not any(map(RANKS.search, [*words, *names(view, lengths)])):
+                return SHARED
+            turns = inner_turns(view, event, of, home)
+            if turns > 1 and not grouped and not around:
+                return AGAIN.format(turns=turns) if str(turns) not in names(view, lengths) else ""
         elif DATA.search(last(of)) and not any(map(RANKS.search, words)):
-            batch = next((each for each in around if named(each, BATCH)), None)
-            sizes = [keyword(call, "batch_size") for call in trained_on(view)]
-            if (
-                batch is None
-                and not around
-                and sizes
-                and all(size is not None and constant(size) != 1 for size in sizes)
-            ):
-                return SAMPLES
-            if batch is not None and run.of("sampler") and any(size_of_rank(size, batch) for size in sizes):
-                return UNDIVIDED
+            message = samples(view, run, around)
+            if message:
+                return message
     return ""
+
+
+def samples(view: View, run: Run, around: tuple[ast.expr, ...]) -> str:
+    """Explain why a length counts samples, or those of all ranks; "" where it may be right."""
+    batch = next((each for each in around if named(each, BATCH)), None)
+    sizes = [keyword(call, "batch_size") for call in trained_on(view)]
+    if batch is None and not around and sizes and all(size is not None and constant(size) != 1 for size in sizes):
+        return SAMPLES
+    return UNDIVIDED if batch and run.of("sampler") and any(size_of_rank(size, batch) for size in sizes) else ""
+
+
+def never_grouped(view: View, run: Run, event: Event, home: Scope, around: tuple[ast.expr, ...]) -> bool:
+    """Whether a length is divided by an accumulation that its schedule, stepped in every turn, does not follow: as its
+    optimizer does, or as nobody does although more than one batch is asked for.
+    """
+    loop = event.loops[-1]
+    divisor = next((each for each in around if any(map(ACCUMULATES.search, idents(each)))), None)
+    if divisor is None or any(OWN_GROUPS.search(member.text) for member in view.project.family(view.module)):
+        return False
+    if not all(map(is_flag, (block for block in event.within(loop) if isinstance(block, ArmBlock)))):
+        return False
+    if any(found.loop is loop for found in accumulating(view, run)):
+        return True
+    steps = list(turn(run.events, loop, "step"))
+    always = all(not isinstance(block, ArmBlock) or is_flag(block) for step in steps for block in step.within(loop))
+    asked = [number(view, origin.node, origin.scope) for origin in view.origins.of(divisor, home)]
+    return bool(steps) and always and bool(asked) and min(asked) > 1
+
+
+def names(view: View, lengths: list[tuple[ast.expr, Scope]]) -> set[str]:
+    """Return all names and numbers by which some lengths are worked out."""
+    queue, found, seen = list(lengths), set(), 0
+    while queue and seen < MAX_NAMES:
+        value, home = queue.pop()
+        for node in walk(value):
+            seen += 1
+            if isinstance(node, ast.Constant):
+                found.add(str(node.value))
+            elif isinstance(node, REFERENCES):
+                found.update(idents(node))
+                queue += [
+                    (o.node, o.scope) for o in view.origins.of(node, home) if isinstance(o.node, (*PARTS, ast.Constant))
+                ]
+    return found
+
+
+def inner_turns(view: View, event: Event, of: ast.expr, home: Scope) -> int:
+    """How often a loop within the loop over a loader repeats a step for each batch; 0 where that is not known."""
+    if len(event.loops) < 2:
+        return 0
+    outer, inner = event.loops[-2:]
+    header = inner.node.iter if isinstance(inner.node, ast.For) else None
+    over = view.kinds.iterated(outer.node.iter, outer.scope) if isinstance(outer.node, ast.For) else None
+    if not isinstance(header, ast.Call) or last(header) not in ("range", "trange") or len(header.args) != 1:
+        return 0
+    if over is None or dotted(over) != dotted(of) or outer.scope is not home:
+        return 0
+    counter = dotted(inner.node.target) or "" if isinstance(inner.node, ast.For) else ""
+    tests = (block.node for block in event.within(inner) if isinstance(block, ArmBlock))
+    if any(counter in idents(test) and in_one_turn(test) for test in tests):
+        return 0
+    return min((number(view, o.node, o.scope) for o in view.origins.of(header.args[0], inner.scope)), default=0)
+
+
+def in_one_turn(test: ast.expr) -> bool:
+    """Whether a test picks a turn, or every n-th one."""
+    return any(isinstance(node, ast.Eq | ast.Mod) for node in ast.walk(test))
+
+
+def is_shared(view: View, event: Event, of: ast.expr, home: Scope, made: Made) -> bool:
+    """Whether Accelerate prepared a loader before it was counted, and the schedule after that, which it then steps once
+    for each process.
+    """
+    loader, schedule = prepared(view, of, home), prepared(view, *subject(event))
+    if not loader or not schedule or made[2].module is not view.module:
+        return False
+    makers = [site for member in view.project.family(view.module) for site in member.sites("Accelerator")]
+    plain = all(not has_star(s.call) and all(keyword(s.call, word) is None for word in OTHERWISE) for s in makers)
+    return bool(makers) and plain and "accelerate" in view.frameworks
+
+
+def prepared(view: View, node: ast.expr | None, scope: Scope) -> bool:
+    """Whether all that a name may be is what Accelerate prepared."""
+    key = dotted(node)
+    binds = view.origins.binds(key, scope, node.lineno) if key is not None and node is not None else []
+    values = [bind.value for bind, _ in binds]
+    return bool(values) and all(
+        isinstance(value, ast.Call) and last(value) == "prepare" and "accelerator" in (dotted(value.func) or "")
+        for value in values
+    )
+
+
+def of_engine(view: View, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, int]]:
+    """Yield the calls of deepspeed.initialize that give a value, each with its place among the four results."""
+    key = dotted(node)
+    for bind, home in view.origins.binds(key, scope, node.lineno) if key is not None and node is not None else []:
+        made = bind.value if len(bind.path) == 1 else None
+        if isinstance(made, ast.Call) and view.names.qualify(made.func, home) == "deepspeed.initialize":
+            yield made, bind.path[0]
+
+
+def steps_with_engine(view: View, event: Event) -> bool:
+    """Whether a schedule is one that DeepSpeed gave back, or was given, and whose engine steps beside it."""
+    if "deepspeed" not in view.frameworks:
+        return False
+    node, home = subject(event)
+    calls = {call for call, at in of_engine(view, node, home) if at == SCHEDULE}
+    asked = any(dotted(block.node) == dotted(node) or is_compared(block.node, node) for block in event.tests)
+    calls = {call for call in calls if not asked or keyword(call, "lr_scheduler") is not None}
+    calls |= {s.call for s in home.named("initialize") if handed(view, s, node)}
+    for site in event.scope.named("step"):
+        engine, there = given_as(event, site.receiver, site.scope)
+        if any(call in calls and at == 0 for call, at in of_engine(view, engine, there)):
+            mine = event.mark.site
+            return mine is not None and not in_two_arms(mine, site)
+    return False
+
+
+def is_compared(test: ast.expr, node: ast.expr | None) -> bool:
+    """Whether a test asks whether there is such an object (`if scheduler is not None`)."""
+    return isinstance(test, ast.Compare) and dotted(test.left) == dotted(node)
+
+
+def handed(view: View, site: Site, node: ast.expr | None) -> bool:
+    """Whether DeepSpeed is handed a schedule under the very name."""
+    full = view.full(site) == "deepspeed.initialize"
+    return full and dotted(node) is not None and dotted(keyword(site.call, "lr_scheduler")) == dotted(node)
+
+
+def by_hand(view: View) -> Iterator[Found]:
+    """Looks at the rates that a loop sets by hand, as a function of a count of steps and of a length."""
+    if "lr" not in view.module.text or "param_groups" not in view.module.text:
+        return
+    done: set[ast.expr] = set()
+    for found in accumulations(view):
+        scope, guard = found.step.scope, found.guard
+        if guard is None:
+            continue
+        rare = counters(scope, guard)
+        for call in rates(scope, found.training.loop):
+            given = [*call.args, *(item.value for item in call.keywords)]
+            if not any(dotted(value) in rare for value in given):
+                continue
+            for value in given:
+                whole = [around for of, home, around in counted(view, value, scope) if view.kinds.is_loader(of, home)]
+                origin = next(iter(view.origins.of(value, scope)), None)
+                plain = whole and not any(
+                    GROUPS.search(word) for around in whole for each in around for word in idents(each)
+                )
+                if plain and origin is not None and origin.scope.module is view.module and origin.node not in done:
+                    done.add(origin.node)
+                    yield Found(origin.node, BY_HAND)
+
+
+def counters(scope: Scope, guard: Guard) -> set[str]:
+    """Return the names that count up where a test comes out so, and nowhere else."""
+    arm = (guard.test, guard.when)
+    ups = {key: [bind.stmt for bind in binds if bind.how == "aug"] for key, binds in scope.binds.items()}
+    return {
+        key
+        for key, stmts in ups.items()
+        if stmts and all(arm in [(each.test, each.when) for each in guards(stmt, scope.module)] for stmt in stmts)
+    }
+
+
+def rates(scope: Scope, loop: ast.stmt) -> Iterator[ast.Call]:
+    """Yield the calls whose result a loop gives the groups of an optimizer as their rate."""
+    for stmt in scope.stmts:
+        target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
+        if isinstance(stmt, ast.Assign) and isinstance(target, ast.Subscript) and constant(target.slice) == "lr":
+            binds = scope.binds.get(dotted(stmt.value) or "", [])
+            values = (stmt.value, *(bind.value for bind in binds if inside(bind.stmt, loop, scope.module)))
+            yield from (each for each in values if isinstance(each, ast.Call) and inside(stmt, loop, scope.module))
 
 
 def is_arm(block: object) -> bool:
@@ -173,49 +369,6 @@ def is_arm(block: object) -> bool:
 def size_of_rank(size: ast.expr | None, batch: ast.expr) -> bool:
     """Whether a loader of each rank takes batches of the very size that a length is divided by."""
     return size is not None and dotted(size) is not None and dotted(size) == dotted(batch)
-
-
-def horizons(view: View, name: str, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what a scheduler is told of its length, the steps of an epoch too, or what its factor is divided by."""
-    given = (keyword(call, word) for word in ("steps_per_epoch", "total_steps"))
-    yield from ((each, scope) for each in (length(name, call), *given) if each is not None)
-    factor = argument(call, 1, "lr_lambda") if name == "LambdaLR" else None
-    function = view.names.definition(factor, scope) if isinstance(factor, ast.Name) else None
-    body, home = (function.node, function) if function is not None else (factor, scope)
-    arguments = getattr(body, "args", None)
-    if isinstance(arguments, ast.arguments) and body is not None:
-        own = {arg.arg for arg in arguments.args}
-        parts = (part for part in walk(body) if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div))
-        yield from ((part.right, home) for part in parts if own & set(idents(part.left)))
-
-
-ROUNDS = ("int", "ceil", "floor", "round", "float", "max", "min")
-# A length, or a part of one, that is counted: of what, where, and what it is divided by.
-Counted = tuple[ast.expr, Scope, tuple[ast.expr, ...]]
-
-
-def counted(
-    view: View, node: ast.expr, scope: Scope, around: tuple[ast.expr, ...] = (), depth: int = 8
-) -> Iterator[Counted]:
-    """Yield what the lengths are of that a number is the product of."""
-    if depth == 0:
-        return
-    if isinstance(node, ast.BinOp):
-        shared = isinstance(node.op, ast.Div | ast.FloorDiv)
-        yield from counted(view, node.left, scope, (*around, node.right) if shared else around, depth - 1)
-        if isinstance(node.op, ast.Mult):
-            yield from counted(view, node.right, scope, around, depth - 1)
-    elif isinstance(node, ast.UnaryOp):
-        yield from counted(view, node.operand, scope, around, depth - 1)
-    elif isinstance(node, ast.Call) and last(node) == "len" and len(node.args) == 1:
-        yield node.args[0], scope, around
-    elif isinstance(node, ast.Call) and last(node) in ROUNDS:
-        for given in node.args:
-            yield from counted(view, given, scope, around, depth - 1)
-    elif isinstance(node, ast.Name | ast.Attribute):
-        found = [origin for origin in view.origins.of(node, scope) if isinstance(origin.node, PARTS)]
-        for origin in found if len(found) == 1 else ():
-            yield from counted(view, origin.node, origin.scope, around, depth - 1)
 
 
 def twice(view: View, run: Run, event: Event) -> str:
@@ -235,12 +388,6 @@ def leftover(view: View, run: Run, event: Event) -> bool:
     others = (other for other in run.of("schedule") if other is not event and place(run, other) == "batch")
     tests = [block for block in event.within(event.loops[-1]) if isinstance(block, ArmBlock)]
     return bool(tests) and any(same(view, event, other) for other in others)
-
-
-def length(name: str, call: ast.Call) -> ast.expr | None:
-    """What a scheduler is told of its length."""
-    given = keyword(call, "T_max") or keyword(call, "num_training_steps")
-    return given or (argument(call, 1, "T_max") if name == "CosineAnnealingLR" else None)
 
 
 def by_the_epoch(view: View, call: ast.Call, scope: Scope) -> bool:
@@ -288,6 +435,12 @@ def bounded(event: Event, horizon: ast.expr) -> bool:
     value = constant(horizon)
     loops = (loop.node for loop in event.loops if isinstance(loop.node, Loop))
     return any(constant(node) == value for loop in loops for node in ast.walk(header(loop)))
+
+
+def as_long(event: Event, horizon: ast.expr) -> bool:
+    """Whether the loop around a step runs for just as many turns, each of which is an epoch without batches."""
+    loop = event.loops[-1].node
+    return isinstance(loop, Loop) and last(horizon) in idents(header(loop))
 
 
 def header(loop: Loop) -> ast.expr:
@@ -365,7 +518,8 @@ RULE = Rule(
     name="scheduler at the wrong place",
     what=(
         "A learning-rate scheduler is stepped before the optimizer, or once an epoch where its length counts "
-        "steps, or the other way round."
+        "steps, or the other way round; or its length counts other steps than those that it makes: batches where "
+        "gradients are accumulated, one process's where Accelerate steps it for each, those of a loop around."
     ),
     why=(
         "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "
@@ -403,4 +557,9 @@ def train(model, loader, optimizer, criterion, epochs):
     fix="unsafe",
     remedy="Step the scheduler after the optimizer, as often as its length counts",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
+    note=(
+        "A length is followed through products, quotients and arguments to the loader that it counts. A schedule that "
+        "`engine.step()` of DeepSpeed steps is told where it is stepped by hand too. A rate that a loop sets by hand "
+        "from a count of steps and a length is judged like a schedule's."
+    ),
 )

@@ -4,7 +4,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import TURN, above
+from lockstep_lint.analysis.context import TURN, above, following, guards, inside, loops
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, strings, walk
@@ -55,6 +55,7 @@ def check(view: View) -> Iterator[Found]:
             done.add(site.scope)
             yield at(site, f"evaluates without {' and '.join(missing)}")
     yield from not_restored(view)
+    yield from averaged(view)
 
 
 def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
@@ -111,6 +112,10 @@ def in_training(event: Event, phase: str) -> bool:
     return False
 
 
+AVERAGED = "training goes on from the averaged weights: store the model's own before, and restore them after"
+# What puts averaged weights in the place of a model's own.
+PUTS_IN = ("copy_to", "apply_shadow")
+PUTS_BACK = ("load_state_dict", "copy_", "swap")
 STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
 
 
@@ -122,6 +127,39 @@ def left_by_hooks(view: View) -> Iterator[Found]:
         params = list(site.scope.params)
         if site.scope.name in HOOKS and params[:1] == ["self"] and dotted(site.receiver) in params[2:3]:
             yield at(site, STAYS)
+
+
+def averaged(view: View) -> Iterator[Found]:
+    """The calls that put averaged weights into the model that a loop goes on to train, and is averaged from."""
+    sites = [site for site in view.sites(*PUTS_IN) if site.receiver is not None and site.call.args]
+    if not sites or any(True for member in view.project.family(view.module) for _ in member.sites("restore")):
+        return
+    for site in sites:
+        outer = next(iter(loops(site.stmt, site.module)[-1:]), None)
+        turns = [each for each in site.scope.sites if outer is not None and inside(each.stmt, outer, site.module)]
+        fed = [each for each in turns if each.name in ("step", "update") and each.call.args]
+        own = [each for each in fed if dotted(each.receiver) == dotted(site.receiver)]
+        same_model = [each for each in own if weights_of(view, each) == weights_of(view, site)]
+        if same_model and not once_only(site) and not any(each.name in PUTS_BACK for each in turns):
+            yield at(site, AVERAGED)
+
+
+def weights_of(view: View, site: Site) -> str:
+    """The text of the weights that a call is handed, with the first name of a model that has two."""
+    given = site.call.args[0]
+    model = given.func.value if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else given
+    binds = view.origins.binds(dotted(model) or "", site.scope, site.line)
+    alias = binds[0][0].value if len(binds) == 1 else None
+    return dotted(alias if isinstance(alias, ast.Name) else model) or ast.unparse(given)
+
+
+def once_only(site: Site) -> bool:
+    """Whether a call is made in one turn of its loops, or the loop ends behind it."""
+    tests = [guard.test for guard in guards(site.stmt, site.module)]
+    asks = (node for test in tests for node in walk(test) if isinstance(node, ast.Compare))
+    single = any(isinstance(node.ops[0], ast.Eq) and not isinstance(node.left, ast.BinOp) for node in asks)
+    behind = following(site.stmt, site.module)
+    return single or any(isinstance(stmt, ast.Break | ast.Return) for stmt in behind)
 
 
 def not_restored(view: View) -> Iterator[Found]:
@@ -251,7 +289,10 @@ def in_last(test: ast.expr) -> bool:
 RULE = Rule(
     code="LS017",
     name="evaluation mode",
-    what="An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode.",
+    what=(
+        "An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode, or "
+        "from averaged weights that were put into the model (`ema.copy_to`)."
+    ),
     why=(
         "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
         "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."

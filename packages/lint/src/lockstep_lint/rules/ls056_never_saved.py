@@ -4,11 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, keyword, last, strings
+from lockstep_lint.analysis.nodes import Words, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event, LoopBlock
+from lockstep_lint.events.lengths import number
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import step_loops
 from lockstep_lint.finding import Confidence, Severity
@@ -124,33 +124,6 @@ def turns(view: View, loop: ast.AST, scope: Scope) -> int:
         return 0
     values = [number(view, origin.node, origin.scope) for origin in view.origins.of(header.args[-1], scope)]
     return min(values, default=0)
-
-
-def number(view: View, node: ast.expr, scope: Scope) -> int:
-    """A number that is written out, or the default of the option that a name stands for; 0 where it is neither."""
-    value = constant(node)
-    if isinstance(value, int | float):
-        return int(value)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-        sides = [
-            number(view, o.node, o.scope) for side in (node.left, node.right) for o in view.origins.of(side, scope)
-        ]
-        return max(sides, default=0) if all(sides) else 0
-    found = [
-        value for member in view.project.closure(view.module) for name, value in options(member) if name == last(node)
-    ]
-    return found[0] if len(found) == 1 and isinstance(node, ast.Attribute) else 0
-
-
-@kept
-def options(module: Module) -> tuple[tuple[str, int], ...]:
-    """The names and the defaults of a program's options that are numbers."""
-    found = []
-    for site in module.sites("add_argument") if "default" in module.text else ():
-        value = constant(keyword(site.call, "default"))
-        names = [text.lstrip("-").replace("-", "_") for text in strings(site.call) if text.startswith("--")]
-        found += [(name, int(value)) for name in names[:1] if isinstance(value, int | float)]
-    return tuple(found)
 
 
 RULE = Rule(
