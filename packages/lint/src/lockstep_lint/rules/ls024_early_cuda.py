@@ -12,6 +12,8 @@ from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+# What makes a context; `empty_cache` does nothing before there is one.
+STARTS_CUDA = ("torch.cuda.init", "torch.cuda.synchronize")
 NEEDS_GROUP = {*COLLECTIVES, "get_rank", "get_world_size", "new_group"}
 
 
@@ -20,7 +22,7 @@ def check(view: View) -> Iterator[Found]:
     for scope in view.scopes:
         devices = [s for s in scope.sites if s.name == "set_device" and "torch.cuda" in view.full(s)]
         groups = [s for s in scope.sites if s.name == "init_process_group"]
-        if devices:
+        if devices and constant(next(iter(devices[0].call.args), None)) != 0:
             yield from early_cuda(view, scope, devices[0])
             yield from early_helper(view, scope, devices[0])
         if groups:
@@ -37,12 +39,7 @@ def early_cuda(view: View, scope: Scope, device: Site) -> Iterator[Found]:
         bare = site.name == "cuda" and not site.call.args and not site.call.keywords and not view.full(site)
         named = site.name == "to" and bool(site.call.args) and constant(site.call.args[0]) == "cuda"
         made = constant(keyword(site.call, "device")) == "cuda"
-        if (
-            bare
-            or named
-            or made
-            or view.full(site) in ("torch.cuda.init", "torch.cuda.synchronize", "torch.cuda.empty_cache")
-        ):
+        if bare or named or made or view.full(site) in STARTS_CUDA:
             yield at(
                 site,
                 f"uses GPU 0 on every rank: line {device.line} chooses the device too late, so call set_device first",

@@ -1,0 +1,280 @@
+"""LS066: a model that stays on the CPU, while its inputs are moved to the GPU."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, constant, dotted, strings, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.marks import LAYERS
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+MESSAGE = "'{name}' is never moved to the device that its inputs are moved to (line {line}): the first forward fails"
+MOVES = ("to", "cuda", "xpu", "npu", "to_empty", "share_memory")
+# What a class says where it puts its parameters, or its inputs, in some place by itself.
+PLACES = ("device", "cuda", ".to(", ".cpu(", "import_module", "getattr(")
+# Calls that take a model and leave it where it is.
+LEAVES = Words(r"^torch\.optim\.|^torch\.save$|^(builtins\.)?(print|len|isinstance|type|id|hasattr|str|repr)$")
+MAX_NAMES = 12
+
+
+class Escaped(Exception):
+    """A model gets to a place that is not in sight, or is moved."""
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks at each model that a class in sight makes, wherever its names get to."""
+    text = view.module.text
+    if "Module" not in text and not view.effects.mentioned(view.module, "Module"):
+        return
+    if not view.effects.mentioned(view.module, ".to(", ".cuda(") or view.effects.mentioned(
+        view.module, "set_default", "load_module", "prepare(", "Fabric", "deepspeed", "lightning", "device_map"
+    ):
+        return
+    for site in [site for site in view.sites() if site.name[:1].isupper() and stays(view, site)]:
+        try:
+            runs = sorted(forwards(view, site), key=lambda pair: pair[0].lineno)
+        except Escaped:
+            continue
+        moved = next((call for call, scope in runs if any(on_gpu(view, value, scope) for value in inputs(call))), None)
+        if moved is not None:
+            yield at(site, MESSAGE.format(name=site.name, line=moved.lineno))
+
+
+def stays(view: View, site: Site) -> bool:
+    """Whether a call makes a model of a class in sight that has parameters and says nothing of devices."""
+    made = view.names.definition(site.call.func, site.scope)
+    return made is not None and made.kind == "class" and plain(view, made)
+
+
+@kept
+def plain(view: View, owner: Scope) -> bool:
+    """Whether a class is a model with layers, whose code and bases say nothing of devices."""
+    if not view.kinds.is_module_class(owner) or owner.parent is not owner.module.top:
+        return False
+    family = [owner, *view.names.parents(owner)]
+    bases = set(view.names.bases_of(owner))
+    foreign = {base for base in bases if not any(base.endswith(each.name) for each in family)}
+    if not foreign <= {"torch.nn.Module", "torch.nn.modules.Module"}:
+        return False
+    lines = (line for each in family for line in each.module.lines[first(each) : each.node.end_lineno])  # type: ignore[attr-defined]
+    code = "\n".join(lines)
+    made = [site for each in family for method in each.defs.values() for site in method.sites]
+    return not any(word in code for word in PLACES) and any(
+        LAYERS.search(site.name) and view.full(site).startswith("torch.nn.") for site in made
+    )
+
+
+def first(owner: Scope) -> int:
+    """The line before a class."""
+    return owner.node.lineno - 1  # type: ignore[attr-defined]
+
+
+def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
+    """The calls of a model by all of its names; raises Escaped where its life is not in sight."""
+    found: list[tuple[ast.Call, Scope]] = []
+    queue = list(follow(view, made.call, made.stmt, made.scope, found))
+    seen: set[tuple[str, Scope]] = set()
+    while queue:
+        name, scope = queue.pop()
+        if (name, scope) in seen:
+            continue
+        seen.add((name, scope))
+        if len(seen) > MAX_NAMES or shared(view, name, scope):
+            raise Escaped
+        for stmt, home in dict.fromkeys(scope.module.named.get(name, [])):
+            if home is scope or (name not in home.params and name not in home.binds and within(home, scope)):
+                for node in (part for part in own_nodes(stmt) if isinstance(part, ast.Name) and part.id == name):
+                    queue += follow(view, node, stmt, home, found)
+    return found
+
+
+def shared(view: View, name: str, scope: Scope) -> bool:
+    """Whether another file imports a name of a file's own lines."""
+    module = scope.module
+    for user in view.project.users(module) if scope.kind == "module" else ():
+        for item in user.imported if user is not module else ():
+            if item.name in (name, "*", "") and view.project.find(user, item.module or item.name, item.level) is module:
+                return True
+    return False
+
+
+def within(home: Scope, scope: Scope) -> bool:
+    """Whether a function stands in a scope."""
+    while home.parent is not None and home is not scope:
+        home = home.parent
+    return home is scope
+
+
+def own_nodes(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of the expressions of a statement, without the statements in it."""
+    for child in ast.iter_child_nodes(stmt):
+        if isinstance(child, ast.expr | ast.withitem):
+            yield from walk(child)
+
+
+def follow(
+    view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, found: list[tuple[ast.Call, Scope]]
+) -> Iterator[tuple[str, Scope]]:
+    """The further names that a mention of a model gives it; its forwards are added to `found`."""
+    up = {child: parent for parent in (stmt, *own_nodes(stmt)) for child in ast.iter_child_nodes(parent)}
+    parent = up[node]
+    if isinstance(getattr(node, "ctx", None), ast.Store):
+        if any(bind.how not in ("assign",) for bind in scope.bound(stmt)):
+            raise Escaped
+    elif isinstance(parent, ast.Attribute):
+        method = up[parent]
+        if parent.attr in MOVES or not isinstance(method, ast.Call) or method.func is not parent:
+            raise Escaped
+    elif isinstance(parent, ast.Call) and parent.func is node:
+        found.append((parent, scope))
+    elif isinstance(parent, ast.Call | ast.keyword):
+        call = parent if isinstance(parent, ast.Call) else up[parent]
+        yield from handed(view, node, call, parent, scope)
+    elif isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
+        yield parent.targets[0].id, scope
+    elif isinstance(parent, ast.Return):
+        yield from returned(view, scope, None)
+    elif isinstance(parent, ast.Tuple) and isinstance(up[parent], ast.Return):
+        yield from returned(view, scope, parent.elts.index(node))
+    elif not isinstance(parent, ast.Compare | ast.Delete | ast.FormattedValue | ast.If):
+        raise Escaped
+
+
+def handed(
+    view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope
+) -> Iterator[tuple[str, Scope]]:
+    """The parameter that a call hands a model to, of a function in sight."""
+    if not isinstance(call, ast.Call) or any(isinstance(value, ast.Starred) for value in call.args):
+        raise Escaped
+    full = view.names.qualify(call.func, scope) or (dotted(call.func) or "")
+    target = view.calls.target(call, scope)
+    if target is None or target.kind != "function":
+        if not LEAVES.search(full):
+            raise Escaped
+        return
+    params = target.params[1:] if target.params[:1] in (["self"], ["cls"]) else target.params
+    name = parent.arg if isinstance(parent, ast.keyword) else params[i] if (i := call.args.index(node)) < len(params) else None
+    if name is None or name not in target.params:
+        raise Escaped
+    yield name, target
+
+
+def returned(view: View, scope: Scope, place: int | None) -> Iterator[tuple[str, Scope]]:
+    """The names that the callers of a function give to what it returns, or to one part of it."""
+    callers = view.calls.callers(scope)
+    if not callers:
+        raise Escaped
+    for site in callers:
+        target = site.stmt.targets[0] if isinstance(site.stmt, ast.Assign) and site.stmt.value is site.call else None
+        if place is not None:
+            target = target.elts[place] if isinstance(target, ast.Tuple) and place < len(target.elts) else None
+        if not isinstance(target, ast.Name):
+            raise Escaped
+        yield target.id, site.scope
+
+
+def inputs(call: ast.Call) -> list[ast.expr]:
+    """What a forward is given."""
+    return [*call.args, *(item.value for item in call.keywords)]
+
+
+def on_gpu(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether an input was moved to a GPU, or to a device that may be one."""
+    if isinstance(value, ast.Name):
+        binds = view.origins.binds(value.id, scope, value.lineno)
+        moved = [bind for bind, home in binds if home is scope and bind.how == "assign"]
+        values = [part for bind in moved for part in parts_of(bind.value, bind.path)]
+        return bool(values) and len(moved) == len(binds) and all(is_move(view, part, scope) for part in values)
+    return is_move(view, value, scope)
+
+
+def parts_of(value: ast.expr | None, path: tuple[int, ...]) -> list[ast.expr]:
+    """What a binding gives its name, where that is written out."""
+    if len(path) == 1 and isinstance(value, ast.Tuple) and path[0] < len(value.elts):
+        return [value.elts[path[0]]]
+    return [value] if value is not None and not path else []
+
+
+def is_move(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether an expression moves a tensor to what may be a GPU."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    if value.func.attr == "cuda":
+        return not view.names.qualify(value.func, scope)
+    if value.func.attr != "to" or not value.args:
+        return False
+    names = [word for origin in view.origins.of(value.args[0], scope) for word in named(view, origin.node, origin.scope)]
+    return any(word.startswith("cuda") for word in names)
+
+
+def named(view: View, node: ast.expr, scope: Scope) -> list[str]:
+    """The devices that an expression may give, by their names."""
+    if isinstance(node, ast.Call) and view.names.qualify(node.func, scope) == "torch.device":
+        return [word for value in node.args[:1] for origin in view.origins.of(value, scope) for word in strings(origin.node)]
+    return [name] if isinstance(name := constant(node), str) else []
+
+
+RULE = Rule(
+    code="LS066",
+    name="model never moved",
+    what="A model's inputs are moved to the GPU, and the model, which is in sight from its making on, never is.",
+    why="Its weights stay on the CPU: the first forward ends the run with a RuntimeError about two devices.",
+    bad="""
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def train(loader):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(net(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+    good="""
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.layer(x)
+
+def train(loader):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = Net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(net(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="none",
+    remedy="Move the model too, before its optimizer is made: net = Net().to(device)",
+    note=(
+        "Silent where the model is handed to code that is not in sight, is kept in an object or a list, or where its class "
+        "says anything of devices."
+    ),
+)
