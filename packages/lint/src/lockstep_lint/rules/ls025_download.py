@@ -75,9 +75,9 @@ def caches(view: View, run: Run) -> Iterator[Found]:
 
 def absent(event: Event, block: ArmBlock) -> bool:
     """Whether a test has found that there is no file under the path that is written."""
-    path, scope = subject(event)
-    asked = (ast.dump(each) for each in asked_absent(block.node, block.when))
-    return path is not None and scope is block.scope and ast.dump(path) in asked
+    asked = {ast.dump(each) for each in asked_absent(block.node, block.when)}
+    paths = ((event.mark.subject, event.scope), subject(event))
+    return any(path is not None and scope is block.scope and ast.dump(path) in asked for path, scope in paths)
 
 
 def at_an_end(event: Event) -> bool:

@@ -22,7 +22,7 @@ SEEDS = {"random.seed": "random.", "numpy.random.seed": "numpy.random.", "torch.
 MAKES = ("numpy.random.RandomState", "numpy.random.default_rng", "random.Random")
 # The functions of torch that draw from its generator; those of the others all do, but for what only handles states.
 DRAWS = ("rand", "randn", "randint", "randperm", "normal", "multinomial", "bernoulli", "rand_like", "randn_like")
-STATES = Words(r"seed|state|default_rng|RandomState|^Random$|Generator", re.IGNORECASE)
+STATES = Words(r"seed|state|default_rng|RandomState|^Random$|Generator")
 AUGMENTS = Words(r"augment|transform|crop|flip|noise|jitter|mask|mix|rotat|collate", re.IGNORECASE)
 # Words of data that is to stay the same.
 FIXED = Words(r"(?i:determin|fixed|repeat|reproduc|debug|const)")
