@@ -228,7 +228,9 @@ class RankNumbers:
         """
         if key.startswith("self.") and scope.owner is not None:
             owners = (scope.owner, *self.calls.names.parents(scope.owner))
-            return [(b, method) for owner in owners for method in owner.defs.values() for b in method.binds.get(key, [])]
+            return [
+                (b, method) for owner in owners for method in owner.defs.values() for b in method.binds.get(key, [])
+            ]
         current: Scope | None = scope
         while current is not None:
             if key in current.params:

@@ -472,7 +472,9 @@ class Ranks:
 
     def owns_run(self, module: Module) -> bool:
         """Whether the programs of a file start a tracker's run, all on the main rank alone."""
-        return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(self.calls, module, self.tests.test)
+        return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(
+            self.calls, module, self.tests.test
+        )
 
     def in_turn(self, site: Site) -> bool:
         """Whether nothing keeps a call to the main rank but a `with` that lets the others do the same after it."""

@@ -277,7 +277,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def one_gpu_each(view: View) -> bool:
-    """Whether SLURM or MPI starts the processes, and may show each its own GPU alone: nothing asks for the local rank."""
+    """Whether SLURM or MPI starts the processes and may show each its own GPU alone: nothing asks for a local rank."""
     texts = [member.text for member in view.project.family(view.module)]
     started = any(word in text for word in BOUND for text in texts)
     return started and not any(LOCAL.search(text) for text in texts)

@@ -66,7 +66,12 @@ def caches(view: View, run: Run) -> Iterator[Found]:
     """The files that all ranks write where they have found none, as each does when they start together."""
     for event in run.of("save"):
         site, made = shown_at(view, event), event.mark.site
-        if site is None or site is not made or event.detail in OF_MODELS or not any(absent(event, b) for b in event.tests):
+        if (
+            site is None
+            or site is not made
+            or event.detail in OF_MODELS
+            or not any(absent(event, b) for b in event.tests)
+        ):
             continue
         at_once = by_all(view, site) and not own(site) and not alone(view, event)
         if at_once and not in_turn(view, run, event):

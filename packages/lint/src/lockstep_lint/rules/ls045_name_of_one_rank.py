@@ -119,8 +119,8 @@ RULE = Rule(
     code="LS045",
     name="name of one rank",
     what=(
-        "A name gets its only values under a test of the rank, and is read where all ranks come; or `wandb.init` is called "
-        "on rank 0 alone, and `wandb.log` on all."
+        "A name gets its only values under a test of the rank, and is read where all ranks come; or `wandb.init` is "
+        "called on rank 0 alone, and `wandb.log` on all."
     ),
     why="The other ranks stop with an error, and the first one waits for them in its next collective.",
     bad="""

@@ -95,7 +95,10 @@ def misses_own_value(view: View, run: Run, event: Event, test: ArmBlock) -> bool
         if isinstance(part, ast.Compare) and len(part.ops) == 1 and is_none(part.comparators[0]):
             whole = part.left.value if isinstance(part.left, ast.Subscript) else part.left
             binds = view.origins.binds(dotted(whole) or "", test.scope, test.node.lineno)
-            outputs = any(bind.path and isinstance(bind.value, ast.Call) and runs_model(view, bind.value, home) for bind, home in binds)
+            outputs = any(
+                bind.path and isinstance(bind.value, ast.Call) and runs_model(view, bind.value, home)
+                for bind, home in binds
+            )
             if outputs and test.when is isinstance(part.ops[0], ast.IsNot):
                 return True
     return False

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, keyword, mentions, strings, walk
+from lockstep_lint.analysis.origins import SAME
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import LAYERS
 from lockstep_lint.finding import Confidence, Severity
@@ -13,13 +14,17 @@ from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
-MESSAGE = "'{name}' is never moved to the device that its inputs are moved to (line {line}): the first forward fails"
-MOVES = ("to", "cuda", "xpu", "npu", "to_empty", "share_memory")
+MESSAGE = "'{name}' is never moved to the device that its inputs are moved to: its first forward fails there"
+MOVES = ("to", "cuda", "xpu", "npu", "type", "to_empty", "share_memory")
 # What a class says where it puts its parameters, or its inputs, in some place by itself.
-PLACES = ("device", "cuda", ".to(", ".cpu(", "import_module", "getattr(")
+PLACES = ("device", "cuda", ".to(", ".cpu(", "getattr(", "return self\n")
 # Calls that take a model and leave it where it is.
 LEAVES = Words(r"^torch\.optim\.|^torch\.save$|^(builtins\.)?(print|len|isinstance|type|id|hasattr|str|repr)$")
 MAX_NAMES = 12
+
+
+# A name of a model, its scope, and the statement that binds it there.
+Name = tuple[str, Scope, ast.stmt | None]
 
 
 class Escaped(Exception):
@@ -28,21 +33,17 @@ class Escaped(Exception):
 
 def check(view: View) -> Iterator[Found]:
     """Looks at each model that a class in sight makes, wherever its names get to."""
-    text = view.module.text
-    if "Module" not in text and not view.effects.mentioned(view.module, "Module"):
-        return
     if not view.effects.mentioned(view.module, ".to(", ".cuda(") or view.effects.mentioned(
         view.module, "set_default", "load_module", "prepare(", "Fabric", "deepspeed", "lightning", "device_map"
     ):
         return
     for site in [site for site in view.sites() if site.name[:1].isupper() and stays(view, site)]:
         try:
-            runs = sorted(forwards(view, site), key=lambda pair: pair[0].lineno)
+            runs = forwards(view, site)
         except Escaped:
             continue
-        moved = next((call for call, scope in runs if any(on_gpu(view, value, scope) for value in inputs(call))), None)
-        if moved is not None:
-            yield at(site, MESSAGE.format(name=site.name, line=moved.lineno))
+        if any(on_gpu(view, value, scope) for call, scope in runs for value in inputs(call)):
+            yield at(site, MESSAGE.format(name=site.name))
 
 
 def stays(view: View, site: Site) -> bool:
@@ -61,17 +62,17 @@ def plain(view: View, owner: Scope) -> bool:
     foreign = {base for base in bases if not any(base.endswith(each.name) for each in family)}
     if not foreign <= {"torch.nn.Module", "torch.nn.modules.Module"}:
         return False
-    lines = (line for each in family for line in each.module.lines[first(each) : each.node.end_lineno])  # type: ignore[attr-defined]
-    code = "\n".join(lines)
+    code = "\n".join(line for each in family for line in lines_of(each))
     made = [site for each in family for method in each.defs.values() for site in method.sites]
     return not any(word in code for word in PLACES) and any(
         LAYERS.search(site.name) and view.full(site).startswith("torch.nn.") for site in made
     )
 
 
-def first(owner: Scope) -> int:
-    """The line before a class."""
-    return owner.node.lineno - 1  # type: ignore[attr-defined]
+def lines_of(owner: Scope) -> list[str]:
+    """The lines of a class."""
+    start, end = owner.node.lineno, owner.node.end_lineno  # type: ignore[attr-defined]
+    return owner.module.lines[start - 1 : end]
 
 
 def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
@@ -80,11 +81,11 @@ def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
     queue = list(follow(view, made.call, made.stmt, made.scope, found))
     seen: set[tuple[str, Scope]] = set()
     while queue:
-        name, scope = queue.pop()
+        name, scope, start = queue.pop()
         if (name, scope) in seen:
             continue
         seen.add((name, scope))
-        if len(seen) > MAX_NAMES or shared(view, name, scope):
+        if len(seen) > MAX_NAMES or shared(view, name, scope) or renewed(name, scope, start):
             raise Escaped
         for stmt, home in dict.fromkeys(scope.module.named.get(name, [])):
             if home is scope or (name not in home.params and name not in home.binds and within(home, scope)):
@@ -93,9 +94,17 @@ def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
     return found
 
 
+def renewed(name: str, scope: Scope, start: ast.stmt | None) -> bool:
+    """Whether a name is given another object too than at its start."""
+    binds = [bind for bind in scope.binds.get(name, []) if bind.stmt is not start]
+    return any(bind.value is None or bind.how != "assign" or not mentions(bind.value, name) for bind in binds)
+
+
 def shared(view: View, name: str, scope: Scope) -> bool:
-    """Whether another file imports a name of a file's own lines."""
+    """Whether another file imports a name of a file's own lines, or a function may set it for all."""
     module = scope.module
+    if any(name in each.globals for each in module.scopes):
+        return True
     for user in view.project.users(module) if scope.kind == "module" else ():
         for item in user.imported if user is not module else ():
             if item.name in (name, "*", "") and view.project.find(user, item.module or item.name, item.level) is module:
@@ -119,16 +128,14 @@ def own_nodes(stmt: ast.stmt) -> Iterator[ast.AST]:
 
 def follow(
     view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, found: list[tuple[ast.Call, Scope]]
-) -> Iterator[tuple[str, Scope]]:
+) -> Iterator[Name]:
     """The further names that a mention of a model gives it; its forwards are added to `found`."""
     up = {child: parent for parent in (stmt, *own_nodes(stmt)) for child in ast.iter_child_nodes(parent)}
-    parent = up[node]
+    parent = up.get(node)
     if isinstance(getattr(node, "ctx", None), ast.Store):
-        if any(bind.how not in ("assign",) for bind in scope.bound(stmt)):
-            raise Escaped
-    elif isinstance(parent, ast.Attribute):
-        method = up[parent]
-        if parent.attr in MOVES or not isinstance(method, ast.Call) or method.func is not parent:
+        return
+    if isinstance(parent, ast.Attribute):
+        if not stays_there(parent, up, stmt):
             raise Escaped
     elif isinstance(parent, ast.Call) and parent.func is node:
         found.append((parent, scope))
@@ -136,7 +143,7 @@ def follow(
         call = parent if isinstance(parent, ast.Call) else up[parent]
         yield from handed(view, node, call, parent, scope)
     elif isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
-        yield parent.targets[0].id, scope
+        yield parent.targets[0].id, scope, stmt
     elif isinstance(parent, ast.Return):
         yield from returned(view, scope, None)
     elif isinstance(parent, ast.Tuple) and isinstance(up[parent], ast.Return):
@@ -145,9 +152,20 @@ def follow(
         raise Escaped
 
 
-def handed(
-    view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope
-) -> Iterator[tuple[str, Scope]]:
+def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stmt) -> bool:
+    """Whether a method of a model leaves it where it is, and gives back nothing that it could be moved by."""
+    call = up[method]
+    if method.attr in MOVES or not isinstance(call, ast.Call) or call.func is not method:
+        return False
+    if method.attr in SAME and not isinstance(up[call], ast.Expr):
+        return False
+    if keyword(call, "assign") is not None:  # the weights are those that were loaded
+        return False
+    text = ast.unparse(stmt) if isinstance(stmt, ast.For) and stmt.iter is call else ""
+    return "cuda" not in text and ".to(" not in text
+
+
+def handed(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope) -> Iterator[Name]:
     """The parameter that a call hands a model to, of a function in sight."""
     if not isinstance(call, ast.Call) or any(isinstance(value, ast.Starred) for value in call.args):
         raise Escaped
@@ -158,13 +176,14 @@ def handed(
             raise Escaped
         return
     params = target.params[1:] if target.params[:1] in (["self"], ["cls"]) else target.params
-    name = parent.arg if isinstance(parent, ast.keyword) else params[i] if (i := call.args.index(node)) < len(params) else None
+    place = call.args.index(node) if node in call.args else len(params)
+    name = parent.arg if isinstance(parent, ast.keyword) else params[place] if place < len(params) else None
     if name is None or name not in target.params:
         raise Escaped
-    yield name, target
+    yield name, target, None
 
 
-def returned(view: View, scope: Scope, place: int | None) -> Iterator[tuple[str, Scope]]:
+def returned(view: View, scope: Scope, place: int | None) -> Iterator[Name]:
     """The names that the callers of a function give to what it returns, or to one part of it."""
     callers = view.calls.callers(scope)
     if not callers:
@@ -175,7 +194,7 @@ def returned(view: View, scope: Scope, place: int | None) -> Iterator[tuple[str,
             target = target.elts[place] if isinstance(target, ast.Tuple) and place < len(target.elts) else None
         if not isinstance(target, ast.Name):
             raise Escaped
-        yield target.id, site.scope
+        yield target.id, site.scope, site.stmt
 
 
 def inputs(call: ast.Call) -> list[ast.expr]:
@@ -208,14 +227,18 @@ def is_move(view: View, value: ast.expr, scope: Scope) -> bool:
         return not view.names.qualify(value.func, scope)
     if value.func.attr != "to" or not value.args:
         return False
-    names = [word for origin in view.origins.of(value.args[0], scope) for word in named(view, origin.node, origin.scope)]
+    names = [
+        word for origin in view.origins.of(value.args[0], scope) for word in named(view, origin.node, origin.scope)
+    ]
     return any(word.startswith("cuda") for word in names)
 
 
 def named(view: View, node: ast.expr, scope: Scope) -> list[str]:
     """The devices that an expression may give, by their names."""
     if isinstance(node, ast.Call) and view.names.qualify(node.func, scope) == "torch.device":
-        return [word for value in node.args[:1] for origin in view.origins.of(value, scope) for word in strings(origin.node)]
+        return [
+            word for value in node.args[:1] for origin in view.origins.of(value, scope) for word in strings(origin.node)
+        ]
     return [name] if isinstance(name := constant(node), str) else []
 
 
@@ -274,7 +297,7 @@ def train(loader):
     fix="none",
     remedy="Move the model too, before its optimizer is made: net = Net().to(device)",
     note=(
-        "Silent where the model is handed to code that is not in sight, is kept in an object or a list, or where its class "
-        "says anything of devices."
+        "Silent where the model is handed to code that is not in sight, is kept in an object or a list, or where its "
+        "class says anything of devices."
     ),
 )

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import above, apart, guards, loops
+from lockstep_lint.analysis.context import apart, guards, loops
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, keyword, last, strings
@@ -17,7 +17,12 @@ __all__ = ["RULE"]
 
 MESSAGE = "each sample begins with this seed, so all get the same random numbers in every epoch: seed once, outside"
 # What makes random numbers repeatable, with whose they are.
-SEEDS = {"random.seed": "random.", "numpy.random.seed": "numpy.random.", "torch.manual_seed": "torch.", "torch.random.manual_seed": "torch."}
+SEEDS = {
+    "random.seed": "random.",
+    "numpy.random.seed": "numpy.random.",
+    "torch.manual_seed": "torch.",
+    "torch.random.manual_seed": "torch.",
+}
 # What makes a generator of its own by a seed.
 MAKES = ("numpy.random.RandomState", "numpy.random.default_rng", "random.Random")
 # The functions of torch that draw from its generator; those of the others all do, but for what only handles states.
@@ -30,11 +35,17 @@ FIXED = Words(r"(?i:determin|fixed|repeat|reproduc|debug|const)")
 
 def check(view: View) -> Iterator[Found]:
     """Looks for constant seeds, with draws after them, in what is called for each sample or batch."""
-    if "seed" not in view.module.text and "RandomState" not in view.module.text and "default_rng" not in view.module.text:
+    if (
+        "seed" not in view.module.text
+        and "RandomState" not in view.module.text
+        and "default_rng" not in view.module.text
+    ):
         return
     for scope in view.scopes:
         if scope.kind == "function" and for_each(view, scope):
-            yield from (at(site, MESSAGE) for site in seeds(view, scope) if constant_seed(view, site) and draws(view, site))
+            yield from (
+                at(site, MESSAGE) for site in seeds(view, scope) if constant_seed(view, site) and draws(view, site)
+            )
 
 
 def for_each(view: View, scope: Scope) -> bool:
@@ -54,7 +65,9 @@ def seeds(view: View, scope: Scope) -> Iterator[Site]:
         if "seed" not in site.name and site.name not in ("RandomState", "default_rng", "Random"):
             continue
         known = view.full(site) in (*SEEDS, *MAKES)
-        told = [word for guard in guards(site.stmt, site.module) for word in (*idents(guard.test), *strings(guard.test))]
+        told = [
+            word for guard in guards(site.stmt, site.module) for word in (*idents(guard.test), *strings(guard.test))
+        ]
         asked = any(EVALUATION.search(word) or FIXED.search(word) or "train" in word for word in told)
         if known and not asked and not loops(site.stmt, site.module):
             yield site
@@ -73,14 +86,20 @@ def is_number(view: View, site: Site, origin: Origin) -> bool:
     if isinstance(constant(node), int) and not isinstance(constant(node), bool):
         return True
     if scope is site.scope or not isinstance(node, ast.Name) or scope.name != "__init__" or node.id not in scope.params:
-        return isinstance(node, ast.Attribute) and last(node.value) in ("args", "opt", "cfg", "config") and scope is not site.scope
+        return (
+            isinstance(node, ast.Attribute)
+            and last(node.value) in ("args", "opt", "cfg", "config")
+            and scope is not site.scope
+        )
     usual = default(scope, node.id, ast.Call(ast.Name("made", ast.Load()), [], []))
     return usual is not None and not is_none(usual)
 
 
 def draws(view: View, seed: Site) -> bool:
     """Whether random numbers are drawn after a seed in its function."""
-    return any(is_draw(view, seed, site) for site in seed.scope.sites if site.line > seed.line and not apart(seed, site))
+    return any(
+        is_draw(view, seed, site) for site in seed.scope.sites if site.line > seed.line and not apart(seed, site)
+    )
 
 
 def is_draw(view: View, seed: Site, site: Site) -> bool:
