@@ -266,6 +266,10 @@ MUTATIONS = [
         append("import os", "from torchvision import datasets"),
         replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
     ]),
+    ("LS066", "ddp", [
+        prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
+    ]),
+    ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

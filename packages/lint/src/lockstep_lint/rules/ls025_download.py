@@ -39,8 +39,8 @@ MESSAGES = {
     "make": "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0",
 }
 HELPED = "every rank has this helper make one folder: call it on rank 0 only, or pass exist_ok=True there"
-# Files that LS014 tells.
-OF_MODELS = ("torch.save", "torch.jit.save", "safetensors.torch.save_file", "save_pretrained")
+# Files that LS014 tells, and folders.
+OTHERS = ("torch.", "safetensors.", "save_pretrained", "save_to_disk", "shutil.", "os.")
 EARLY = "may open the data before rank 0 has downloaded it: put torch.distributed.barrier() between"
 
 
@@ -69,7 +69,7 @@ def caches(view: View, run: Run) -> Iterator[Found]:
         if (
             site is None
             or site is not made
-            or event.detail in OF_MODELS
+            or event.detail.startswith(OTHERS)
             or not any(absent(event, b) for b in event.tests)
         ):
             continue

@@ -23,7 +23,6 @@ TRACKERS = {"wandb.init", "wandb.log", "wandb.watch", "swanlab.init", "swanlab.l
 TRACKERS |= {"mlflow.start_run", "mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "trackio.init"}
 TRACKERS |= {"comet_ml.Experiment", "comet_ml.start", "neptune.init_run", "neptune.init", "aim.Run", "trackio.log"}
 TRACKERS |= {"clearml.Task.init"}
-OF_A_RUN = ("wandb.log", "wandb.watch")
 # What gives print another meaning, or sends it elsewhere; functions of such names may do so out of sight.
 MUTES = re.compile(r"builtins?(__)?\.print\s*=|__builtins?__|setattr\((__)?builtins|sys\.stdout\s*=\s*open")
 HUSHES = Words(r"setup_for_dist|suppress|mute|hush|quiet|silen|init_distributed_mode|disable_print")
@@ -44,8 +43,6 @@ def check(view: View) -> Iterator[Found]:
     untracked = any("wandb" in text and UNTRACKED.search(text) for text in texts)
     for site in view.sites():
         kind = output(view, site)
-        if kind == "tracker" and view.full(site) in OF_A_RUN and view.ranks.owns_run(view.module):
-            continue  # LS045 tells these
         if not kind or (muted if kind == "print" else untracked) or not view.ranks.everywhere(site, view.module):
             continue
         if of_error(view, site) or view.ranks.chosen(site) or view.ranks.programs.idle(site.scope):
