@@ -73,6 +73,7 @@ def main(losses, args):
         ("dist.get_rank() == 0", "if wandb.run is not None: wandb.log({'a': 1})", 0),
         ("dist.get_rank() == 0", "if dist.get_rank() == 0: wandb.log({'a': 1})", 0),
         ("dist.get_rank() == 0", "wandb.finish()", 0),
+        ("dist.get_rank() == 0", "if args.wandb: wandb.log({'a': 1})", 0),
         ("args.track", "wandb.log({'a': 1})", 0),
     ],
 )

@@ -34,14 +34,14 @@ def bare(node: ast.expr) -> ast.expr:
     """An expression without what changes neither its truth nor what it names: `bool(x)`, `int(x == y)`, `(x := y)`."""
     while isinstance(node, ast.NamedExpr) or keeps_truth(node):
         node = node.value if isinstance(node, ast.NamedExpr) else node.args[0] if isinstance(node, ast.Call) else node
-    return joined(node) if isinstance(node, ast.BinOp) else node
+    return as_boolean(node) if isinstance(node, ast.BinOp) else node
 
 
 # What `&` and `|` mean between comparisons.
 JOINS: dict[type[ast.operator], type[ast.boolop]] = {ast.BitAnd: ast.And, ast.BitOr: ast.Or}
 
 
-def joined(node: ast.BinOp) -> ast.expr:
+def as_boolean(node: ast.BinOp) -> ast.expr:
     """A test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
     op = JOINS.get(type(node.op))
     if op is None or not any(isinstance(side, ast.Compare | ast.BinOp) for side in (node.left, node.right)):

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["FOLDERS", "OPENS", "asked_absent", "fetches", "folder", "path_read", "path_written"]
+__all__ = ["FOLDERS", "OPENS", "absent_paths", "fetches", "folder", "path_read", "path_written"]
 
 # What makes folders and takes them away.
 FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remove", "unlink", "rename")
@@ -62,13 +62,13 @@ def makes(view: View, site: Site, full: str) -> bool:
     return site.name == "mkdir" and not full and of_path(view, site)
 
 
-def asked_absent(test: ast.expr, when: bool) -> Iterator[ast.expr]:
+def absent_paths(test: ast.expr, when: bool) -> Iterator[ast.expr]:
     """The paths of files that a test, come out `when`, has found not to be there, at least one of them."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from asked_absent(test.operand, not when)
+        yield from absent_paths(test.operand, not when)
     elif isinstance(test, ast.BoolOp):
         for value in test.values:
-            yield from asked_absent(value, when)
+            yield from absent_paths(value, when)
     elif isinstance(test, ast.Call) and last(test) in OF_FILES and not when:
         yield from test.args[:1] or [test.func.value] * isinstance(test.func, ast.Attribute)  # type: ignore[attr-defined]
 

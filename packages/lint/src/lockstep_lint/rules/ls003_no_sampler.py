@@ -50,7 +50,7 @@ def check(view: View) -> Iterator[Found]:
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
             yield Found(site.call, SAME, proposal=sampler_given(view, site))
     if "accelerate" in view.frameworks:
-        yield from unprepared(view)
+        yield from missing_prepare(view)
         return
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
@@ -58,9 +58,9 @@ def check(view: View) -> Iterator[Found]:
     yield from fixed_numbers(view)
 
 
-def unprepared(view: View) -> Iterator[Found]:
+def missing_prepare(view: View) -> Iterator[Found]:
     """The loaders that train in a program of Accelerate, and that it was not given to divide."""
-    given = list(prepared(view))
+    given = list(prepare_arguments(view))
     if not given or any(may_be_loader(view, value, scope) for value, scope in given):
         return
     backs = (event for run in runs(view) for event in run.of("backward") if by_accelerator(event))
@@ -76,7 +76,7 @@ def by_accelerator(event: Event) -> bool:
     return event.mark.site is not None and ACCELERATOR.search(last(event.mark.site.receiver))
 
 
-def prepared(view: View) -> Iterator[tuple[ast.expr, Scope]]:
+def prepare_arguments(view: View) -> Iterator[tuple[ast.expr, Scope]]:
     """What the programs of a file hand to Accelerate."""
     for member in view.project.family(view.module):
         for site in member.sites("prepare", "prepare_data_loader", "skip_first_batches"):
@@ -216,7 +216,8 @@ RULE = Rule(
     name="DDP without a distributed sampler",
     what=(
         "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
-        "samples; or a loader has `shuffle=True` beside a sampler, or `num_replicas` is a number written out."
+        "samples, as has one that Accelerate's `prepare` was not given, or DeepSpeed's engine; or a loader has "
+        "`shuffle=True` beside a sampler, or `num_replicas` is a number written out."
     ),
     why=(
         "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "

@@ -11,7 +11,7 @@ from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, HandlerBlock
-from lockstep_lint.events.files import asked_absent
+from lockstep_lint.events.files import absent_paths
 from lockstep_lint.events.query import alone, shown_at, sides, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -80,7 +80,7 @@ def caches(view: View, run: Run) -> Iterator[Found]:
 
 def absent(event: Event, block: ArmBlock) -> bool:
     """Whether a test has found that there is no file under the path that is written."""
-    asked = {ast.dump(each) for each in asked_absent(block.node, block.when)}
+    asked = {ast.dump(each) for each in absent_paths(block.node, block.when)}
     paths = ((event.mark.subject, event.scope), subject(event))
     return any(path is not None and scope is block.scope and ast.dump(path) in asked for path, scope in paths)
 

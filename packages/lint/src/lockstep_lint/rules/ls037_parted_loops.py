@@ -151,7 +151,7 @@ def check(view: View) -> Iterator[Found]:
         return
     found: dict[ast.AST, Found] = {}
     for run, loops in programs:
-        skips = {loop: list(skipped(view, run, loop)) for loop in loops}
+        skips = {loop: list(lone_continues(view, run, loop)) for loop in loops}
         for event in run.of("leave"):
             loop = event.loops[-1] if event.loops else None
             if loop in loops and not skips[loop] and loop.scope is event.scope and event.module is view.module:
@@ -179,7 +179,7 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
     return found
 
 
-def skipped(view: View, run: Run, block: LoopBlock) -> Iterator[Found]:
+def lone_continues(view: View, run: Run, block: LoopBlock) -> Iterator[Found]:
     """The `continue` of some ranks alone, before what all others come to in the same turn."""
     loop, scope = block.node, block.scope
     if not isinstance(loop, Loop) or scope.module is not view.module:

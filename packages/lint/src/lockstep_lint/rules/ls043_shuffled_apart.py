@@ -28,9 +28,9 @@ def check(view: View) -> Iterator[Found]:
             site = event.mark.site
             if event.module is not view.module or site is None or sides(view, event) or alone(view, event):
                 continue
-            split = event.detail.endswith("split") or cut(event)
+            split = event.detail.endswith("split") or holds_out(event)
             started = not split or view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
-            if started and unseeded(run, event) and (cut(event) or divided(view, event)):
+            if started and unseeded(run, event) and (holds_out(event) or divided(view, event)):
                 yield Found(event.node, SPLIT if split else MESSAGE)
 
 
@@ -40,7 +40,7 @@ def unseeded(run: Run, event: Event) -> bool:
     return not any(seed.detail in (library, "all") for seed in run.of("seed") if seed.place < event.place)
 
 
-def cut(event: Event) -> bool:
+def holds_out(event: Event) -> bool:
     """Whether one part of what was shuffled is for training and the rest is held out: `data[:n]` and `data[n:]`."""
     stmt, scope = event.mark.stmt, event.scope
     names = {bind.key for bind in scope.bound(stmt)} or {dotted(event.mark.subject) or ""}

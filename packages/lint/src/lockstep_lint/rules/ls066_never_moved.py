@@ -85,7 +85,7 @@ def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
         if (name, scope) in seen:
             continue
         seen.add((name, scope))
-        if len(seen) > MAX_NAMES or shared(view, name, scope) or renewed(name, scope, start):
+        if len(seen) > MAX_NAMES or is_global(view, name, scope) or rebinds(name, scope, start):
             raise Escaped
         for stmt, home in dict.fromkeys(scope.module.named.get(name, [])):
             if home is scope or (name not in home.params and name not in home.binds and within(home, scope)):
@@ -94,13 +94,13 @@ def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
     return found
 
 
-def renewed(name: str, scope: Scope, start: ast.stmt | None) -> bool:
+def rebinds(name: str, scope: Scope, start: ast.stmt | None) -> bool:
     """Whether a name is given another object too than at its start."""
     binds = [bind for bind in scope.binds.get(name, []) if bind.stmt is not start]
     return any(bind.value is None or bind.how != "assign" or not mentions(bind.value, name) for bind in binds)
 
 
-def shared(view: View, name: str, scope: Scope) -> bool:
+def is_global(view: View, name: str, scope: Scope) -> bool:
     """Whether another file imports a name of a file's own lines, or a function may set it for all."""
     module = scope.module
     if any(name in each.globals for each in module.scopes):
@@ -141,13 +141,13 @@ def follow(
         found.append((parent, scope))
     elif isinstance(parent, ast.Call | ast.keyword):
         call = parent if isinstance(parent, ast.Call) else up[parent]
-        yield from handed(view, node, call, parent, scope)
+        yield from parameter(view, node, call, parent, scope)
     elif isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
         yield parent.targets[0].id, scope, stmt
     elif isinstance(parent, ast.Return):
-        yield from returned(view, scope, None)
+        yield from results(view, scope, None)
     elif isinstance(parent, ast.Tuple) and isinstance(up[parent], ast.Return):
-        yield from returned(view, scope, parent.elts.index(node))
+        yield from results(view, scope, parent.elts.index(node))
     elif not isinstance(parent, ast.Compare | ast.Delete | ast.FormattedValue | ast.If):
         raise Escaped
 
@@ -165,7 +165,7 @@ def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stm
     return "cuda" not in text and ".to(" not in text
 
 
-def handed(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope) -> Iterator[Name]:
+def parameter(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope) -> Iterator[Name]:
     """The parameter that a call hands a model to, of a function in sight."""
     if not isinstance(call, ast.Call) or any(isinstance(value, ast.Starred) for value in call.args):
         raise Escaped
@@ -183,7 +183,7 @@ def handed(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Sc
     yield name, target, None
 
 
-def returned(view: View, scope: Scope, place: int | None) -> Iterator[Name]:
+def results(view: View, scope: Scope, place: int | None) -> Iterator[Name]:
     """The names that the callers of a function give to what it returns, or to one part of it."""
     callers = view.calls.callers(scope)
     if not callers:
@@ -228,12 +228,14 @@ def is_move(view: View, value: ast.expr, scope: Scope) -> bool:
     if value.func.attr != "to" or not value.args:
         return False
     names = [
-        word for origin in view.origins.of(value.args[0], scope) for word in named(view, origin.node, origin.scope)
+        word
+        for origin in view.origins.of(value.args[0], scope)
+        for word in device_names(view, origin.node, origin.scope)
     ]
     return any(word.startswith("cuda") for word in names)
 
 
-def named(view: View, node: ast.expr, scope: Scope) -> list[str]:
+def device_names(view: View, node: ast.expr, scope: Scope) -> list[str]:
     """The devices that an expression may give, by their names."""
     if isinstance(node, ast.Call) and view.names.qualify(node.func, scope) == "torch.device":
         return [
