@@ -285,6 +285,10 @@ MUTATIONS = [
         append("import os", "import deepspeed"),
         append("optimizer = ", "engine, tuned = deepspeed.initialize(model=model, optimizer=optimizer)"),
     ]),
+    ("LS066", "ddp", [
+        prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
+    ]),
+    ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

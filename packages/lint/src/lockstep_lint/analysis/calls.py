@@ -31,6 +31,8 @@ RUNNERS |= {"TorchTrainer"}
 HANDS = ("fn", "target", "function", "train_loop_per_worker")
 # Those of them that give it other arguments than they are given themselves.
 STARTERS = ("spawn", "Process", "start_processes", "notebook_launcher", "TorchTrainer")
+# Those that put the number of the process before them.
+NUMBERED = ("spawn", "start_processes")
 
 
 class Calls:
@@ -136,7 +138,10 @@ class Calls:
         made = scope.owner if scope.name == "__init__" else scope
         sites = (s for m in self.project.family(scope.module) for s in m.by_name.get(made.name, [])) if made else ()
         calls = (s for s in sites if self.names.definition(s.call.func, s.scope) is made or self.is_method(s, scope))
-        given_here = ((given(site.call, scope, key), site.scope) for site in calls)
+        starts = [s for m in self.project.family(scope.module) for s in m.sites(*STARTERS)] if made is scope else []
+        begun = [s for s in starts if any(self.names.definition(v, s.scope) is scope for v in work_of(s.call))]
+        given_here = [(given(site.call, scope, key), site.scope) for site in calls]
+        given_here += [(spawn_argument(site, scope, key), site.scope) for site in begun]
         return tuple((value, home) for value, home in given_here if value is not None)[:MAX_BINDS]
 
     def is_method(self, site: Site, method: Scope) -> bool:
@@ -273,10 +278,29 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
 def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
     """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
     if site.name in STARTERS:
-        return next((item.value for item in site.call.keywords if item.arg == name), None)
+        named = next((item.value for item in site.call.keywords if item.arg == name), None)
+        return named if named is not None else spawn_argument(site, function, name)
     if site.name == "partial" and function.name != "partial":  # its own first argument is the function
         return given(ast.Call(site.call.func, site.call.args[1:], site.call.keywords), function, name)
     return given(site.call, function, name)
+
+
+def work_of(call: ast.Call) -> list[ast.expr]:
+    """The function that a call which starts processes is given."""
+    return [value for value in (*call.args[:1], *(keyword(call, name) for name in HANDS)) if value is not None]
+
+
+def spawn_argument(site: Site, function: Scope, name: str) -> ast.expr | None:
+    """The expression for a parameter of the function that processes are started with (`spawn(work, args=(net,))`)."""
+    call = site.call
+    work = next(iter(work_of(call)), None)
+    values = keyword(call, "args") or (call.args[1] if len(call.args) > 1 else None)
+    if last(work) != function.name or not isinstance(values, ast.Tuple) or name not in function.params:
+        return None
+    own = function.params[:1] in (["self"], ["cls"])
+    place = function.params.index(name) - own - (site.name in NUMBERED)
+    starred = any(isinstance(value, ast.Starred) for value in values.elts)
+    return values.elts[place] if 0 <= place < len(values.elts) and not starred else None
 
 
 def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:

@@ -223,9 +223,14 @@ class RankNumbers:
         return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class."""
+        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class and
+        of those that it derives from.
+        """
         if key.startswith("self.") and scope.owner is not None:
-            return [(bind, method) for method in scope.owner.defs.values() for bind in method.binds.get(key, [])]
+            owners = (scope.owner, *self.calls.names.parents(scope.owner))
+            return [
+                (b, method) for owner in owners for method in owner.defs.values() for b in method.binds.get(key, [])
+            ]
         current: Scope | None = scope
         while current is not None:
             if key in current.params:

@@ -34,7 +34,19 @@ def bare(node: ast.expr) -> ast.expr:
     """An expression without what changes neither its truth nor what it names: `bool(x)`, `int(x == y)`, `(x := y)`."""
     while isinstance(node, ast.NamedExpr) or keeps_truth(node):
         node = node.value if isinstance(node, ast.NamedExpr) else node.args[0] if isinstance(node, ast.Call) else node
-    return node
+    return as_boolean(node) if isinstance(node, ast.BinOp) else node
+
+
+# What `&` and `|` mean between comparisons.
+JOINS: dict[type[ast.operator], type[ast.boolop]] = {ast.BitAnd: ast.And, ast.BitOr: ast.Or}
+
+
+def as_boolean(node: ast.BinOp) -> ast.expr:
+    """A test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
+    op = JOINS.get(type(node.op))
+    if op is None or not any(isinstance(side, ast.Compare | ast.BinOp) for side in (node.left, node.right)):
+        return node
+    return ast.copy_location(ast.BoolOp(op(), [node.left, node.right]), node)
 
 
 def keeps_truth(node: ast.expr) -> bool:
@@ -395,6 +407,7 @@ class RankTests:
 
     def many(self, test: ast.expr, scope: Scope, when: bool = True) -> int:
         """1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
+        test = bare(test)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.many(test.operand, scope, not when)
         if isinstance(test, ast.BoolOp):
@@ -470,6 +483,12 @@ class Ranks:
         if any(FIRST.search(last(item)) for item in withs(stmt, scope.module)):
             return True
         return self.reserved(scope)
+
+    def owns_run(self, module: Module) -> bool:
+        """Whether the programs of a file start a tracker's run, all on the main rank alone."""
+        return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(
+            self.calls, module, self.tests.test
+        )
 
     def in_turn(self, site: Site) -> bool:
         """Whether nothing keeps a call to the main rank but a `with` that lets the others do the same after it."""

@@ -46,7 +46,7 @@ READS = ("item", "tolist", "cpu", "float", "int", *SHOWS)
 # What a test asks of a tensor, whose answer the host then waits for.
 ASKED = ("any", "all", "mean", "sum", "max", "min", "norm", "equal", "allclose", *FINITE)
 # What the data set of datasets or webdataset is put in another order by, or is split in two at random by.
-SHUFFLES = ("shuffle", "random_split", "train_test_split")
+SHUFFLES = ("shuffle", "permutation", "randperm", "random_split", "train_test_split")
 
 # Functions that may make a model, libraries whose models they are, and what only tells of these.
 MAKES = Words(r"model|net|^(make|build|create|from_config)|^instantiate$", re.IGNORECASE)
@@ -452,6 +452,11 @@ class Marks:
     def shuffle(self, site: Site) -> Found:
         """A data set or a list of files is put in another order; the detail says whose random numbers give it."""
         full = self.full(site)
+        if site.name in ("permutation", "randperm"):  # an order to index by
+            given = keyword(site.call, "generator") is not None
+            drawn = not given and full in ("torch.randperm", "numpy.random.permutation")
+            yield from (("shuffle", next(iter(site.call.args), None), full.partition(".")[0]),) if drawn else ()
+            return
         if site.name != "shuffle":
             yield from self.split(site, full)
             return

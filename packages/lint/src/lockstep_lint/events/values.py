@@ -28,7 +28,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.forwards import MODELS, RUNS
 
-__all__ = ["HOST", "Value", "losses", "reads", "value_at", "value_in"]
+__all__ = ["HOST", "Value", "losses", "reads", "runs_model", "value_at", "value_in"]
 
 # Calls whose result is a number, a text or an array on the host.
 HOST = {"item", "tolist", "numpy", "float", "int", "bool", "str", "repr", "len", "format", "round", "isinstance"}

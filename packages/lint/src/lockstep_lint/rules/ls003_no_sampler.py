@@ -7,8 +7,20 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_none, is_true, keyword, last, strings
+from lockstep_lint.analysis.nodes import (
+    Words,
+    argument,
+    constant,
+    dotted,
+    idents,
+    is_none,
+    is_true,
+    keyword,
+    last,
+    strings,
+)
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.event import Event
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -22,21 +34,65 @@ DIVIDED = re.compile(
 )
 SAMPLERS = ("sampler", "batch_sampler")
 FIXED = "divides the data among {number} ranks, however many there are: leave num_replicas out"
+UNPREPARED = "every rank reads the same samples: Accelerate was not given this loader, so pass it to prepare()"
+# What the object of Accelerate is called.
+ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
 SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
+    fed: set[ast.Call] = set()
+    for run in runs(view):
+        if "accelerate" not in view.analysis.frameworks(run.entry.module) and wraps(view, run):
+            fed |= {call for event in run.of("backward") for call in feeds(view, event)}
+    for site in view.sites("DataLoader"):
+        if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
+            yield Found(site.call, SAME, proposal=sampler_given(view, site))
+    if "accelerate" in view.frameworks:
+        yield from missing_prepare(view)
+        return
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
     yield from fixed_numbers(view)
-    fed = {
-        call for run in runs(view) if wraps(view, run) for event in run.of("backward") for call in feeds(view, event)
-    }
+
+
+def missing_prepare(view: View) -> Iterator[Found]:
+    """The loaders that train in a program of Accelerate, and that it was not given to divide."""
+    given = list(prepare_arguments(view))
+    if not given or any(may_be_loader(view, value, scope) for value, scope in given):
+        return
+    backs = (event for run in runs(view) for event in run.of("backward") if by_accelerator(event))
+    fed = {call for event in backs for call in feeds(view, event)}
+    known = {call for value, scope in given for call, _, _ in view.origins.calls_of(value, scope)}
     for site in view.sites("DataLoader"):
-        if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
-            yield Found(site.call, SAME, proposal=sampler_given(view, site))
+        if site.call in fed - known and view.ranks.everywhere(site, view.module) and not divided(view, site):
+            yield Found(site.call, UNPREPARED)
+
+
+def by_accelerator(event: Event) -> bool:
+    """Whether Accelerate computes the gradients of a backward."""
+    return event.mark.site is not None and ACCELERATOR.search(last(event.mark.site.receiver))
+
+
+def prepare_arguments(view: View) -> Iterator[tuple[ast.expr, Scope]]:
+    """What the programs of a file hand to Accelerate."""
+    for member in view.project.family(view.module):
+        for site in member.sites("prepare", "prepare_data_loader", "skip_first_batches"):
+            yield from ((value, site.scope) for value in (*site.call.args, *(k.value for k in site.call.keywords)))
+
+
+def may_be_loader(view: View, value: ast.expr, scope: Scope) -> bool:
+    """Whether an argument may be a loader that is not seen to be one: a list of all, or what nobody knows."""
+    kinds = view.kinds
+    if isinstance(value, ast.Starred) or kinds.loader_call(value, scope) is not None:
+        return isinstance(value, ast.Starred)
+    if any(ask(value, scope) for ask in (kinds.is_model, kinds.is_optimizer, kinds.is_scheduler)):
+        return False
+    made = [(origin.call, origin.scope) for origin in view.origins.of(value, scope)]
+    classes = [view.names.definition(call.func, home) if call is not None else None for call, home in made]
+    return kinds.is_loader(value, scope) or not made or not all(c is not None and c.kind == "class" for c in classes)
 
 
 def fixed_numbers(view: View) -> Iterator[Found]:
@@ -67,9 +123,18 @@ def samples(view: View, site: Site) -> bool:
 
 
 def wraps(view: View, run: Run) -> bool:
-    """Whether a program wraps its model in DDP or FSDP."""
+    """Whether a program wraps its model in DDP or FSDP, or hands it to DeepSpeed."""
     kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
-    return bool(kinds & {"ddp", "fsdp", "fsdp2"})
+    return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or ("deepspeed" in view.frameworks and by_deepspeed(view))
+
+
+def by_deepspeed(view: View) -> bool:
+    """Whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to divide."""
+    made = [site for member in view.project.family(view.module) for site in member.sites("initialize")]
+    engines = [site.call for site in made if view.ranks.programs.deepspeed(site)]
+    apart = any(keyword(call, name) is not None for call in engines for name in ("mpu", "training_data", "mesh_device"))
+    options = any(item.arg is None for call in engines for item in call.keywords)
+    return bool(engines) and not (apart or options or view.effects.mentioned(view.module, "PipelineModule", "tensor_p"))
 
 
 def divided(view: View, site: Site) -> bool:
@@ -151,7 +216,8 @@ RULE = Rule(
     name="DDP without a distributed sampler",
     what=(
         "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
-        "samples; or a loader has `shuffle=True` beside a sampler, or `num_replicas` is a number written out."
+        "samples, as has one that Accelerate's `prepare` was not given, or DeepSpeed's engine; or a loader has "
+        "`shuffle=True` beside a sampler, or `num_replicas` is a number written out."
     ),
     why=(
         "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "
@@ -209,11 +275,9 @@ def main(local_rank, model, optimizer, criterion):
     remedy="Pass sampler=DistributedSampler(dataset) and call its set_epoch in every epoch",
     moot=frozenset(
         {
-            "accelerate",
             "lightning",
             "pytorch_lightning",
             "lightning_fabric",
-            "deepspeed",
             "composer",
             "lockstep",
             "trl",

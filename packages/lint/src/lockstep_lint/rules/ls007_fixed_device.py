@@ -242,6 +242,10 @@ MOVES = ("device", "to", "cuda", "DistributedDataParallel", "DDP")
 # A program that shows each process its own GPUs alone, by numbers that it works out: to each they begin with 0.
 PICKED = re.compile(r"""environ\[["']CUDA_VISIBLE_DEVICES["']\]\s*=(?!=)[^\n]*(rank|range\()""", re.IGNORECASE)
 GLOBAL = "takes the global rank for the device, which a second machine has no device for: use LOCAL_RANK"
+LEFT = "torchrun passes no --local_rank, so that every rank uses GPU 0: read os.environ['LOCAL_RANK']"
+# The rank, as launchers call it that may show each process a GPU of its own, and words for a place on a machine.
+BOUND = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+LOCAL = re.compile(r"LOCAL_?(RANK|ID)")
 # What starts the processes, or chooses their devices.
 STARTERS = Words(r"launch|init|setup|set_up|dist|spawn", re.IGNORECASE)
 
@@ -252,8 +256,9 @@ def check(view: View) -> Iterator[Found]:
         return
     chosen = any(map(sets, view.project.family(view.module))) or view.hidden(STARTERS)
     events, done = placed(view), set[ast.AST]()
+    own = one_gpu_each(view)
     for site, found in events.items():
-        message = fixed(view, site) or ("" if chosen else bare(view, site))
+        message = ("" if own else fixed(view, site)) or ("" if chosen else bare(view, site))
         if (
             message
             and not has_single_device(view, site)
@@ -268,6 +273,27 @@ def check(view: View) -> Iterator[Found]:
         yield from objects(view, events)
     if not view.cpu_only:
         yield from by_global_rank(view, events)
+        yield from by_default(view, events)
+
+
+def one_gpu_each(view: View) -> bool:
+    """Whether SLURM or MPI starts the processes and may show each its own GPU alone: nothing asks for a local rank."""
+    texts = [member.text for member in view.project.family(view.module)]
+    started = any(word in text for word in BOUND for text in texts)
+    return started and not any(LOCAL.search(text) for text in texts)
+
+
+def by_default(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
+    """The option of a local rank that torchrun, for which a file is written, leaves at its default."""
+    text = view.module.source.text
+    if "torchrun" not in text or "distributed.launch" in text or view.effects.mentioned(view.module, "LOCAL_RANK"):
+        return
+    used = (index_of(view, site) for site, found in events.items() if on_every_rank(view, site, found))
+    chosen = any(isinstance(number, ast.Attribute) and number.attr == "local_rank" for number in used)
+    for site in view.sites("add_argument") if chosen else ():
+        named = {constant(value) for value in site.call.args} & {"--local_rank", "--local-rank"}
+        if named and constant(keyword(site.call, "default")) == 0:
+            yield at(site, LEFT)
 
 
 def placed(view: View) -> dict[Site, list[Event]]:

@@ -1,17 +1,20 @@
 """LS024: CUDA used before the device is set or the group made."""
 
+import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import COLLECTIVES
-from lockstep_lint.analysis.context import apart
+from lockstep_lint.analysis.context import apart, choices, guards
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import constant, keyword, strings
+from lockstep_lint.analysis.nodes import constant, dotted, keyword, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
+# What makes a context; `empty_cache` does nothing before there is one.
+STARTS_CUDA = ("torch.cuda.init", "torch.cuda.synchronize")
 NEEDS_GROUP = {*COLLECTIVES, "get_rank", "get_world_size", "new_group"}
 
 
@@ -20,11 +23,12 @@ def check(view: View) -> Iterator[Found]:
     for scope in view.scopes:
         devices = [s for s in scope.sites if s.name == "set_device" and "torch.cuda" in view.full(s)]
         groups = [s for s in scope.sites if s.name == "init_process_group"]
-        if devices:
+        if devices and constant(next(iter(devices[0].call.args), None)) != 0:
             yield from early_cuda(view, scope, devices[0])
             yield from early_helper(view, scope, devices[0])
         if groups:
             yield from early_group(view, scope, groups[0])
+            yield from without_group(view, scope, groups)
         if devices and groups and groups[0].line < devices[0].line and nccl(groups[0]):
             yield from early_collective(view, scope, groups[0], devices[0])
 
@@ -37,12 +41,7 @@ def early_cuda(view: View, scope: Scope, device: Site) -> Iterator[Found]:
         bare = site.name == "cuda" and not site.call.args and not site.call.keywords and not view.full(site)
         named = site.name == "to" and bool(site.call.args) and constant(site.call.args[0]) == "cuda"
         made = constant(keyword(site.call, "device")) == "cuda"
-        if (
-            bare
-            or named
-            or made
-            or view.full(site) in ("torch.cuda.init", "torch.cuda.synchronize", "torch.cuda.empty_cache")
-        ):
+        if bare or named or made or view.full(site) in STARTS_CUDA:
             yield at(
                 site,
                 f"uses GPU 0 on every rank: line {device.line} chooses the device too late, so call set_device first",
@@ -61,6 +60,34 @@ def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
                 site,
                 f"{site.name}() needs the process group that line {group.line} makes: call init_process_group first",
             )
+
+
+def without_group(view: View, scope: Scope, groups: list[Site]) -> Iterator[Found]:
+    """A question to the group, in a function that makes it in one arm of a test and goes on without it in the other."""
+    arms = [
+        guard for guard in guards(groups[0].stmt, scope.module) if view.ranks.tests.many(guard.test, scope, guard.when)
+    ]
+    if len(groups) > 1 or len(arms) != 1 or not isinstance(arms[0].stmt, ast.If):
+        return
+    test = arms[0].stmt
+    other = test.orelse if arms[0].when else test.body
+    if not other or any(ends(stmt) for stmt in other):
+        return
+    for site in scope.sites:
+        asks = site.name in ("get_rank", "get_world_size", "barrier") and view.full(site).startswith(
+            "torch.distributed"
+        )
+        after = site.line > (test.end_lineno or test.lineno)
+        if asks and after and not any(guards(site.stmt, scope.module)) and not any(choices(site)):
+            yield at(site, f"{site.name}() fails where line {groups[0].line} was not run: ask is_initialized() first")
+            return
+
+
+def ends(stmt: ast.stmt) -> bool:
+    """Whether a statement ends the function or the program, or may make the group elsewhere."""
+    call = stmt.value if isinstance(stmt, ast.Expr) else None
+    plain = isinstance(call, ast.Call) and dotted(call.func) in ("print", "logging.info", "logger.info")
+    return not (plain or (isinstance(stmt, ast.Assign) and not isinstance(stmt.value, ast.Call)))
 
 
 def early_helper(view: View, scope: Scope, device: Site) -> Iterator[Found]:

@@ -10,8 +10,9 @@ from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, s
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event, HandlerBlock
-from lockstep_lint.events.query import alone, shown_at, sides
+from lockstep_lint.events.event import ArmBlock, Event, HandlerBlock
+from lockstep_lint.events.files import absent_paths
+from lockstep_lint.events.query import alone, shown_at, sides, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -34,9 +35,12 @@ MESSAGES = {
     "take": "every rank removes or renames this file, and all but the first fail: do it on rank 0",
     "unpack": "every rank unpacks into the same folder at once: do it on rank 0, then a barrier",
     "ask": "two ranks may find that there is no such folder, and one then fails: pass exist_ok=True",
+    "save": "every rank finds no such file and writes it at once, and may read a half-written one: do it on rank 0",
     "make": "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0",
 }
 HELPED = "every rank has this helper make one folder: call it on rank 0 only, or pass exist_ok=True there"
+# Files that LS014 tells, and folders.
+OTHERS = ("torch.", "safetensors.", "save_pretrained", "save_to_disk", "shutil.", "os.")
 EARLY = "may open the data before rank 0 has downloaded it: put torch.distributed.barrier() between"
 
 
@@ -55,6 +59,30 @@ def check(view: View) -> Iterator[Found]:
                 yield at(site, HELPED if helped else MESSAGES[event.detail])
             if event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
                 yield from unwaited(view, made)
+        yield from caches(view, run)
+
+
+def caches(view: View, run: Run) -> Iterator[Found]:
+    """The files that all ranks write where they have found none, as each does when they start together."""
+    for event in run.of("save"):
+        site, made = shown_at(view, event), event.mark.site
+        if (
+            site is None
+            or site is not made
+            or event.detail.startswith(OTHERS)
+            or not any(absent(event, b) for b in event.tests)
+        ):
+            continue
+        at_once = by_all(view, site) and not own(site) and not alone(view, event)
+        if at_once and not in_turn(view, run, event):
+            yield at(site, MESSAGES["save"])
+
+
+def absent(event: Event, block: ArmBlock) -> bool:
+    """Whether a test has found that there is no file under the path that is written."""
+    asked = {ast.dump(each) for each in absent_paths(block.node, block.when)}
+    paths = ((event.mark.subject, event.scope), subject(event))
+    return any(path is not None and scope is block.scope and ast.dump(path) in asked for path, scope in paths)
 
 
 def at_an_end(event: Event) -> bool:

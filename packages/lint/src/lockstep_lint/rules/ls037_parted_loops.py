@@ -12,7 +12,7 @@ from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, turn
-from lockstep_lint.events.query import side
+from lockstep_lint.events.query import side, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -20,6 +20,7 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 
+SKIPPED = "some ranks alone go on to the next turn here, and the others come to line {line}: let all ranks decide alike"
 # A test that goes back to more names than this decides on everything.
 MAX_NAMES = 60
 
@@ -150,9 +151,10 @@ def check(view: View) -> Iterator[Found]:
         return
     found: dict[ast.AST, Found] = {}
     for run, loops in programs:
+        skips = {loop: list(lone_continues(view, run, loop)) for loop in loops}
         for event in run.of("leave"):
             loop = event.loops[-1] if event.loops else None
-            if loop in loops and loop.scope is event.scope and event.module is view.module:
+            if loop in loops and not skips[loop] and loop.scope is event.scope and event.module is view.module:
                 message = apart(view, run, event, loop)
                 if message:
                     found.setdefault(event.node, Found(event.node, message))
@@ -160,7 +162,7 @@ def check(view: View) -> Iterator[Found]:
             node, scope = loop.node, loop.scope
             if not isinstance(node, Loop) or scope.module is not view.module or view.ranks.side(node, scope):
                 continue  # under a test of the rank, the others have a loop of their own
-            for one in counted(view, node, scope):
+            for one in (*counted(view, node, scope), *skips[loop]):
                 found.setdefault(one.node, one)
     yield from found.values()
 
@@ -175,6 +177,29 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
     for event in run.of("collective"):
         found.update(dict.fromkeys(loop for loop in event.loops if not any(side(view, b) for b in event.within(loop))))
     return found
+
+
+def lone_continues(view: View, run: Run, block: LoopBlock) -> Iterator[Found]:
+    """The `continue` of some ranks alone, before what all others come to in the same turn."""
+    loop, scope = block.node, block.scope
+    if not isinstance(loop, Loop) or scope.module is not view.module:
+        return
+    later = [event for event in turn(run.events, block, "collective", "backward", "leave") if event.scope is scope]
+    if not later or any(event.kind == "collective" and sides(view, event) for event in later):
+        return  # the ranks that go on may come to it where they do
+    for stmt in scope.stmts:
+        if not isinstance(stmt, ast.Continue) or loops(stmt, scope.module)[:1] != [loop]:
+            continue
+        told = view.ranks.side(stmt, scope) and not view.ranks.single(stmt, scope)
+        missed = (event for event in later if event.line > stmt.lineno and not sides(view, event))
+        event = next((event for event in missed if nests(event, loop)), None) if told else None
+        if event is not None:
+            yield Found(stmt, SKIPPED.format(line=event.line))
+
+
+def nests(event: Event, loop: Loop) -> bool:
+    """Whether an event's statement stands in a loop of its own function."""
+    return inside(event.mark.stmt, loop, event.module)
 
 
 def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:

@@ -4,8 +4,8 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.kinds import divides
-from lockstep_lint.analysis.nodes import dotted, mentions
+from lockstep_lint.analysis.kinds import EVALUATION, divides
+from lockstep_lint.analysis.nodes import dotted, mentions, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import alone, sides
@@ -16,7 +16,7 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 MESSAGE = "each rank shuffles in its own order before the data is divided: samples repeat and are left out; give a seed"
-SPLIT = "each rank draws a split of its own before the data is divided: ranks train on what others test on; give a seed"
+SPLIT = "each rank draws a split of its own: ranks train on what others test on; give a seed"
 
 
 def check(view: View) -> Iterator[Found]:
@@ -28,9 +28,9 @@ def check(view: View) -> Iterator[Found]:
             site = event.mark.site
             if event.module is not view.module or site is None or sides(view, event) or alone(view, event):
                 continue
-            split = event.detail.endswith("split")
+            split = event.detail.endswith("split") or holds_out(event)
             started = not split or view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
-            if started and unseeded(run, event) and divided(view, event):
+            if started and unseeded(run, event) and (holds_out(event) or divided(view, event)):
                 yield Found(event.node, SPLIT if split else MESSAGE)
 
 
@@ -38,6 +38,24 @@ def unseeded(run: Run, event: Event) -> bool:
     """Whether nothing before makes the random numbers of all ranks alike."""
     library = event.detail.split()[0]
     return not any(seed.detail in (library, "all") for seed in run.of("seed") if seed.place < event.place)
+
+
+def holds_out(event: Event) -> bool:
+    """Whether one part of what was shuffled is for training and the rest is held out: `data[:n]` and `data[n:]`."""
+    stmt, scope = event.mark.stmt, event.scope
+    names = {bind.key for bind in scope.bound(stmt)} or {dotted(event.mark.subject) or ""}
+    begins, ends, held = set[str](), set[str](), False
+    for each in sorted(scope.stmts, key=line):
+        if line(each) <= line(stmt) or not isinstance(each, ast.Assign | ast.Expr | ast.Return) or each.value is None:
+            continue
+        found = [part for part in walk(each.value) if isinstance(part, ast.Subscript) and dotted(part.value) in names]
+        parts = [part.slice for part in found if isinstance(part.slice, ast.Slice)]
+        begins |= {ast.dump(part.lower) for part in parts if part.lower is not None}
+        ends |= {ast.dump(part.upper) for part in parts if part.upper is not None}
+        held = held or (bool(parts) and any(EVALUATION.search(bind.key) for bind in scope.bound(each)))
+        if isinstance(each, ast.Assign) and not parts and any(mentions(each.value, name) for name in names if name):
+            names |= {bind.key for bind in scope.bound(each)}
+    return held and bool(begins & ends)
 
 
 def divided(view: View, event: Event) -> bool:
@@ -91,7 +109,7 @@ RULE = Rule(
     name="shuffled apart",
     what=(
         "Each rank shuffles a data set or a list of files without a seed, or splits it at random, and then takes its "
-        "own part of it."
+        "own part of it, or holds a part out for the evaluation (`data[:n]`, `data[n:]`)."
     ),
     why=(
         "Every process draws its own order, so the parts overlap: some samples are trained on several times an epoch, "

@@ -1,10 +1,11 @@
 """LS045: a name that only one rank defines, and all ranks use."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.index import Bind, Scope
+from lockstep_lint.analysis.index import Bind, Scope, Site
 from lockstep_lint.analysis.nodes import Words, idents, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import operands
@@ -15,11 +16,17 @@ __all__ = ["RULE"]
 
 # What is on where rank 0 is, in most scripts: `verbose = args.verbose * (rank == 0)`.
 VERBOSE = Words(r"^(self_|args_)?verb(ose|osity)?$")
+# What wandb refuses where there is no run.
+TRACKS = Words(r"wandb|w_and_b|track|log|report|writer|main|master|rank", re.IGNORECASE)
+NEEDS_RUN = ("log", "save", "watch", "alert", "log_artifact")
 COMPREHENSION = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for names whose every value is given under a test of the rank, and that are read outside of one."""
+    """Looks for names whose every value is given under a test of the rank, and that are read outside of one; and for
+    calls of a tracker whose run only one rank has.
+    """
+    yield from without_run(view)
     if "rank" not in view.module.text and "main_process" not in view.module.text:
         return
     for scope in view.scopes:
@@ -30,6 +37,26 @@ def check(view: View) -> Iterator[Found]:
                 read = next(reads(view, name, binds, scope), None)
                 if read is not None:
                     yield Found(read, f"'{name}' is defined on rank 0 alone: the others stop here")
+
+
+def without_run(view: View) -> Iterator[Found]:
+    """The calls that need a run of wandb, on ranks that never begin one."""
+    if "wandb" not in view.module.text or view.effects.mentioned(view.module, "WANDB_", "wandb.log ="):
+        return
+    sites = [site for site in view.sites(*NEEDS_RUN) if view.full(site) == f"wandb.{site.name}"]
+    starts = (init for member in view.project.family(view.module) for init in member.sites("init"))
+    begun = {flag for init in starts for flag in flags(init)}
+    for site in sites if sites and view.ranks.owns_run(view.module) else ():
+        asked = tested(view, site.stmt, site.scope) or view.ranks.chosen(site) or flags(site) - begun
+        caught = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
+        if not asked and not caught and view.ranks.everywhere(site, view.module):
+            yield Found(site.call, f"wandb.{site.name} fails where no run was begun: wandb.init is on rank 0 alone")
+
+
+def flags(site: Site) -> set[str]:
+    """The tests around a call that may say whether something is tracked, as text."""
+    parts = (part for guard in guards(site.stmt, site.module) for part in operands(guard.test))
+    return {ast.unparse(part) for part in parts if any(TRACKS.search(name) for name in idents(part))}
 
 
 def own(view: View, binds: list[Bind], scope: Scope) -> bool:
@@ -101,8 +128,11 @@ def is_store(node: ast.Name) -> bool:
 RULE = Rule(
     code="LS045",
     name="name of one rank",
-    what="A name gets its only values under a test of the rank, and is read where all ranks come.",
-    why="The other ranks stop with a NameError, and the first one waits for them in its next collective.",
+    what=(
+        "A name gets its only values under a test of the rank, and is read where all ranks come; or `wandb.init` is "
+        "called on rank 0 alone, and `wandb.log` on all."
+    ),
+    why="The other ranks stop with an error, and the first one waits for them in its next collective.",
     bad="""
 import torch.distributed as dist
 

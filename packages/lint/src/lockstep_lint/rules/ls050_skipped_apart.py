@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, idents, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, idents, is_none, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, Event, LoopBlock
+from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
 from lockstep_lint.events.marks import operands
 from lockstep_lint.events.query import alone, sides
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.values import losses, value_at
+from lockstep_lint.events.values import losses, runs_model, value_at
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
@@ -36,7 +36,8 @@ def check(view: View) -> Iterator[Found]:
             if event.module is not view.module or not event.loops or sides(view, event) or alone(view, event):
                 continue
             for test in skips(event, event.loops[-1]):
-                if test.node not in reported and reads_own_value(view, event, test) and not is_exchanged(test):
+                own = reads_own_value(view, event, test) or misses_own_value(view, run, event, test)
+                if test.node not in reported and own and not is_exchanged(test):
                     reported.add(test.node)
                     yield Found(test.node, MESSAGE)
 
@@ -84,6 +85,25 @@ def reads_own_value(view: View, event: Event, test: ArmBlock) -> bool:
     )
 
 
+def misses_own_value(view: View, run: Run, event: Event, test: ArmBlock) -> bool:
+    """Whether a turn computes no gradients because one of the model's outputs is None for its batch: were it always
+    so, nothing would ever train.
+    """
+    loop = event.loops[-1]
+    others = [each for each in turn(run.events, loop, "backward") if test not in each.path and not apart(each, event)]
+    for part in operands(test.node) if not others else ():
+        if isinstance(part, ast.Compare) and len(part.ops) == 1 and is_none(part.comparators[0]):
+            whole = part.left.value if isinstance(part.left, ast.Subscript) else part.left
+            binds = view.origins.binds(dotted(whole) or "", test.scope, test.node.lineno)
+            outputs = any(
+                bind.path and isinstance(bind.value, ast.Call) and runs_model(view, bind.value, home)
+                for bind, home in binds
+            )
+            if outputs and test.when is isinstance(part.ops[0], ast.IsNot):
+                return True
+    return False
+
+
 def is_there(part: ast.expr) -> bool:
     """Whether a part of a test only checks a value's presence, type, size or graph."""
     if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
@@ -128,7 +148,7 @@ RULE = Rule(
     name="step skipped apart",
     what=(
         "A loop under DDP, FSDP or Accelerate skips a step, by a test of the loss or of the values in the batch of its "
-        "own rank."
+        "own rank, or because the model has no output for it."
     ),
     why=(
         "The exchange of the gradients ends when all ranks are in it. A rank that goes on to its next batch instead "
