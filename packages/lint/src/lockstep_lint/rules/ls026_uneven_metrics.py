@@ -232,7 +232,7 @@ def check(view: View) -> Iterator[Found]:
     divides = view.analysis.is_moot(view.module, PREPARING)
     found = list(unshared(view)) if prepared(view) or (not divides and (samplers or by_hand)) else []
     yield from found
-    if divides or every or by_hand or prepared(view):
+    if divides or by_hand or prepared(view) or view.project.says(view.module, "DistributedSampler"):
         yield from parts_told(view, {each.node for each in found})
     if divides or drops_rest(view) or not (samplers or by_hand):
         return
