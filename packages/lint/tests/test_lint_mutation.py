@@ -266,6 +266,9 @@ MUTATIONS = [
         append("import os", "from torchvision import datasets"),
         replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
     ]),
+    ("LS064", "ddp", [
+        replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

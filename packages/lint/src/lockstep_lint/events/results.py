@@ -114,8 +114,9 @@ class Flow:
 
     def step(self, stmt: ast.stmt, scope: Scope, names: set[str], touched: set[str]) -> None:
         """Look at one statement that reads some of the names."""
-        sites = [site for site in scope.sites if site.stmt is stmt and touched & reads(site.call)]
-        if any(map(self.exchanges, self.view.effects.below(sites))):
+        own = [site for site in scope.sites if site.stmt is stmt]
+        sites = [site for site in own if touched & reads(site.call)]
+        if any(map(self.exchanges, self.view.effects.below(own if not isinstance(stmt, BLOCKS) else sites))):
             self.exchanged = True
         elif self.decides(stmt, touched):
             self.decisions.append((stmt, scope))
@@ -134,9 +135,9 @@ class Flow:
                 sides = (node.left, node.comparators[0])
                 if any(touched & reads(side) for side in sides) and all(constant(side) is None for side in sides):
                     return True
-            if isinstance(node, ast.Call) and any(touched & reads(value) for value in node.args):
-                if STOPS.search(last(node)) or (last(node) == "step" and "sched" in last(getattr(node.func, "value", None))):
-                    return True
+            given = node.args if isinstance(node, ast.Call) else []
+            if any(touched & reads(value) for value in given) and stops(node):
+                return True
         return False
 
     def tells(self, stmt: ast.stmt, touched: set[str]) -> bool:
@@ -158,6 +159,12 @@ class Flow:
         return bool(inner.decisions or inner.reports)
 
 
+def stops(node: ast.AST) -> bool:
+    """Check whether a call ends the training or lowers its rate by what it is given."""
+    receiver = last(getattr(getattr(node, "func", None), "value", None))
+    return STOPS.search(last(node)) or (last(node) == "step" and "sched" in receiver)
+
+
 def parts(stmt: ast.stmt) -> list[ast.AST]:
     """The expressions of a statement, without the statements in it."""
     if isinstance(stmt, BLOCKS):
@@ -166,12 +173,15 @@ def parts(stmt: ast.stmt) -> list[ast.AST]:
 
 
 def reads(node: ast.AST) -> set[str]:
-    """The names and attributes that are read in an expression."""
-    return {
-        dotted(each) or ""
-        for each in walk(node)
-        if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Load)
-    }
+    """The names and attributes that are read in an expression, without those whose length alone is asked for."""
+    found: set[str] = set()
+    lengths: set[ast.AST] = set()
+    for each in walk(node):
+        if isinstance(each, ast.Call) and last(each) == "len":
+            lengths |= set(each.args)
+        elif isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Load) and each not in lengths:
+            found.add(dotted(each) or "")
+    return found
 
 
 @kept
@@ -190,7 +200,11 @@ def added(loop: ast.For, scope: Scope) -> frozenset[str]:
         if inside(site.stmt, loop, scope.module):
             found.add(dotted(site.receiver))
     own = {name for name, _ in targets(loop.target)}
-    bound = {key for key, binds in scope.binds.items() if all(inside(b.stmt, loop, scope.module) and b.how != "aug" for b in binds)}
+    bound = {
+        key
+        for key, binds in scope.binds.items()
+        if all(inside(b.stmt, loop, scope.module) and b.how != "aug" for b in binds)
+    }
     return frozenset(name for name in found if name is not None and name not in own and name not in bound)
 
 

@@ -22,33 +22,32 @@ from lockstep_lint.analysis.nodes import (
     walk,
 )
 from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import summed
-from lockstep_lint.events.query import things
+from lockstep_lint.events.means import counted, is_count, is_mean, plain
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-SUMS_MEANS = "divides a sum of the batches' means by the number of {what}: too small by the batch size, divide by the number of batches"
-SUMS_COUNTS = "divides a count of right predictions by the number of batches: no accuracy, divide by the number of samples"
+SUMS_MEANS = "divides a sum of the batches' means by the number of {what}, not of batches: the mean is far too small"
+SUMS_COUNTS = (
+    "divides a count of matches by the number of batches: this is no accuracy, divide by the number of samples"
+)
 ONE_BATCH = "'{name}' is of the last batch alone, and is read after the loop as the result of all: add up in the loop"
 WINDOW = "'{name}' is the mean of the meter's last values alone, not of the whole pass: read the mean over all of them"
-LAST_INDEX = "divides by the last index of the loop, which is one less than its number of turns: divide by '{name} + 1'"
+LAST_INDEX = "divides by the last index of the loop, one less than its number of turns: divide by '{name} + 1'"
 
-WORDS = re.compile(r"loss|correct|acc|score|error", re.IGNORECASE)
-# What gives back the number that it is called on or given, as far as means go.
-READS = {"item", "detach", "cpu", "float", "double", "numpy", "tolist", "clone", "to", "cuda", "type", "int", "long"}
 SHOWS = {"print", "info", "debug", "write", "set_postfix", "set_description", "set_postfix_str", "log", "add_scalar"}
-CLAMPS = {"max", "float", "int"}
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
 SCALES = Words(r"batch_?size|^bs(z|s)?$|world|gpu|num_replicas|process", re.IGNORECASE)
-MAX_DEPTH = 5
+Sums = dict[str, list[tuple[ast.stmt, ast.expr]]]
 
 
 def check(view: View) -> Iterator[Found]:
     """Looks at quotients of what a loop over batches has added up, and at what they divide by."""
-    if WORDS.search(view.module.text) is None or "for " not in view.module.text:
+    if "for " not in view.module.text:
         return
     for scope in view.scopes:
         sums = added(scope) if scope.kind != "class" else {}
@@ -94,10 +93,19 @@ def last_batches(view: View, loop: ast.For, scope: Scope) -> Iterator[Found]:
         if not after or any(map(functools.partial(takes, key=key), within)):
             continue
         value = own[-1].value if not own[-1].path else None
-        if is_mean(view, value, scope) or is_count(view, value, scope):
+        computed = is_mean(view, value, scope) or is_count(view, value, scope) or gives_loss(value)
+        if computed and not any(site.name == "backward" for stmt in after for site in scope.sites if site.stmt is stmt):
             yield Found(own[-1].stmt, ONE_BATCH.format(name=key))
         elif not within and any(compares(stmt, key, loop, scope) for stmt in after):
             yield Found(after[0], ONE_BATCH.format(name=key))
+
+
+def gives_loss(value: ast.expr | None) -> bool:
+    """Whether a value is what a criterion gives for outputs and labels, by its name."""
+    value = plain(value) if value is not None else None
+    return (
+        isinstance(value, ast.Call) and len(value.args) > 1 and LOSSES.search(last(value)) and last(value)[0].islower()
+    )
 
 
 def is_read(stmt: ast.stmt, key: str) -> bool:
@@ -111,7 +119,7 @@ def is_read(stmt: ast.stmt, key: str) -> bool:
 
 
 def follows(stmt: ast.stmt, loop: ast.For, binds: list[Bind], scope: Scope) -> bool:
-    """Whether a statement comes after a loop in the same turn of the loops around, before the name gets another value."""
+    """Whether a statement follows a loop in the same turn of the loops around, before the name gets another value."""
     around = loops(loop, scope.module)
     end = (around[0].end_lineno if around else None) or 10**9
     again = min((b.stmt.lineno for b in binds if b.stmt.lineno > (loop.end_lineno or 0)), default=10**9)
@@ -165,10 +173,10 @@ def windows(view: View, scope: Scope) -> Iterator[Found]:
     for node, stmt in scope.reads if passes else ():
         meter = node.value if node.attr in windowed(view) else None
         shows = isinstance(stmt, ast.Expr)
-        if isinstance(meter, ast.Subscript) and last(meter.value) == "meters" and not shows:
-            if any((loop.end_lineno or 0) < node.lineno for loop in passes):
-                yield Found(node, WINDOW.format(name=node.attr))
-                return
+        of_meter = isinstance(meter, ast.Subscript) and last(meter.value) == "meters" and not shows
+        if of_meter and any((loop.end_lineno or 0) < node.lineno for loop in passes):
+            yield Found(node, WINDOW.format(name=node.attr))
+            return
 
 
 def fills(view: View, loop: ast.For, scope: Scope) -> bool:
@@ -179,7 +187,7 @@ def fills(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 @kept
-def added(scope: Scope) -> dict[str, list[tuple[ast.stmt, ast.expr]]]:
+def added(scope: Scope) -> Sums:
     """What loops of a function add to names: `total += x` in a loop."""
     table: dict[str, list[tuple[ast.stmt, ast.expr]]] = {}
     for stmt in scope.stmts:
@@ -203,9 +211,7 @@ def quotients(stmt: ast.stmt) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
             yield node, node.left, node.right
 
 
-def wrong(
-    view: View, scope: Scope, stmt: ast.stmt, top: ast.expr, bottom: ast.expr, sums: dict[str, list[tuple[ast.stmt, ast.expr]]]
-) -> str:
+def wrong(view: View, scope: Scope, stmt: ast.stmt, top: ast.expr, bottom: ast.expr, sums: Sums) -> str:
     """What is wrong with a quotient, "" where nothing is for certain."""
     name = dotted(plain(top)) or ""
     parts = reaching(sums.get(name, []), stmt, scope)
@@ -224,27 +230,7 @@ def wrong(
     return ""
 
 
-def plain(node: ast.expr) -> ast.expr:
-    """A value without what reads or moves it (`float(total.item())`)."""
-    while True:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS:
-            node = node.func.value
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLAMPS and node.args:
-            given = [each for each in node.args if constant(each) is None]
-            if len(given) != 1:
-                return node
-            node = given[0]
-        elif isinstance(node, ast.Attribute) and node.attr == "data":
-            node = node.value
-        elif isinstance(node, ast.Subscript) and last(node.value) == "data" and constant(node.slice) == 0:
-            node = node.value
-        else:
-            return node
-
-
-def reaching(
-    found: list[tuple[ast.stmt, ast.expr]], stmt: ast.stmt, scope: Scope
-) -> list[tuple[ast.stmt, ast.expr]]:
+def reaching(found: list[tuple[ast.stmt, ast.expr]], stmt: ast.stmt, scope: Scope) -> list[tuple[ast.stmt, ast.expr]]:
     """What the last loop before a statement, or around it, adds."""
     near = [each for each in found if each[0].lineno <= stmt.lineno]
     if not near:
@@ -253,221 +239,9 @@ def reaching(
     return [each for each in found if loops(each[0], scope.module)[:1] == [loop]]
 
 
-def counted(view: View, node: ast.expr, loop: ast.For, scope: Scope, depth: int = MAX_DEPTH) -> str:
-    """What a divisor counts: samples, tokens, batches, or the turns before the last; "" where that is not known."""
-    node = plain(node)
-    if isinstance(node, ast.Call) and last(node) == "len" and isinstance(node.func, ast.Name) and len(node.args) == 1:
-        return length_of(view, node.args[0], loop, scope)
-    name = dotted(node)
-    if name is None or depth == 0:
-        return ""
-    binds = scope.binds.get(name, [])
-    if any(bind.how == "for" for bind in binds):
-        return "index " + name if len(binds) == 1 and is_index(name, loop) and not leaves(loop, scope) else ""
-    turns = [bind for bind in binds if bind.how == "aug"]
-    if turns:
-        if not all(isinstance(b.stmt, ast.AugAssign) and isinstance(b.stmt.op, ast.Add) for b in turns):
-            return ""
-        own = [bind for bind in turns if loops(bind.stmt, scope.module)[:1] == [loop]]
-        units = {unit_of(view, bind.value, loop, scope) for bind in own}
-        return units.pop() if len(units) == 1 else ""
-    if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path and binds[0].value is not None:
-        return counted(view, binds[0].value, loop, scope, depth - 1) if binds[0].stmt.lineno < node.lineno else ""
-    return ""
-
-
-def is_index(name: str, loop: ast.For) -> bool:
-    """Whether a name counts the turns of a loop from 0."""
-    over = loop.iter
-    while isinstance(over, ast.Call) and last(over) not in ("enumerate", "range") and over.args:
-        over = over.args[0]
-    if not isinstance(over, ast.Call) or last(over) != "enumerate" or len(over.args) > 1 or over.keywords:
-        return False
-    return any(key == name and path == (0,) for key, path in targets(loop.target))
-
-
-def leaves(loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop may end before its data does, or passes over a turn."""
-    return any(
-        isinstance(stmt, ast.Break | ast.Continue | ast.Return) and inside(stmt, loop, scope.module)
-        for stmt in scope.stmts
-    )
-
-
-def length_of(view: View, node: ast.expr, loop: ast.For, scope: Scope) -> str:
-    """What the length of an object counts, beside a loop over batches."""
-    over = view.kinds.iterated(loop.iter, scope)
-    if isinstance(node, ast.Attribute) and node.attr in ("dataset", "sampler"):
-        alike = dotted(node.value) == dotted(over) or bool(things(view, node.value, scope) & things(view, over, scope))
-        return "samples" if alike else ""
-    if dotted(node) is not None and dotted(node) == dotted(over):
-        return "batches"
-    made = view.kinds.loader_call(over, scope)
-    if made is None:
-        return ""
-    if made[0] in things(view, node, scope):
-        return "batches"
-    given = (argument(made[0], 0, "dataset"), keyword(made[0], "sampler"))
-    found = things(view, node, scope)
-    return "samples" if any(things(view, each, made[1]) & found for each in given if each is not None) else ""
-
-
-def unit_of(view: View, value: ast.expr | None, loop: ast.For, scope: Scope, depth: int = 3) -> str:
-    """What a counter adds in each turn."""
-    value = plain(value) if value is not None else None
-    if constant(value) == 1:
-        return "batches"
-    if isinstance(value, ast.Subscript) and last(value.value) == "shape":
-        return "samples" if constant(value.slice) == 0 else ""
-    if isinstance(value, ast.Call):
-        name = last(value)
-        if name == "size" and isinstance(value.func, ast.Attribute):
-            return "samples" if len(value.args) == 1 and constant(value.args[0]) == 0 else ""
-        if name == "len" and value.args:
-            whole = {key for key, path in targets(loop.target)}
-            return "samples" if isinstance(value.args[0], ast.Subscript) or unpacked(value.args[0], scope, whole) else ""
-        if name in ("numel", "nelement"):
-            return "tokens"
-        if is_count(view, value, scope):
-            return "tokens"
-    key = dotted(value)
-    binds = [bind for bind in scope.binds.get(key or "", []) if bind.how == "assign" and not bind.path]
-    own = [bind for bind in binds if inside(bind.stmt, loop, scope.module)]
-    if depth and own and len(own) == len([b for b in scope.binds.get(key or "", []) if inside(b.stmt, loop, scope.module)]):
-        units = {unit_of(view, bind.value, loop, scope, depth - 1) for bind in own}
-        return units.pop() if len(units) == 1 else ""
-    return ""
-
-
-def unpacked(node: ast.expr, scope: Scope, whole: set[str]) -> bool:
-    """Whether a value is one part of a batch, not the tuple or dictionary that a loader gives."""
-    key = dotted(node)
-    return key is not None and (key not in whole or len(whole) > 2)
-
-
-def is_mean(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_DEPTH) -> bool:
-    """Whether a value certainly is a mean over a batch."""
-    value = plain(value) if value is not None else None
-    if value is None or depth == 0:
-        return False
-    if isinstance(value, ast.BinOp):
-        return isinstance(value.op, ast.Add) and all(
-            is_mean(view, each, scope, depth - 1) for each in (value.left, value.right)
-        )
-    if isinstance(value, ast.Call):
-        return gives_mean(view, value, scope)
-    if isinstance(value, ast.Attribute | ast.Subscript) and of_transformers(view, value, scope):
-        return True
-    return all_bound(view, value, scope, is_mean, depth)
-
-
-def all_bound(view: View, value: ast.expr, scope: Scope, wanted, depth: int) -> bool:  # type: ignore[no-untyped-def]
-    """Whether all that a name may hold is so."""
-    key = dotted(value)
-    if key is None:
-        return False
-    binds = view.origins.binds(key, scope, value.lineno)
-    scaled = any(
-        isinstance(bind.stmt, ast.AugAssign) and not isinstance(bind.stmt.op, ast.Add | ast.Sub)
-        for bind in scope.binds.get(key, [])
-    )
-    return (
-        bool(binds)
-        and not scaled
-        and all(
-            bind.how == "assign" and not bind.path and home is scope and wanted(view, bind.value, scope, depth - 1)
-            for bind, home in binds
-        )
-    )
-
-
-def gives_mean(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether a call gives a mean over all that it is given: a loss of torch by its default, or `mean()`."""
-    full, name = view.names.qualify(call.func, scope), last(call)
-    if name == "mean":
-        whole = not call.keywords and len(call.args) == int(full in ("torch.mean", "numpy.mean"))
-        return whole and (bool(full) or isinstance(call.func, ast.Attribute))
-    if full.startswith("torch.nn.functional."):
-        return (name.endswith("_loss") or "cross_entropy" in name) and by_mean(call)
-    if name == "sum" and not (call.args or call.keywords or full) and isinstance(call.func, ast.Attribute):
-        return is_mean(view, call.func.value, scope, 2)  # of one number
-    made = [(origin.call, origin.scope) for origin in view.origins.of(call.func, scope)]
-    made = of_class(call.func, scope) if made == [(None, scope)] else made
-    return bool(made) and all(
-        each is not None
-        and view.names.qualify(each.func, home).startswith("torch.nn.")
-        and last(each).endswith("Loss")
-        and by_mean(each)
-        for each, home in made
-    )
-
-
-def of_class(func: ast.expr, scope: Scope) -> list[tuple[ast.Call | None, Scope]]:
-    """What the class of a method gives an attribute in its own body (`criterion = MSELoss()`)."""
-    owner, key = scope.owner, dotted(func) or ""
-    binds = owner.binds.get(key[5:], []) if owner is not None and key.startswith("self.") else []
-    return [(bind.value if isinstance(bind.value, ast.Call) else None, owner) for bind in binds if owner is not None]
-
-
-def by_mean(call: ast.Call) -> bool:
-    """Whether a loss of torch takes the mean, by its default or by its arguments."""
-    if has_star(call) or any(keyword(call, old) is not None for old in ("reduce", "size_average")):
-        return False
-    given = keyword(call, "reduction")
-    return given is None or constant(given) == "mean"
-
-
-def of_transformers(view: View, value: ast.Attribute | ast.Subscript, scope: Scope) -> bool:
-    """Whether a value is the loss that a model of transformers gives for labels, a mean over them."""
-    named = value.attr if isinstance(value, ast.Attribute) else constant(value.slice)
-    holder = value.value
-    if named != "loss" or not isinstance(holder, ast.Call | ast.Name):
-        return False
-    calls = [holder] if isinstance(holder, ast.Call) else []
-    if isinstance(holder, ast.Name):
-        binds = [bind for bind, home in view.origins.binds(holder.id, scope, value.lineno) if home is scope]
-        calls = [bind.value for bind in binds if isinstance(bind.value, ast.Call) and not bind.path]
-        if len(calls) != len(binds):
-            return False
-    hugging = view.project.says(scope.module, "from_pretrained")
-    return bool(calls) and all(
-        hugging
-        and (keyword(call, "labels") is not None or any(item.arg is None for item in call.keywords))
-        and view.kinds.run_class(call.func, scope) is None
-        for call in calls
-    )
-
-
-def is_count(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_DEPTH) -> bool:
-    """Whether a value certainly counts where a comparison holds (`(guess == y).sum()`)."""
-    value = plain(value) if value is not None else None
-    if value is None or depth == 0:
-        return False
-    if isinstance(value, ast.Call) and last(value) in ("sum", "count_nonzero"):
-        full = view.names.qualify(value.func, scope)
-        inner = value.args[0] if full or isinstance(value.func, ast.Name) else getattr(value.func, "value", None)
-        whole = not value.keywords and len(value.args) == int(bool(full) or isinstance(value.func, ast.Name))
-        return whole and is_compared(view, inner, scope, depth - 1)
-    return all_bound(view, value, scope, is_count, depth)
-
-
-def is_compared(view: View, value: ast.expr | None, scope: Scope, depth: int) -> bool:
-    """Whether a value is a comparison, element by element."""
-    value = plain(value) if value is not None else None
-    if isinstance(value, ast.Compare):
-        return isinstance(value.ops[0], ast.Eq | ast.NotEq)
-    if isinstance(value, ast.Call):
-        return last(value) == "eq" and bool(value.args)
-    if isinstance(value, ast.Subscript):
-        return is_compared(view, value.value, scope, depth)
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.BitAnd | ast.Mult):
-        return any(is_compared(view, each, scope, depth) for each in (value.left, value.right))
-    return depth > 0 and value is not None and all_bound(view, value, scope, is_compared, depth)
-
-
 def single(view: View, loop: ast.For, scope: Scope) -> bool:
     """Whether a loader certainly gives one sample a turn: by a literal, or by its default."""
-    made = [each for each in view.origins.calls_of(view.kinds.iterated(loop.iter, scope), scope)]
+    made = list(view.origins.calls_of(view.kinds.iterated(loop.iter, scope), scope))
     for call, home, full in made:
         if not full.endswith("DataLoader"):
             continue
@@ -483,17 +257,51 @@ def single(view: View, loop: ast.For, scope: Scope) -> bool:
 RULE = Rule(
     code="LS064",
     name="mean over the wrong count",
-    what="x",
-    why="x",
+    what=(
+        "A reported mean is divided by the wrong number: a sum of the batches' means by the number of samples, a "
+        "count of right predictions by the number of batches, or any sum by the last index of its loop. Or the result "
+        "is of the last batch, or the last few, alone."
+    ),
+    why=(
+        "The loss is too small by the batch size, the accuracy grows above 1, or most of the data is left out. Nothing "
+        "fails, and the figure is compared with others, or chooses the best model."
+    ),
     bad="""
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+def validate(model, data):
+    loader = DataLoader(data, batch_size=64)
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for x, y in loader:
+            total += F.cross_entropy(model(x), y).item()
+    return total / len(loader.dataset)
 """,
     good="""
 import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+def validate(model, data):
+    loader = DataLoader(data, batch_size=64)
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for x, y in loader:
+            total += F.cross_entropy(model(x), y).item() * len(x)
+    return total / len(loader.dataset)
 """,
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="none",
-    remedy="Divide a sum of means by the number of batches, a sum over samples by their number",
+    remedy="Divide a sum of means by the number of batches, and a sum over samples by their number",
+    note=(
+        "Told where the source shows what is summed and what is counted: losses of torch with their default or "
+        '`reduction="mean"`, `mean()`, the loss of a model of transformers, summed comparisons. Batches of one '
+        'sample, `reduction="sum"` and losses out of sight are left alone.'
+    ),
 )
