@@ -289,6 +289,9 @@ MUTATIONS = [
         prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
     ]),
     ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
+    ("LS064", "ddp", [
+        replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
+    ]),
     ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
 ]  # fmt: skip
 

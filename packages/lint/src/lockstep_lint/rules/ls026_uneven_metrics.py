@@ -26,6 +26,9 @@ from lockstep_lint.analysis.origins import default
 from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.tensors import MADE
 from lockstep_lint.analysis.view import View
+from lockstep_lint.events.query import sides
+from lockstep_lint.events.results import evaluations, over, prepared_by, reported
+from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -33,6 +36,7 @@ __all__ = ["RULE"]
 
 
 MAX_CALLERS = 20
+PART = "a rank's result over its own part of the data is reported as the whole's: sum values and counts over all ranks"
 
 
 def shards(site: Site) -> bool:
@@ -222,13 +226,14 @@ def prepared(view: View) -> frozenset[ast.Call]:
 
 def check(view: View) -> Iterator[Found]:
     """Looks at evaluations over a DistributedSampler that average per-rank means, or that share nothing."""
-    samplers = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
-    samplers = [s for s in samplers if constant(keyword(s.call, "drop_last")) is not True]
+    every = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
+    samplers = [s for s in every if constant(keyword(s.call, "drop_last")) is not True]
     by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
     divides = view.analysis.is_moot(view.module, PREPARING)
-    if not prepared(view) and (divides or not (samplers or by_hand)):
-        return
-    yield from unshared(view)
+    found = list(unshared(view)) if prepared(view) or (not divides and (samplers or by_hand)) else []
+    yield from found
+    if divides or by_hand or prepared(view) or view.project.says(view.module, "DistributedSampler"):
+        yield from parts_told(view, {each.node for each in found})
     if divides or drops_rest(view) or not (samplers or by_hand):
         return
     said = any(shards(s) or serves_both(view, s) for s in samplers) or any(map(held_part, by_hand))
@@ -307,6 +312,29 @@ def unshared(view: View) -> Iterator[Found]:
                     "each rank takes the score of its own shard for the whole: sum values and counts over all ranks",
                 )
                 break
+
+
+def parts_told(view: View, known: set[ast.AST]) -> Iterator[Found]:
+    """Reports of what an evaluation of a rank's own part has added up, followed to where they stand."""
+    if view.hidden(EXCHANGE):
+        return
+    told: set[ast.AST] = set()
+    for run in runs(view):
+        for event, loop in evaluations(view, run):
+            node, home = over(view, event, loop)
+            if loop.node in known or any(ranks == 1 for _, ranks in sides(view, event)):
+                continue  # what one rank alone tries on its part is a sample
+            if not (is_shard(view, node, home) or prepared_by(view, node, home)):
+                continue
+            stmt, scope = reported(view, event, loop, SCORE, functools.partial(brings, view)) or (None, None)
+            if stmt is not None and scope is not None and scope.module is view.module and stmt not in told:
+                told.add(stmt)
+                yield Found(stmt, PART)
+
+
+def brings(view: View, site: Site) -> bool:
+    """Whether a call may bring the ranks' values together."""
+    return EXCHANGE.search(site.name) and not seen(view, site)
 
 
 def some_kept(view: View, scope: Scope, loop: ast.For) -> bool:
