@@ -11,7 +11,7 @@ from lockstep_lint.analysis.index import FUNCTIONS, IMPORTS, Imported, Module, S
 from lockstep_lint.analysis.nodes import dotted, head, is_none, last, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["Callee", "Callees", "callees", "is_stub", "kind_of", "refusal"]
+__all__ = ["Callee", "Callees", "callees", "is_stub", "refusal", "shown_name"]
 
 # Decorators that leave a function's parameters and its result as they are.
 KEEPING = {
@@ -390,6 +390,14 @@ def inner_names(stmt: ast.stmt, call: ast.Call) -> set[str]:
         elif isinstance(node, ast.comprehension):
             found |= {item.id for item in walk(node.target) if isinstance(item, ast.Name)}
     return found
+
+
+def shown_name(function: Scope) -> str:
+    """Return the name by which a user knows a function."""
+    owner = function.parent
+    if owner is None or owner.kind != "class":
+        return function.name
+    return owner.name if function.name == "__init__" else f"{owner.name}.{function.name}"
 
 
 def refusal(callee: Callee, call: ast.Call) -> str:

@@ -1,14 +1,23 @@
-"""Say which functions a project's programs can come to, by the names that they mention."""
+"""Say where a run can come, by the names that a project mentions, and where an error ends it."""
+
+import ast
 
 from lockstep_lint.analysis.budget import WORK, kept
+from lockstep_lint.analysis.context import above, guards, turned_off, withs
 from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.nodes import last, strings, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["comes_to"]
+__all__ = ["comes_to", "ends_run", "is_demonstration"]
 
 # Bases whose own code calls no method of a class but these, and its dunder methods.
 PLAIN = ("torch.nn.Module", "torch.utils.data.Dataset", "torch.utils.data.dataset.Dataset", "object")
 CALLED = ("forward",)
+# Exceptions whose handlers take what a wrong use of a function or of its result raises.
+TAKING = {"TypeError", "AttributeError", "ValueError", "Exception", "BaseException"}
+LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+# Contexts in which an error is expected.
+EXPECTING = {"raises", "assertRaises", "assertRaisesRegex", "suppress"}
 
 
 def comes_to(view: View, scope: Scope) -> bool:
@@ -70,3 +79,36 @@ def mentioned(module: Module) -> dict[Scope, frozenset[str]]:
     for scope in module.scopes:
         found.setdefault(scope, set()).update(node.attr for node, _ in scope.reads)
     return {scope: frozenset(names) for scope, names in found.items()}
+
+
+def ends_run(view: View, stmt: ast.stmt, scope: Scope) -> bool:
+    """Check that a run can come to a statement, and that nothing there handles an error."""
+    for node, place in above(stmt, scope.module):
+        if isinstance(node, ast.Try) and place == "body" and any(map(takes_error, node.handlers)):
+            return False
+    if any(last(item) in EXPECTING for item in withs(stmt, scope.module)) or turned_off(stmt, scope):
+        return False
+    return not is_behind_exit(stmt, scope) and comes_to(view, scope)
+
+
+def is_behind_exit(stmt: ast.stmt, scope: Scope) -> bool:
+    """Check whether a `return` or a `raise` stands before a statement, in its block or in one around it."""
+    current, around = stmt, above(stmt, scope.module)
+    for outer, place in (*around, (scope.node, "body")):
+        block = getattr(outer, place, [])
+        if current in block and any(isinstance(each, LEAVING) for each in block[: block.index(current)]):
+            return True
+        if isinstance(outer, ast.stmt):
+            current = outer
+    return False
+
+
+def is_demonstration(view: View, stmt: ast.stmt, scope: Scope) -> bool:
+    """Check whether a statement runs where a file that others import is run by itself, to try it out."""
+    shown = any("__main__" in strings(guard.test) for guard in guards(stmt, view.module))
+    return shown and scope.kind == "module" and bool(view.project.importers(view.module)) and not view.training
+
+
+def takes_error(handler: ast.ExceptHandler) -> bool:
+    """Check whether a handler takes such an error."""
+    return handler.type is None or any(last(node) in TAKING for node in walk(handler.type) if isinstance(node, ast.expr))

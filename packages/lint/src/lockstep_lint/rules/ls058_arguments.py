@@ -1,23 +1,16 @@
 """LS058: a call whose arguments do not fit the function."""
 
-import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.callees import Callee, callees, kind_of, refusal
-from lockstep_lint.analysis.context import above, guards, turned_off, withs
-from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import REFERENCES, last, strings, walk
-from lockstep_lint.analysis.reach import comes_to
+from lockstep_lint.analysis.callees import Callee, callees, refusal, shown_name
+from lockstep_lint.analysis.index import Site
+from lockstep_lint.analysis.nodes import REFERENCES
+from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
-
-# Exceptions whose handlers take a TypeError.
-TAKING = {"TypeError", "Exception", "BaseException"}
-# Contexts in which an error is expected.
-EXPECTING = {"raises", "assertRaises", "assertRaisesRegex", "suppress"}
 
 
 def check(view: View) -> Iterator[Found]:
@@ -29,8 +22,8 @@ def check(view: View) -> Iterator[Found]:
         found = known.of(site.call, site.scope, site.stmt)
         wrong = [refusal(callee, site.call) for callee in found]
         if wrong and all(wrong) and ends_run(view, site.stmt, site.scope):
-            name = called(found[0].function)
-            level = Severity.HINT if is_demonstration(view, site) else None
+            name = shown_name(found[0].function)
+            level = Severity.HINT if is_demonstration(view, site.stmt, site.scope) else None
             yield at(site, f"{name}() {wrong[0]}: the run ends here with a TypeError", severity=level)
 
 
@@ -43,35 +36,6 @@ def may_fail(view: View, site: Site) -> bool:
     if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
         return False
     return "forward" in view.calls.method_names(view.module)
-
-
-def called(function: Scope) -> str:
-    """Return the name by which a user knows a function."""
-    owner = function.parent
-    if owner is None or owner.kind != "class":
-        return function.name
-    return owner.name if function.name == "__init__" else f"{owner.name}.{function.name}"
-
-
-def ends_run(view: View, stmt: ast.stmt, scope: Scope) -> bool:
-    """Check that a run can come to a statement, and that nothing there handles an error."""
-    for node, place in above(stmt, scope.module):
-        if isinstance(node, ast.Try) and place == "body" and any(map(takes_error, node.handlers)):
-            return False
-    if any(last(item) in EXPECTING for item in withs(stmt, scope.module)) or turned_off(stmt, scope):
-        return False
-    return comes_to(view, scope)
-
-
-def is_demonstration(view: View, site: Site) -> bool:
-    """Check whether a call is made where a file that others import is run by itself, to try it out."""
-    shown = any("__main__" in strings(guard.test) for guard in guards(site.stmt, view.module))
-    return shown and site.scope.kind == "module" and bool(view.project.importers(view.module)) and not view.training
-
-
-def takes_error(handler: ast.ExceptHandler) -> bool:
-    """Check whether a handler takes a TypeError."""
-    return handler.type is None or any(last(node) in TAKING for node in walk(handler.type) if isinstance(node, ast.expr))
 
 
 RULE = Rule(
