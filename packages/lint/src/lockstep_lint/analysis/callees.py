@@ -91,7 +91,9 @@ class Callees:
             owners = assigned(member).get(function.name, ())
             if any(method or owner.partition(".")[0] in member.imports for owner in owners):
                 return True
-            if "setattr" in member.text and (f'"{function.name}"' in member.text or f"'{function.name}'" in member.text):
+            if "setattr" in member.text and (
+                f'"{function.name}"' in member.text or f"'{function.name}'" in member.text
+            ):
                 return True
         return False
 
@@ -445,5 +447,6 @@ def missing(args: ast.arguments, places: list[str], count: int, named: list[str]
     """Say which arguments without a default a call leaves out."""
     needed = places[: len(places) - len(args.defaults)] if args.defaults else places
     left = [name for name in needed[count:] if name not in named]
-    left += [each.arg for each, value in zip(args.kwonlyargs, args.kw_defaults, strict=True) if value is None and each.arg not in named]
+    only = zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    left += [each.arg for each, value in only if value is None and each.arg not in named]
     return f"needs {' and '.join(map(repr, left))}, which the call leaves out" if left else ""

@@ -86,7 +86,9 @@ class Paths:
         return self.known[key]
 
     def search(self, folder: str, name: str, level: int) -> str | None:
-        return next((path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts)), None)
+        return next(
+            (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts)), None
+        )
 
     @kept
     def all_meant(self, folder: str, name: str, level: int = 0) -> tuple[str, ...]:

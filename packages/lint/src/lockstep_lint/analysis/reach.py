@@ -111,4 +111,6 @@ def is_demonstration(view: View, stmt: ast.stmt, scope: Scope) -> bool:
 
 def takes_error(handler: ast.ExceptHandler) -> bool:
     """Check whether a handler takes such an error."""
-    return handler.type is None or any(last(node) in TAKING for node in walk(handler.type) if isinstance(node, ast.expr))
+    return handler.type is None or any(
+        last(node) in TAKING for node in walk(handler.type) if isinstance(node, ast.expr)
+    )

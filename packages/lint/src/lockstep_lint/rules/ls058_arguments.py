@@ -42,7 +42,7 @@ RULE = Rule(
     code="LS058",
     name="call that does not fit",
     what="A call leaves out an argument that the function needs, or gives one that it does not take.",
-    why="The run ends with a TypeError when it comes there: at the first evaluation, or at the save after the training.",
+    why="The run ends with a TypeError when it comes there: at the first evaluation, or at the last save.",
     bad="""
 import torch
 

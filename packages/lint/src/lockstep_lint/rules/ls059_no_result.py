@@ -3,15 +3,15 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.callees import Callee, Callees, callees, is_stub, shown_name
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.callees import Callees, callees, is_stub, shown_name
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import DEFINITIONS, Module, Scope, Site
-from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, idents, is_none, last, walk
-from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, idents, is_none, last
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
+from lockstep_lint.rules.base import Found, Rule, at
 
 __all__ = ["RULE"]
 
@@ -20,6 +20,7 @@ NOTHING = -1
 Shape = frozenset[int]
 UNKNOWN: Shape = frozenset()
 ENDS = ("exit", "_exit", "quit", "abort")
+INNER = (ast.stmt, ast.Lambda, ast.ExceptHandler)
 # Operators that take neither None nor a tuple; `%` is left out, for texts, and `|`, for types.
 TUPLE_HAS = (ast.Add, ast.Mult, ast.Mod, ast.BitOr, ast.MatMult)
 NONE_HAS = (ast.Mod, ast.BitOr)
@@ -28,17 +29,44 @@ NONE_HAS = (ast.Mod, ast.BitOr)
 def check(view: View) -> Iterator[Found]:
     """Look for uses of a result that no function which may have given it can bear."""
     known = callees(view)
+    yield from forgotten(view, known)
     for site in view.module.sites():
-        if isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call or not may_give(view, site):
+        if (isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call) or not may_give(view, site):
             continue
         found = known.of(site.call, site.scope, site.stmt)
         shapes = [shape(callee.function) for callee in found]
         if not shapes or not all(shapes):
             continue
-        for stmt, node, wrong in wrong_uses(view, site, frozenset().union(*shapes)):
-            if ends_run(view, stmt, site.scope):
-                level = Severity.HINT if is_demonstration(view, stmt, site.scope) else None
-                yield Found(node, f"{shown_name(found[0].function)}() {wrong}: the run ends here", level)
+        used = wrong_uses(view, site, frozenset().union(*shapes))
+        found_at = next((each for each in used if ends_run(view, each[0], site.scope)), None)
+        if found_at is not None:
+            stmt, node, wrong = found_at
+            level = Severity.HINT if is_demonstration(view, stmt, site.scope) else None
+            yield Found(node, f"{shown_name(found[0].function)}() {wrong}: the run ends here", level)
+
+
+def forgotten(view: View, known: Callees) -> Iterator[Found]:
+    """Find the models and losses that a file makes whose forward computes a last value and does not return it."""
+    if not any(runs_known(member) for member in view.project.family(view.module)):
+        return
+    for site in view.module.sites():
+        owner = view.names.definition(site.call.func, site.scope)
+        if owner is None or owner.kind != "class" or not loses_value(owner.defs.get("forward")):
+            continue
+        made = known.definitions(site.call.func, site.scope)
+        if made == (owner,) and view.kinds.is_module_class(owner) and ends_run(view, site.stmt, site.scope):
+            yield at(site, f"{owner.name}.forward() computes a value and returns nothing: its caller gets None")
+
+
+def loses_value(function: Scope | None) -> bool:
+    """Check whether a function's last line gives a value to a name that nothing reads, and no line returns one."""
+    if function is None or shape(function) != {NOTHING}:
+        return False
+    end = function.node.body[-1]  # type: ignore[attr-defined]
+    name = end.targets[0] if isinstance(end, ast.Assign) else None
+    if not isinstance(name, ast.Name) or name.id in function.globals:
+        return False
+    return all(stmt is end for stmt, home in function.module.named.get(name.id, ()) if home is function)
 
 
 def may_give(view: View, site: Site) -> bool:
@@ -81,7 +109,8 @@ def size(value: ast.expr | None) -> int:
 
 def never_ends(body: list[ast.stmt]) -> bool:
     """Check whether a function never comes back: it raises, or ends the program."""
-    return any(isinstance(stmt, ast.Raise) or (isinstance(stmt, ast.Expr) and last(stmt.value) in ENDS) for stmt in body)
+    ends = (isinstance(stmt, ast.Expr) and last(stmt.value) in ENDS for stmt in body)
+    return any(ends) or any(isinstance(stmt, ast.Raise) for stmt in body)
 
 
 def own(stmt: ast.stmt) -> Iterator[ast.AST]:
@@ -90,22 +119,23 @@ def own(stmt: ast.stmt) -> Iterator[ast.AST]:
     while stack:
         node = stack.pop()
         yield node
-        stack += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.stmt | ast.Lambda | ast.ExceptHandler)]
+        stack += [each for each in ast.iter_child_nodes(node) if not isinstance(each, INNER)]
 
 
 def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
     """Yield what is done to a call's result that no value of a shape bears: in its statement, and by its only name."""
-    yield from ((site.stmt, node, wrong) for node, wrong in faults(site.stmt, site.call, given))
-    stmt = site.stmt
-    name = stmt.targets[0] if isinstance(stmt, ast.Assign) and stmt.value is site.call and len(stmt.targets) == 1 else None
-    if not isinstance(name, ast.Name) or name.id in site.scope.globals:
+    stmt, scope = site.stmt, site.scope
+    yield from ((stmt, node, wrong) for node, wrong in faults(stmt, site.call, given))
+    name = stmt.targets[0] if isinstance(stmt, ast.Assign) and stmt.value is site.call else None
+    if not isinstance(name, ast.Name) or name.id in scope.globals:
         return
-    for other, home in dict.fromkeys(view.module.named.get(name.id, ())):
-        if home is not site.scope or other is stmt or any(name.id in idents(guard.test) for guard in guards(other, view.module)):
+    places = dict.fromkeys(other for other, home in view.module.named[name.id] if home is scope)
+    for other in sorted(places, key=lambda each: each.lineno):
+        if other.lineno <= stmt.lineno or any(name.id in idents(guard.test) for guard in guards(other, view.module)):
             continue
         for node, wrong in faults(other, name, given):
-            binds = view.origins.binds(name.id, home, node.lineno)
-            if [bind.value for bind, _ in binds] == [site.call] and other.lineno > stmt.lineno:
+            binds = view.origins.binds(name.id, scope, node.lineno)  # type: ignore[attr-defined]
+            if [bind.value for bind, _ in binds] == [site.call]:
                 yield other, node, wrong
 
 
@@ -127,11 +157,12 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
         if not node.attr.startswith("__") and (nothing or node.attr not in ("count", "index")):
             yield node.value, f"{what}, which has no '{node.attr}'"
     elif isinstance(node, ast.Subscript):
-        if nothing or lacks(constant(node.slice), given):
-            yield node.value, f"{what}, which has no [{ast.unparse(node.slice)}]"
+        if nothing or lacks(node.slice, given):
+            yield node.value, f"{what}, which has no [{ast.unparse(node.slice).strip('()')}]"
     elif isinstance(node, ast.Call):
         yield node.func, f"{what}, which is called"
-        yield from ((arg.value, f"{what}, which is unpacked") for arg in node.args if nothing and isinstance(arg, ast.Starred))
+        starred = (arg.value for arg in node.args if nothing and isinstance(arg, ast.Starred))
+        yield from ((value, f"{what}, which is unpacked") for value in starred)
         if last(node.func) in ("backward", "manual_backward") and node.args and nothing:
             yield node.args[0], f"{what}, which has no gradient"
     elif isinstance(node, ast.Assign):
@@ -139,16 +170,23 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
     elif isinstance(node, ast.For | ast.comprehension):
         if nothing:
             yield node.iter, f"{what}, which a loop runs over"
-    elif isinstance(node, ast.BinOp):
-        if not isinstance(node.op, NONE_HAS if nothing else TUPLE_HAS):
-            yield from ((side, f"{what}, which is no number") for side in (node.left, node.right))
-    elif isinstance(node, ast.AugAssign) and not isinstance(node.op, NONE_HAS if nothing else TUPLE_HAS):
-        yield node.value, f"{what}, which is no number"
+    else:
+        yield from ((side, f"{what}, which is no number") for side in operands(node, nothing))
 
 
-def lacks(key: object, given: Shape) -> bool:
-    """Check whether no tuple of a shape has a written index."""
-    return isinstance(key, str) or (type(key) is int and all(not -length <= key < length for length in given - {NOTHING}))
+def operands(node: ast.AST, nothing: bool) -> tuple[ast.expr, ...]:
+    """Return the operands of a node that must not be None, or a tuple."""
+    if not isinstance(node, ast.BinOp | ast.AugAssign) or isinstance(node.op, NONE_HAS if nothing else TUPLE_HAS):
+        return ()
+    return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+
+
+def lacks(index: ast.expr, given: Shape) -> bool:
+    """Check whether no tuple of a shape has an index: a text, several indices, or a number that is too large."""
+    key, lengths = constant(index), given - {NOTHING}
+    if type(key) is int:
+        return all(not -length <= key < length for length in lengths)
+    return isinstance(key, str) or isinstance(index, ast.Tuple)
 
 
 def parted(target: ast.expr, given: Shape, what: str) -> str:
