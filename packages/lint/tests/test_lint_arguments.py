@@ -1,4 +1,4 @@
-"""LS058, calls that do not fit, and LS059, results that do not come back: what is certain, and what could be otherwise."""
+"""LS058, calls that do not fit, and LS059, results that do not come back: what is certain, and what is not."""
 
 import pytest
 

@@ -45,6 +45,7 @@ RULE = Rule(
     why="The run ends with a TypeError when it comes there: at the first evaluation, or at the last save.",
     bad="""
 import torch
+from parts import prepare
 
 def save(model, optimizer, path, epoch):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
@@ -58,10 +59,11 @@ def train(model, loader, optimizer, criterion, epochs):
     save(model, "last.pt", epoch)
 
 if __name__ == "__main__":
-    train(*torch.load("parts.pt", weights_only=False))
+    train(*prepare())
 """,
     good="""
 import torch
+from parts import prepare
 
 def save(model, optimizer, path, epoch):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
@@ -75,7 +77,7 @@ def train(model, loader, optimizer, criterion, epochs):
     save(model, optimizer, "last.pt", epoch)
 
 if __name__ == "__main__":
-    train(*torch.load("parts.pt", weights_only=False))
+    train(*prepare())
 """,
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,

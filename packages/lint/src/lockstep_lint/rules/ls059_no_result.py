@@ -207,9 +207,13 @@ RULE = Rule(
     why="The run ends with a TypeError when it comes there, often at the first evaluation, before anything is saved.",
     bad="""
 import torch
+from parts import prepare
 
 def evaluate(model, loader):
-    right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.train()
     print("accuracy", right / len(loader.dataset))
 
 def train(model, loader, val_loader, optimizer, criterion, epochs):
@@ -222,10 +226,11 @@ def train(model, loader, val_loader, optimizer, criterion, epochs):
         print(epoch, stats["accuracy"])
 
 if __name__ == "__main__":
-    train(*torch.load("parts.pt", weights_only=False))
+    train(*prepare())
 """,
     good="""
 import torch
+from parts import prepare
 
 def evaluate(model, loader):
     model.eval()
@@ -244,7 +249,7 @@ def train(model, loader, val_loader, optimizer, criterion, epochs):
         print(epoch, stats["accuracy"])
 
 if __name__ == "__main__":
-    train(*torch.load("parts.pt", weights_only=False))
+    train(*prepare())
 """,
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
