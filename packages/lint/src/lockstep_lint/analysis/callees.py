@@ -53,14 +53,13 @@ class Callees:
 
     def of(self, call: ast.Call, scope: Scope, stmt: ast.stmt) -> tuple[Callee, ...]:
         """Return every function that a call may run; nothing where that is not certain."""
-        first = head(call.func)
-        if first is not None and first in inner_names(stmt, call):
-            return ()
         found = self.definitions(call.func, scope)
         if found:
-            return self.called(found)
-        methods = self.methods(call.func, stmt, scope) if isinstance(call.func, ast.Attribute) else ()
-        return methods or self.run(call.func, stmt, scope)
+            result = self.called(found)
+        else:
+            result = self.methods(call.func, stmt, scope) if isinstance(call.func, ast.Attribute) else ()
+            result = result or self.run(call.func, stmt, scope)
+        return () if result and head(call.func) in inner_names(stmt) else result
 
     def called(self, found: Definitions) -> tuple[Callee, ...]:
         """Return what runs when functions or classes are called by their names."""
@@ -383,15 +382,16 @@ def assigned(module: Module) -> dict[str, frozenset[str]]:
     return {attr: frozenset(owners) for attr, owners in found.items()}
 
 
-def inner_names(stmt: ast.stmt, call: ast.Call) -> set[str]:
+@kept
+def inner_names(stmt: ast.stmt) -> frozenset[str | None]:
     """The names that lambdas and comprehensions of a statement bind."""
-    found: set[str] = set()
+    found: set[str | None] = set()
     for node in walk(stmt):
         if isinstance(node, ast.Lambda):
             found |= {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
         elif isinstance(node, ast.comprehension):
             found |= {item.id for item in walk(node.target) if isinstance(item, ast.Name)}
-    return found
+    return frozenset(found)
 
 
 def shown_name(function: Scope) -> str:

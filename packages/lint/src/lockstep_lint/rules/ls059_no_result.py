@@ -31,7 +31,8 @@ def check(view: View) -> Iterator[Found]:
     known = callees(view)
     yield from forgotten(view, known)
     for site in view.module.sites():
-        if (isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call) or not may_give(view, site):
+        given = UNKNOWN if isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call else may_give(view, site)
+        if not given or next(wrong_uses(view, site, given), None) is None:
             continue
         found = known.of(site.call, site.scope, site.stmt)
         shapes = [shape(callee.function) for callee in found]
@@ -69,15 +70,15 @@ def loses_value(function: Scope | None) -> bool:
     return all(stmt is end for stmt, home in function.module.named.get(name.id, ()) if home is function)
 
 
-def may_give(view: View, site: Site) -> bool:
-    """Check by the plainest answer whether the result of a call is known."""
+def may_give(view: View, site: Site) -> Shape:
+    """Return what a call gives by the plainest answer: NOTHING, the most wrong one, for an object's."""
     target = view.calls.target(site.call, site.scope)
     if target is not None:
-        return bool(shape(target))
+        return shape(target)
     func = site.call.func
     if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
-        return False
-    return any(runs_known(member) for member in view.project.family(view.module))
+        return UNKNOWN
+    return frozenset({NOTHING}) if any(map(runs_known, view.project.family(view.module))) else UNKNOWN
 
 
 @kept
