@@ -76,6 +76,8 @@ class Lines(IterableDataset):
             yield line
 lines = DataLoader(Lines(), num_workers=2)
 """
+SAVE = "def save(model, path):\n    torch.save(model.module.state_dict(), path)"
+SIZE = "def size_of(model):\n    [p.numel() for p in model.parameters()]"
 MUTATIONS = [
     ("LS001", "ddp", [prepend("model = DistributedDataParallel", "teacher = nn.DataParallel(Net())")]),
     ("LS002", "ddp", [replace("model = Net()", "model = Net()"), replace(WRAP, f"{WRAP}\nmodel = model.to(device)")]),
@@ -261,6 +263,8 @@ MUTATIONS = [
         )),
         Swap("range(epochs)", "range(first, epochs)"),
     ]),
+    ("LS058", "ddp", [append("import os", SAVE), replace("torch.save(", "save(model)")]),
+    ("LS059", "ddp", [append("import os", SIZE), append("states = ", "millions = size_of(model) / 1e6")]),
     ("LS057", "ddp", [
         replace("train_data = ", "train_data = datasets.ImageFolder('photos')"),
         append("import os", "from torchvision import datasets"),

@@ -86,18 +86,30 @@ class Paths:
         return self.known[key]
 
     def search(self, folder: str, name: str, level: int) -> str | None:
+        return next(
+            (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts)), None
+        )
+
+    @kept
+    def all_meant(self, folder: str, name: str, level: int = 0) -> tuple[str, ...]:
+        """Every file that the dotted name may mean in a file of `folder`, wherever the program is started."""
+        found = (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts))
+        return tuple({self.real(path): path for path in found}.values())
+
+    def starts_of(self, folder: str, name: str, level: int) -> Iterator[tuple[str, list[str]]]:
+        """Yield the folders in which the parts of a dotted name may be looked for, nearest first."""
         parts = [part for part in name.split(".") if part and part != "*"]
         if level:
-            return self.locate(os.path.join(folder, *[".."] * (level - 1)), parts)
+            yield os.path.join(folder, *[".."] * (level - 1)), parts
+            return
         if not parts or self.external(folder, parts[0]):
-            return None
+            return
         root = self.root(folder)
         more = self.added(root) if self.added is not None else ()
         bases = self.bases(folder)
         if parts[0] == os.path.basename(root):  # what the project's folder is called says nothing, as in `above`
             bases = tuple(start for start in bases if os.path.realpath(start) != os.path.dirname(root))
-        found = (self.locate(start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
-        return next((path for path in found if path is not None), None)
+        yield from ((start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
 
     def external(self, folder: str, package: str) -> bool:
         """Whether a well-known package is meant: no folder beside the script hides it (Python looks there first)."""
@@ -122,12 +134,11 @@ class Paths:
                 return tuple(found)
         return tuple(found[:4])
 
-    def locate(self, folder: str, parts: list[str]) -> str | None:
-        if not parts:
-            return None
+    def at(self, folder: str, parts: list[str]) -> Iterator[str]:
+        """Yield the files of a dotted name in a folder: a module's, and a package's."""
         path = os.path.join(folder, *parts)
-        candidates = (f"{path}.py", os.path.join(path, "__init__.py"))
-        return next((candidate for candidate in candidates if self.is_file(candidate)), None)
+        candidates = (f"{path}.py", os.path.join(path, "__init__.py")) if parts else ()
+        yield from (candidate for candidate in candidates if self.is_file(candidate))
 
 
 def above(folder: str, name: str, root: str) -> Iterator[str]:

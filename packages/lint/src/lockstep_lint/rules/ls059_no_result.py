@@ -1,0 +1,260 @@
+"""LS059: the result of a function that gives none, or another number of values."""
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.callees import Callees, callees, is_stub, shown_name
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.index import DEFINITIONS, Module, Scope, Site
+from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, idents, is_none, last
+from lockstep_lint.analysis.reach import ends_run, is_demonstration
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule, at
+
+__all__ = ["RULE"]
+
+# How many values each `return` of a function gives: a tuple's length, or NOTHING.
+NOTHING = -1
+Shape = frozenset[int]
+UNKNOWN: Shape = frozenset()
+ENDS = ("exit", "_exit", "quit", "abort")
+INNER = (ast.stmt, ast.Lambda, ast.ExceptHandler)
+# Operators that take neither None nor a tuple; `%` is left out, for texts, and `|`, for types.
+TUPLE_HAS = (ast.Add, ast.Mult, ast.Mod, ast.BitOr, ast.MatMult)
+NONE_HAS = (ast.Mod, ast.BitOr)
+
+
+def check(view: View) -> Iterator[Found]:
+    """Look for uses of a result that no function which may have given it can bear."""
+    known = callees(view)
+    yield from forgotten(view, known)
+    for site in view.module.sites():
+        given = UNKNOWN if isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call else may_give(view, site)
+        if not given or next(wrong_uses(view, site, given), None) is None:
+            continue
+        found = known.of(site.call, site.scope, site.stmt)
+        shapes = [shape(callee.function) for callee in found]
+        if not shapes or not all(shapes):
+            continue
+        used = wrong_uses(view, site, frozenset().union(*shapes))
+        found_at = next((each for each in used if ends_run(view, each[0], site.scope)), None)
+        if found_at is not None:
+            stmt, node, wrong = found_at
+            level = Severity.HINT if is_demonstration(view, stmt, site.scope) else None
+            yield Found(node, f"{shown_name(found[0].function)}() {wrong}: the run ends here", level)
+
+
+def forgotten(view: View, known: Callees) -> Iterator[Found]:
+    """Find the models and losses that a file makes whose forward computes a last value and does not return it."""
+    if not any(runs_known(member) for member in view.project.family(view.module)):
+        return
+    for site in view.module.sites():
+        owner = view.names.definition(site.call.func, site.scope)
+        if owner is None or owner.kind != "class" or not loses_value(owner.defs.get("forward")):
+            continue
+        made = known.definitions(site.call.func, site.scope)
+        if made == (owner,) and view.kinds.is_module_class(owner) and ends_run(view, site.stmt, site.scope):
+            yield at(site, f"{owner.name}.forward() computes a value and returns nothing: its caller gets None")
+
+
+def loses_value(function: Scope | None) -> bool:
+    """Check whether a function's last line gives a value to a name that nothing reads, and no line returns one."""
+    if function is None or shape(function) != {NOTHING}:
+        return False
+    end = function.node.body[-1]  # type: ignore[attr-defined]
+    name = end.targets[0] if isinstance(end, ast.Assign) else None
+    if not isinstance(name, ast.Name) or name.id in function.globals:
+        return False
+    return all(stmt is end for stmt, home in function.module.named.get(name.id, ()) if home is function)
+
+
+def may_give(view: View, site: Site) -> Shape:
+    """Return what a call gives by the plainest answer: NOTHING, the most wrong one, for an object's."""
+    target = view.calls.target(site.call, site.scope)
+    if target is not None:
+        return shape(target)
+    func = site.call.func
+    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
+        return UNKNOWN
+    return frozenset({NOTHING}) if any(map(runs_known, view.project.family(view.module))) else UNKNOWN
+
+
+@kept
+def runs_known(module: Module) -> bool:
+    """Check whether a file has a model or an object whose call gives a known number of values."""
+    return any(bool(shape(scope)) for scope in module.scopes if scope.name in ("forward", "__call__"))
+
+
+@kept
+def shape(function: Scope) -> Shape:
+    """Return how many values the returns of a function give; UNKNOWN where one of them gives anything else."""
+    if not isinstance(function.node, ast.FunctionDef) or is_stub(function) or function.name in ("__init__", "__new__"):
+        return UNKNOWN
+    if any(isinstance(node, ast.Yield | ast.YieldFrom) for stmt in function.stmts for node in own(stmt)):
+        return UNKNOWN
+    given = {size(stmt.value) for stmt in function.stmts if isinstance(stmt, ast.Return)}
+    if 0 in given or (not given - {NOTHING} and never_ends(function.node.body)):
+        return UNKNOWN
+    return frozenset(given or {NOTHING})
+
+
+def size(value: ast.expr | None) -> int:
+    """Return the number of values of a `return`, NOTHING for none, and 0 where it is not known."""
+    if value is None or is_none(value):
+        return NOTHING
+    known = isinstance(value, ast.Tuple) and not any(isinstance(item, ast.Starred) for item in value.elts)
+    return len(value.elts) if known else 0  # type: ignore[attr-defined]
+
+
+def never_ends(body: list[ast.stmt]) -> bool:
+    """Check whether a function never comes back: it raises, or ends the program."""
+    ends = (isinstance(stmt, ast.Expr) and last(stmt.value) in ENDS for stmt in body)
+    return any(ends) or any(isinstance(stmt, ast.Raise) for stmt in body)
+
+
+def own(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """Walk the expressions of a statement, without the statements and the lambdas in it."""
+    stack: list[ast.AST] = [] if isinstance(stmt, DEFINITIONS) else [stmt]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += [each for each in ast.iter_child_nodes(node) if not isinstance(each, INNER)]
+
+
+def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt, ast.AST, str]]:
+    """Yield what is done to a call's result that no value of a shape bears: in its statement, and by its only name."""
+    stmt, scope = site.stmt, site.scope
+    yield from ((stmt, node, wrong) for node, wrong in faults(stmt, site.call, given))
+    name = stmt.targets[0] if isinstance(stmt, ast.Assign) and stmt.value is site.call else None
+    if not isinstance(name, ast.Name) or name.id in scope.globals:
+        return
+    places = dict.fromkeys(other for other, home in view.module.named[name.id] if home is scope)
+    for other in sorted(places, key=lambda each: each.lineno):
+        if other.lineno <= stmt.lineno or any(name.id in idents(guard.test) for guard in guards(other, view.module)):
+            continue
+        for node, wrong in faults(other, name, given):
+            binds = view.origins.binds(name.id, scope, node.lineno)  # type: ignore[attr-defined]
+            if [bind.value for bind, _ in binds] == [site.call]:
+                yield other, node, wrong
+
+
+def faults(stmt: ast.stmt, value: ast.expr, given: Shape) -> Iterator[tuple[ast.AST, str]]:
+    """Yield the places of a statement where a value is used as none of its shape can be."""
+    if any(isinstance(node, ast.BoolOp | ast.IfExp | ast.NamedExpr) for node in own(stmt)):
+        return  # a test may ask whether there is a value
+    for node in own(stmt):
+        for used, wrong in uses(node, given):
+            if used is value or (isinstance(value, ast.Name) and isinstance(used, ast.Name) and used.id == value.id):
+                yield node if isinstance(node, ast.expr) else used, wrong
+
+
+def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the operands of a node that must not be of a shape, each with what is wrong."""
+    nothing = given == {NOTHING}
+    what = "returns nothing" if nothing else f"returns a tuple of {' or '.join(map(str, sorted(given - {NOTHING})))}"
+    if isinstance(node, ast.Attribute):
+        if not node.attr.startswith("__") and (nothing or node.attr not in ("count", "index")):
+            yield node.value, f"{what}, which has no '{node.attr}'"
+    elif isinstance(node, ast.Subscript):
+        if nothing or lacks(node.slice, given):
+            yield node.value, f"{what}, which has no [{ast.unparse(node.slice).strip('()')}]"
+    elif isinstance(node, ast.Call):
+        yield node.func, f"{what}, which is called"
+        starred = (arg.value for arg in node.args if nothing and isinstance(arg, ast.Starred))
+        yield from ((value, f"{what}, which is unpacked") for value in starred)
+        if last(node.func) in ("backward", "manual_backward") and node.args and nothing:
+            yield node.args[0], f"{what}, which has no gradient"
+    elif isinstance(node, ast.Assign):
+        yield from ((node.value, wrong) for target in node.targets if (wrong := parted(target, given, what)))
+    elif isinstance(node, ast.For | ast.comprehension):
+        if nothing:
+            yield node.iter, f"{what}, which a loop runs over"
+    else:
+        yield from ((side, f"{what}, which is no number") for side in operands(node, nothing))
+
+
+def operands(node: ast.AST, nothing: bool) -> tuple[ast.expr, ...]:
+    """Return the operands of a node that must not be None, or a tuple."""
+    if not isinstance(node, ast.BinOp | ast.AugAssign) or isinstance(node.op, NONE_HAS if nothing else TUPLE_HAS):
+        return ()
+    return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+
+
+def lacks(index: ast.expr, given: Shape) -> bool:
+    """Check whether no tuple of a shape has an index: a text, several indices, or a number that is too large."""
+    key, lengths = constant(index), given - {NOTHING}
+    if type(key) is int:
+        return all(not -length <= key < length for length in lengths)
+    return isinstance(key, str) or isinstance(index, ast.Tuple)
+
+
+def parted(target: ast.expr, given: Shape, what: str) -> str:
+    """Say what is wrong where a value is unpacked into some names."""
+    if not isinstance(target, SEQUENCES):
+        return ""
+    names = [item for item in target.elts if not isinstance(item, ast.Starred)]
+    star = len(names) < len(target.elts)
+    if any(length == len(names) or (star and length > len(names)) for length in given - {NOTHING}):
+        return ""
+    return f"{what}, and is unpacked into {len(names)}{' or more' if star else ''}"
+
+
+RULE = Rule(
+    code="LS059",
+    name="nothing comes back",
+    what="A function that returns nothing, or a tuple of another length, is used as if it returned a value.",
+    why="The run ends with a TypeError when it comes there, often at the first evaluation, before anything is saved.",
+    bad="""
+import torch
+from parts import prepare
+
+def evaluate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.train()
+    print("accuracy", right / len(loader.dataset))
+
+def train(model, loader, val_loader, optimizer, criterion, epochs):
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        stats = evaluate(model, val_loader)
+        print(epoch, stats["accuracy"])
+
+if __name__ == "__main__":
+    train(*prepare())
+""",
+    good="""
+import torch
+from parts import prepare
+
+def evaluate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        right = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.train()
+    return {"accuracy": right / len(loader.dataset)}
+
+def train(model, loader, val_loader, optimizer, criterion, epochs):
+    for epoch in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+        stats = evaluate(model, val_loader)
+        print(epoch, stats["accuracy"])
+
+if __name__ == "__main__":
+    train(*prepare())
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Return the value from the function",
+)
