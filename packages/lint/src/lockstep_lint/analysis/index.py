@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lockstep_lint.analysis.nodes import last, targets, walk
 from lockstep_lint.analysis.source import Source
 
-__all__ = ["IMPORTS", "Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
+__all__ = ["DEFINITIONS", "IMPORTS", "Bind", "Imported", "Module", "Scope", "Site", "bare", "index", "uncommented"]
 
 
 # A string or a comment, whichever begins first: so that a "#" in a string is no comment.
