@@ -15,7 +15,7 @@ __all__ = ["Fact", "Read", "Way", "gaps", "hears", "nones", "readable", "starred
 
 
 class Fact(NamedTuple):
-    """A test that has come out `when` on a way.
+    """A test on a way: the text `key` of it has come out `when`, and its `node` as it `holds` (`x is not None`).
 
     `arms` says that both outcomes have statements of their own, `cause` that the other one gives the name its value.
     """
@@ -24,6 +24,7 @@ class Fact(NamedTuple):
     when: bool
     node: ast.expr | None
     scope: Scope
+    holds: bool = True
     arms: bool = False
     cause: bool = False
 
@@ -58,7 +59,7 @@ SCOPED = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 def gaps(scope: Scope, calls: Calls) -> tuple[Read, ...]:
     """The reads of a function's own names that some ways come to without a value."""
     names = frozenset(filter(lambda name: doubtful(name, scope), own_names(scope)))
-    return tuple(_Flow(scope, names, calls).run({name: ((),) for name in names}))
+    return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),))))
 
 
 def nones(scope: Scope, calls: Calls, given: dict[str, tuple[Way, ...]]) -> tuple[Read, ...]:
@@ -198,7 +199,7 @@ class _Flow:
     def turns(self, stmt: ast.For | ast.AsyncFor | ast.While, state: State, *, endless: bool) -> State:
         """Run a loop's body once: that it is empty, nothing shows."""
         assert state is not None
-        later = frozenset(node.id for part in stmt.body for node in walk(part) if is_store(node))
+        later = frozenset(name for part in stmt.body for node in walk(part) if (name := stored(node)))
         turn = _Turn(later & self.names, state[""])
         self.loops.append(turn)
         end = self.block(stmt.body, state)
@@ -223,10 +224,12 @@ class _Flow:
     def on_Return(self, stmt: ast.Return, state: dict[str, tuple[Way, ...]]) -> State:
         if stmt.value is not None:
             self.visit(stmt.value, state)
+        return None
 
     def on_Raise(self, stmt: ast.Raise, state: dict[str, tuple[Way, ...]]) -> State:
         if stmt.exc is not None:
             self.visit(stmt.exc, state)
+        return None
 
     def on_Expr(self, stmt: ast.Expr, state: dict[str, tuple[Way, ...]]) -> State:
         self.visit(stmt.value, state)
@@ -359,12 +362,7 @@ class _Flow:
         """Look for reads in an expression, each under the tests before it."""
         if state is None:
             return
-        if isinstance(node, ast.Name):
-            if not self.empty and isinstance(node.ctx, ast.Load):
-                self.read(node, state)
-        elif isinstance(node, ast.Lambda):
-            return
-        elif isinstance(node, ast.BoolOp):
+        if isinstance(node, ast.BoolOp):
             inner: State = {**state}
             for value in node.values:
                 self.visit(value, inner)
@@ -378,13 +376,20 @@ class _Flow:
         elif isinstance(node, ast.NamedExpr):
             self.visit(node.value, state)
             self.give(node.target.id, state)
-        else:
-            if self.empty and isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.value, ast.Name):
-                self.read(node.value, state)
-            elif self.empty and isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                self.read(node.func, state)
+        elif not isinstance(node, ast.Lambda):
+            used = self.used(node)
+            if used is not None:
+                self.read(used, state)
             for child in ast.iter_child_nodes(node):
                 self.visit(child, state)
+
+    def used(self, node: ast.AST) -> ast.Name | None:
+        """The name that an expression reads, or uses as an object or a table."""
+        if not self.empty:
+            return node if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else None
+        inner = node.func if isinstance(node, ast.Call) else getattr(node, "value", None)
+        uses = isinstance(node, ast.Attribute | ast.Subscript | ast.Call) and isinstance(inner, ast.Name)
+        return inner if uses and isinstance(inner, ast.Name) else None
 
     def comprehension(
         self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp, state: dict[str, tuple[Way, ...]]
@@ -399,8 +404,8 @@ class _Flow:
             for test in part.ifs:
                 self.visit(test, inner)
                 inner = self.assume(inner, test, True, False)
-        for part in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
-            self.visit(part, inner)
+        for result in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
+            self.visit(result, inner)
         self.hidden.pop()
 
     def read(self, node: ast.Name, state: dict[str, tuple[Way, ...]]) -> None:
@@ -419,7 +424,7 @@ class _Flow:
             return None
         if isinstance(test, ast.Constant) and bool(test.value) is not when:
             return None
-        facts = [Fact(*key, node, self.scope, arms) for node, key in parts(test, when)]
+        facts = [Fact(*key, node, self.scope, holds, arms) for node, holds, key in parts(test, when)]
         found = {name: tuple(extended(ways, facts)) for name, ways in state.items()}
         for name in self.names if self.empty else ():
             if any((fact.key, fact.when) in ((name, True), (f"{name} is None", False)) for fact in facts):
@@ -448,9 +453,9 @@ class _Turn:
     next: list[State] = field(default_factory=list)
 
 
-def is_store(node: ast.AST) -> bool:
-    """Whether a name is given a value."""
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+def stored(node: ast.AST) -> str:
+    """The name that is given a value, or ""."""
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
 
 
 def caught_by(handler: ast.ExceptHandler) -> list[ast.expr]:
@@ -470,8 +475,8 @@ def never_returns(function: Scope | None) -> bool:
     return (leaves or isinstance(end, ast.Raise)) and not any(isinstance(s, ast.Return) for s in function.stmts)
 
 
-def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, tuple[str, bool]]]:
-    """The tests that have certainly come out some way where one has come out `when`, each with a key for its text."""
+def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool, tuple[str, bool]]]:
+    """The tests that one which has come out `when` is made of, each with how it has come out, and a key for its text."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
     if isinstance(test, ast.NamedExpr):
@@ -480,14 +485,14 @@ def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, tuple[str, boo
         for value in test.values:
             yield from parts(value, when)
     else:
-        yield test, keyed(test, when)
+        yield test, when, keyed(test, when)
 
 
 def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
     """A text for a test that is the same for `x is None` and `x is not None`, and how it has come out."""
     text = written(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        for op, other, sign in ((ast.IsNot, "is not", "is"), (ast.NotEq, "!=", "=="), (ast.NotIn, "not in", "in")):
+        for op, sign in ((ast.IsNot, "is"), (ast.NotEq, "=="), (ast.NotIn, "in")):
             if isinstance(test.ops[0], op):
                 left, right = written(test.left), written(test.comparators[0])
                 return f"{left} {sign} {right}", not when
@@ -516,7 +521,7 @@ def undecided(fact: Fact, way: Way) -> list[ast.expr]:
     """The parts of `not (a and b)`, or of `a or b`, that the other tests of a way leave open: one of them decides."""
     assert isinstance(fact.node, ast.BoolOp)
     known = {other[:2] for other in way}
-    parted = [(value, [key for _, key in parts(value, not fact.when)]) for value in fact.node.values]
+    parted = [(value, [key for *_, key in parts(value, not fact.when)]) for value in fact.node.values]
     return [value for value, keys in parted if not known.issuperset(keys)]
 
 
@@ -548,7 +553,7 @@ def blamed(state: State, other: State, test: ast.expr, when: bool, *, path: bool
     """
     if state is None or other is None:
         return state
-    keys = {key for _, key in parts(test, when)}
+    keys = {key for *_, key in parts(test, when)}
     found = {**state}
     for name, ways in state.items():
         if ways and ((name and not other[name]) or (path and not name)):

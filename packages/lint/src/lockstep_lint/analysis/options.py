@@ -48,9 +48,9 @@ class Options:
         """The reads in a file of options that no parser adds, and that nothing else sets."""
         for scope in module.scopes:
             for node, stmt in scope.reads:
-                if isinstance(node.ctx, ast.Load) and not node.attr.startswith("_") and HOLDERS.search(last(node.value)):
-                    if self.lacks(node, scope):
-                        yield node, stmt, scope
+                read = isinstance(node.ctx, ast.Load) and not node.attr.startswith("_")
+                if read and HOLDERS.search(last(node.value)) and self.lacks(node, scope):
+                    yield node, stmt, scope
 
     def lacks(self, node: ast.Attribute, scope: Scope) -> bool:
         """Whether an attribute is one of parsed options that cannot have it."""
@@ -80,7 +80,7 @@ class Options:
         return bool(made) and all(name == PARSER for name in full)
 
     def switch(self, node: ast.Attribute, scope: Scope) -> bool:
-        """Whether an option is a switch of a parser (`action="store_true"`), so that programs run with and without it."""
+        """Whether an option is a switch (`action="store_true"`), so that programs run with and without it."""
         for site in self.parsed(node.value, scope):
             for member in self.project.family(site.module):
                 for call in (each.call for each in member.sites("add_argument")):
@@ -112,7 +112,9 @@ class Options:
         known.names |= {*ASKED.findall(module.text)}
         known.open = FILLS.search(module.bare) is not None
         for alias, _ in ALIAS.findall(module.bare):
-            known.open |= re.search(rf"\b{alias}\s*(\.\s*(update|setdefault)|\[[^\]\n]*\]\s*=(?!=))", module.bare) is not None
+            known.open |= (
+                re.search(rf"\b{alias}\s*(\.\s*(update|setdefault)|\[[^\]\n]*\]\s*=(?!=))", module.bare) is not None
+            )
         for site in module.sites("add_argument", "add_subparsers", "set_defaults"):
             self.add(site, known)
         for site in module.sites("setattr", "hasattr", "getattr", "delattr"):
@@ -138,7 +140,7 @@ class Options:
             known.open |= not isinstance(name, str) and (site.name == "add_argument" or given is not None)
 
     def escapes(self, site: Site) -> bool:
-        """Whether a call out of sight is handed a parser, which it may add to, or options by a function not in sight."""
+        """Whether a call out of sight is handed a parser, which it may add to, or an unknown file options."""
         if site.name in HARMLESS or not (site.call.args or site.call.keywords):
             return False
         given = [*site.call.args, *(item.value for item in site.call.keywords)]

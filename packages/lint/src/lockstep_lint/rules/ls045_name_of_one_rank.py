@@ -63,13 +63,13 @@ def of_others(view: View, way: Way, name: str, scope: Scope) -> bool:
 def side_of(view: View, fact: Fact, way: Way) -> int:
     """The ranks for which a test comes out so; a parameter is None where the calls of these ranks say so."""
     assert fact.node is not None
-    found = view.ranks.tests.test(fact.node, fact.scope, fact.when)
+    found = view.ranks.tests.test(fact.node, fact.scope, fact.holds)
     name, _, rest = fact.key.partition(" ")
     if not found and rest == "is None" and name in absent(view, fact.scope):
         return -1 if fact.when else 1
     if not found and isinstance(fact.node, ast.BoolOp):  # `not (rank == 0 and video)`, where `video` holds
         left = undecided(fact, way)
-        return view.ranks.tests.test(left[0], fact.scope, fact.when) if len(left) == 1 else 0
+        return view.ranks.tests.test(left[0], fact.scope, fact.holds) if len(left) == 1 else 0
     return found
 
 
@@ -78,7 +78,7 @@ def hides(view: View, fact: Fact, scope: Scope) -> bool:
     some ranks give a value.
     """
     assert fact.node is not None
-    if fact.key.endswith(" is None") or view.ranks.tests.many(fact.node, fact.scope, fact.when) == -1:
+    if fact.key.endswith(" is None") or view.ranks.tests.many(fact.node, fact.scope, fact.holds) == -1:
         return True
     names = {*idents(fact.node)}
     given = (bind for name in names for bind in scope.binds.get(name, ()))

@@ -10,17 +10,36 @@ from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.flow import gaps, hears, readable, starred
 from lockstep_lint.analysis.index import Module, Scope
-from lockstep_lint.analysis.nodes import constant, last, strings, walk
+from lockstep_lint.analysis.nodes import constant, head, last, strings, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-BUILTIN = frozenset(dir(builtins)) | {"__file__", "__path__", "__builtins__", "__annotations__", "__class__", "__qualname__"}
+BUILTIN = frozenset(dir(builtins)) | {
+    "__file__",
+    "__path__",
+    "__builtins__",
+    "__annotations__",
+    "__class__",
+    "__qualname__",
+}
 BUILTIN |= {"__module__", "WindowsError", "reveal_type", "display", "profile"}
 # Of Python 2: such a script is of another time.
-BUILTIN |= {"unicode", "xrange", "raw_input", "basestring", "long", "unichr", "reduce", "file", "execfile", "cmp", "reload"}
+BUILTIN |= {
+    "unicode",
+    "xrange",
+    "raw_input",
+    "basestring",
+    "long",
+    "unichr",
+    "reduce",
+    "file",
+    "execfile",
+    "cmp",
+    "reload",
+}
 OF_DISTRIBUTED = COLLECTIVES | {"init_process_group", "destroy_process_group", "get_rank", "get_world_size"}
 OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "is_nccl_available", "isend", "irecv", "send", "recv"}
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "CUDA_LAUNCH_BLOCKING")
@@ -35,7 +54,9 @@ def check(view: View) -> Iterator[Found]:
     if view.effects.mentioned(view.module, "parse_args"):
         for node, stmt, scope in view.options.missing(view.module):
             if not hears(stmt, scope):
-                yield Found(node, f"no parser adds the option '{node.attr}', and nothing sets it: an AttributeError here")
+                yield Found(
+                    node, f"no parser adds the option '{node.attr}', and nothing sets it: an AttributeError here"
+                )
 
 
 def undefined(view: View) -> Iterator[Found]:
@@ -147,28 +168,35 @@ def early(view: View) -> Iterator[Found]:
     """Yield the reads of a function's own names that stand before every place that gives them a value."""
     for scope in view.scopes if not view.module.path.endswith(".ipynb") else ():
         for read in gaps(scope, view.calls):
-            if read.never and reached(view, read.stmt, scope) and not (scope.kind == "module" and (read.name in BUILTIN or scope.module.stars)):
+            if (
+                read.never
+                and reached(view, read.stmt, scope)
+                and not (scope.kind == "module" and (read.name in BUILTIN or scope.module.stars))
+            ):
                 kind = "an UnboundLocalError" if scope.kind == "function" else "a NameError"
                 yield Found(read.node, f"'{read.name}' is read before it gets a value: {kind} here")
 
 
 def misspelt(view: View) -> Iterator[Found]:
     """Yield attributes of torch.distributed, and variables of the environment, that are nearly right."""
-    if "distributed" in view.module.text:
-        for scope in view.scopes:
-            for node, _ in scope.reads:
-                if node.attr in OF_DISTRIBUTED or not get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE):
-                    continue
-                if view.names.qualify(node, scope) == f"torch.distributed.{node.attr}":
-                    meant = get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE)[0]
-                    yield Found(node, f"torch.distributed has no '{node.attr}', only '{meant}': an AttributeError here")
-    for scope in view.scopes if "environ" in view.module.text else ():
+    module = view.module
+    for scope in view.scopes if "distributed" in module.text else ():
+        for node, _ in scope.reads:
+            imported = module.imports.get(head(node) or "")
+            if node.attr in OF_DISTRIBUTED or imported is None or not imported.full.startswith("torch"):
+                continue
+            known = view.names.qualify(node.value, scope) == "torch.distributed"
+            for meant in get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE) if known else ():
+                yield Found(node, f"torch.distributed has no '{node.attr}', only '{meant}': an AttributeError here")
+    for scope in view.scopes if "environ" in module.text else ():
         for stmt in scope.stmts:
             for target in stmt.targets if isinstance(stmt, ast.Assign) else ():
-                key = constant(target.slice) if isinstance(target, ast.Subscript) else None
-                meant = get_close_matches(key, VARIABLES, 1, ALIKE) if isinstance(key, str) else []
-                if meant and key not in VARIABLES and last(target) == "environ":
-                    yield Found(target, f"nothing reads '{key}': '{meant[0]}' is meant, and keeps its value")
+                key = (
+                    constant(target.slice) if isinstance(target, ast.Subscript) and last(target) == "environ" else None
+                )
+                for meant in get_close_matches(key, VARIABLES, 1, ALIKE) if isinstance(key, str) else ():
+                    if key not in VARIABLES:
+                        yield Found(target, f"nothing reads '{key}': '{meant}' is meant, and keeps its value")
 
 
 RULE = Rule(

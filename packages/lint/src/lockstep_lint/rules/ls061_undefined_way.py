@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import given
-from lockstep_lint.analysis.flow import Fact, Read, gaps
+from lockstep_lint.analysis.flow import Fact, Way, gaps
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import constant, dotted
 from lockstep_lint.analysis.origins import default
@@ -31,20 +31,19 @@ def check(view: View) -> Iterator[Found]:
                 if not way:
                     yield Found(read.node, f"'{read.name}' gets its value from a handler of exceptions alone")
                     break
-                fact = cause(view, way, read)
+                fact = cause(view, way)
                 if fact is not None and fact.node is not None:
                     text = ast.unparse(fact.node)
-                    says = "is true" if fact.when else "is not true"
+                    says = "is true" if fact.holds else "is not true"
                     yield Found(read.node, f"'{read.name}' has no value where `{text}` {says}: a NameError here")
                     break
 
 
-def cause(view: View, way: tuple[Fact, ...], read: Read) -> Fact | None:
+def cause(view: View, way: Way) -> Fact | None:
     """The one test that leads past all values of a name, if nothing after it depends on it."""
-    if any(fact.node is None for fact in way):
-        return None
-    sides = [view.ranks.tests.test(fact.node, fact.scope, fact.when) for fact in way]
-    if any(side < 0 for side in sides):
+    tests = view.ranks.tests
+    sides = [tests.test(fact.node, fact.scope, fact.holds) for fact in way if fact.node is not None]
+    if len(sides) < len(way) or any(side < 0 for side in sides):
         return None
     plain = [fact for fact, side in zip(way, sides, strict=True) if not side]
     causes = [fact for fact in way if fact.cause]
@@ -92,7 +91,7 @@ def happens(view: View, fact: Fact) -> bool:
     if isinstance(test, ast.Name) and test.id in scope.params:
         for site in view.calls.callers(scope)[:MAX_CALLERS]:
             value = given(site.call, scope, test.id) or default(scope, test.id, site.call)
-            if isinstance(value, ast.Constant) and bool(value.value) is fact.when:
+            if isinstance(value, ast.Constant) and bool(value.value) is fact.holds:
                 return True
     return False
 
@@ -103,6 +102,7 @@ RULE = Rule(
     what="A name gets its value in one arm of a test alone, and is read where the other arm comes too.",
     why="The run ends there with a NameError as soon as the option is set the other way.",
     bad="""
+import settings
 import torch
 
 def main(args, data):
@@ -111,8 +111,15 @@ def main(args, data):
     else:
         order = torch.utils.data.RandomSampler(data)
     return torch.utils.data.DataLoader(data, sampler=sampler)
+
+def run(args):
+    main(args, torch.ones(8, 2))
+
+if __name__ == "__main__":
+    run(settings.read())
 """,
     good="""
+import settings
 import torch
 
 def main(args, data):
@@ -121,6 +128,12 @@ def main(args, data):
     else:
         sampler = torch.utils.data.RandomSampler(data)
     return torch.utils.data.DataLoader(data, sampler=sampler)
+
+def run(args):
+    main(args, torch.ones(8, 2))
+
+if __name__ == "__main__":
+    run(settings.read())
 """,
     severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
