@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls
-from lockstep_lint.analysis.context import Loop, above
+from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import IMPORTS, Scope
 from lockstep_lint.analysis.nodes import is_none, last, walk
 
-__all__ = ["Fact", "Read", "Way", "gaps", "hears", "nones", "readable", "starred", "undecided"]
+__all__ = ["Fact", "Read", "Way", "gaps", "hears", "may_be_none", "nones", "readable", "starred", "undecided"]
 
 
 class Fact(NamedTuple):
@@ -52,6 +52,7 @@ MAX_DEPTH = 60
 ENDS = ("exit", "_exit", "quit", "abort", "error", "fail", "skip")
 # A handler of these would hear that a name has no value.
 HEARS = ("NameError", "UnboundLocalError", "Exception", "BaseException", "AttributeError", "TypeError")
+LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Assert, ast.Match, *IMPORTS)
 SCOPED = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
@@ -62,15 +63,14 @@ def gaps(scope: Scope, calls: Calls) -> tuple[Read, ...]:
     return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),))))
 
 
-def nones(scope: Scope, calls: Calls, given: dict[str, tuple[Way, ...]]) -> tuple[Read, ...]:
-    """The uses of a function's names, as an object or a table, where some ways have left them None; `given` are the
-    ways on which parameters are None.
+def nones(scope: Scope, names: frozenset[str], calls: Calls, given: dict[str, tuple[Way, ...]]) -> tuple[Read, ...]:
+    """The uses of some names of a function, as an object or a table, where some ways have left them None; `given` are
+    the ways on which parameters are None.
     """
-    names = {name for name, binds in scope.binds.items() if "." not in name and name not in scope.globals}
-    names = {n for n in names if any(b.value is not None and may_be_none(b.value) for b in scope.binds[n])} | {*given}
+    names = names.union(given)
     if not names or not readable(scope):
         return ()
-    return tuple(_Flow(scope, frozenset(names), calls, empty=True).run({name: given.get(name, ()) for name in names}))
+    return tuple(_Flow(scope, names, calls, empty=True).run({name: given.get(name, ()) for name in names}))
 
 
 def may_be_none(value: ast.expr) -> bool:
@@ -106,14 +106,42 @@ def starred(scope: Scope) -> list[str]:
 
 
 def doubtful(name: str, scope: Scope) -> bool:
-    """Whether a name is read where its first value, given on every way, does not stand before."""
-    reads = [stmt for stmt, home in scope.module.named.get(name, ()) if home is scope]
-    binds = [bind.stmt for bind in scope.binds.get(name, ())]
-    first = binds[0] if binds else None
-    if first is None or first in scope.module.up or isinstance(first, ast.AugAssign | Loop):
-        return bool(reads)
-    inside = isinstance(first, ast.With | ast.AsyncWith)
-    return any(stmt.lineno < first.lineno or (stmt is first and not inside) for stmt in reads)
+    """Whether a name is read where no value stands before in the same block, or in one around it."""
+    up = scope.module.up
+    first: dict[object, int] = {}
+    given = [bind.stmt for bind in scope.binds.get(name, ())]
+    for stmt in given:
+        blocks: list[object] = [up.get(stmt)]
+        if isinstance(stmt, ast.For | ast.AsyncFor | ast.With | ast.AsyncWith):
+            blocks = [(stmt, "body"), *(blocks if not isinstance(stmt, ast.For | ast.AsyncFor) else ())]
+        for block in blocks:
+            first[block] = min(stmt.lineno, first.get(block, stmt.lineno))
+    for stmt, home in scope.module.named.get(name, ()):
+        if home is scope and not (stmt in given and isinstance(stmt, ast.For | ast.AsyncFor)):
+            block = up.get(stmt)
+            while first.get(block, stmt.lineno) >= stmt.lineno and block is not None:
+                block = up.get(block[0])
+            if first.get(block, stmt.lineno) >= stmt.lineno and not only_given(name, stmt):
+                return True
+    return False
+
+
+def only_given(name: str, stmt: ast.stmt) -> bool:
+    """Whether a statement gives a name a value, and does not read it."""
+    if isinstance(stmt, ast.AugAssign):
+        return False
+    return not any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for part in own_expressions(stmt)
+        for node in walk(part)
+    )
+
+
+def own_expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement, without the statements in it."""
+    for child in ast.iter_child_nodes(stmt):
+        if isinstance(child, ast.expr | ast.withitem | ast.keyword):
+            yield child
 
 
 class _Flow:
@@ -130,7 +158,7 @@ class _Flow:
         self.loops: list[_Turn] = []
         self.heard = 0
         self.depth = 0
-        self.matters: dict[ast.stmt, bool] = {}
+        self.matters = mattering(names, scope) if names else set()
         self.stmt: ast.stmt = ast.Pass()
 
     def run(self, start: dict[str, tuple[Way, ...]]) -> list[Read]:
@@ -145,22 +173,10 @@ class _Flow:
             if state is None or self.depth > MAX_DEPTH:
                 break
             WORK.spend()
-            if self.concerns(stmt):
+            if stmt in self.matters:
                 state = self.statement(stmt, state)
         self.depth -= 1
         return state
-
-    def concerns(self, stmt: ast.stmt) -> bool:
-        """Whether a statement names one of the names, or may leave."""
-        found = self.matters.get(stmt)
-        if found is None:
-            found = self.matters[stmt] = any(
-                isinstance(node, ast.Return | ast.Raise | ast.Break | ast.Continue | ast.Assert | ast.Call | ast.Match)
-                or getattr(node, "id", getattr(node, "name", None)) in self.names
-                or isinstance(node, IMPORTS)
-                for node in walk(stmt)
-            )
-        return found
 
     def statement(self, stmt: ast.stmt, state: dict[str, tuple[Way, ...]]) -> State:
         self.stmt = stmt
@@ -443,6 +459,26 @@ class _Flow:
         return {name: tuple(way if fact in way else (*way, fact) for way in ways) for name, ways in state.items()}
 
 
+def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
+    """The statements that name one of some names or may leave, and those around them."""
+    found: set[ast.stmt] = set()
+    queue = [stmt for name in names for stmt, home in scope.module.named.get(name, ()) if home is scope]
+    queue += [stmt for stmt in scope.stmts if isinstance(stmt, LEAVES) or may_end(stmt)]
+    queue += [inner.node for name, inner in scope.defs.items() if name in names and isinstance(inner.node, ast.stmt)]
+    for stmt in queue:
+        current: ast.stmt | None = stmt
+        while current is not None and current not in found:
+            found.add(current)
+            current = scope.module.up.get(current, (None, ""))[0]
+    return found
+
+
+def may_end(stmt: ast.stmt) -> bool:
+    """Whether a statement is a call that may end the program: by its name, or of a function of the project."""
+    call = stmt.value if isinstance(stmt, ast.Expr) else None
+    return isinstance(call, ast.Call) and (isinstance(call.func, ast.Name) or last(call) in ENDS)
+
+
 @dataclass(eq=False, slots=True)
 class _Turn:
     """A loop that is being run: the names that it binds, the ways that come to it, and those that leave a turn."""
@@ -476,7 +512,7 @@ def never_returns(function: Scope | None) -> bool:
 
 
 def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool, tuple[str, bool]]]:
-    """The tests that one which has come out `when` is made of, each with how it has come out, and a key for its text."""
+    """The tests that one which has come out `when` is made of: each with its outcome, and a key for its text."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
     if isinstance(test, ast.NamedExpr):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.flow import Fact, Read, Way, gaps, nones, undecided
+from lockstep_lint.analysis.flow import Fact, Read, Way, gaps, may_be_none, nones, undecided
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import Words, idents, is_none, walk
 from lockstep_lint.analysis.view import View
@@ -27,12 +27,12 @@ def check(view: View) -> Iterator[Found]:
     if "rank" not in view.module.text and "main_process" not in view.module.text:
         return
     for scope in view.scopes:
-        if scope.kind == "class" or view.ranks.reserved(scope):
+        if scope.kind == "class":
             continue
         for read in gaps(scope, view.calls):
             if not read.never and left_out(view, read, scope):
                 yield Found(read.node, f"'{read.name}' is defined on rank 0 alone: the others stop here")
-        for read in nones(scope, view.calls, absent(view, scope)):
+        for read in nones(scope, emptied(view, scope), view.calls, absent(view, scope)):
             if left_out(view, read, scope):
                 yield Found(read.node, f"'{read.name}' is None on all ranks but 0: these stop here")
     yield from shared(view)
@@ -41,11 +41,22 @@ def check(view: View) -> Iterator[Found]:
 def left_out(view: View, read: Read, scope: Scope) -> bool:
     """Whether the other ranks come to a read by a way that gives its name no value."""
     stmt, module = read.stmt, scope.module
-    if view.ranks.side(stmt, scope) or view.ranks.single(stmt, scope):
+    if not any(of_others(view, way, read.name, scope) for way in read.ways):
         return False
-    if any(isinstance(node, ast.Try) for node, _ in above(stmt, module)):
+    if view.ranks.reserved(scope) or view.ranks.side(stmt, scope) or view.ranks.single(stmt, scope):
         return False
-    return any(of_others(view, way, read.name, scope) for way in read.ways)
+    return not any(isinstance(node, ast.Try) for node, _ in above(stmt, module))
+
+
+def emptied(view: View, scope: Scope) -> frozenset[str]:
+    """The names that are None, in one place, and get a value under a test of the rank."""
+    found: set[str] = set()
+    for name, binds in scope.binds.items():
+        if "." not in name and any(bind.value is not None and may_be_none(bind.value) for bind in binds):
+            chosen = any(isinstance(bind.value, ast.IfExp) for bind in binds)
+            if chosen or any(view.ranks.side(bind.stmt, scope) for bind in binds):
+                found.add(name)
+    return frozenset(found - scope.globals)
 
 
 def of_others(view: View, way: Way, name: str, scope: Scope) -> bool:
@@ -107,14 +118,16 @@ def shared(view: View) -> Iterator[Found]:
     for name in sorted(inner & {*top.binds} - {*top.defs} - {*view.module.imports}):
         homes = [(bind, home_of(bind.stmt, name, view)) for bind in top.binds[name]]
         if all(home is not None and view.ranks.side(bind.stmt, home) == 1 for bind, home in homes):
+            blocks: set[object] = set()
             for stmt, scope in view.module.named.get(name, ()):
                 local = scope.kind != "function" or name in scope.globals or name in scope.binds or name in scope.params
                 if local or view.ranks.reserved(scope) or tested(view, stmt, scope):
                     continue
                 node = next(names(view, stmt, name, scope), None)
-                if node is not None:
+                block = view.module.up.get(stmt, scope)
+                if node is not None and block not in blocks:
                     yield Found(node, f"'{name}' is defined on rank 0 alone: the others stop here")
-                    break
+                    blocks.add(block)
 
 
 def home_of(stmt: ast.stmt, name: str, view: View) -> Scope | None:

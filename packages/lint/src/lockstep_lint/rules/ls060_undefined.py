@@ -52,8 +52,10 @@ def check(view: View) -> Iterator[Found]:
     yield from early(view)
     yield from misspelt(view)
     if view.effects.mentioned(view.module, "parse_args"):
+        told: set[str] = set()
         for node, stmt, scope in view.options.missing(view.module):
-            if not hears(stmt, scope):
+            if node.attr not in told and not hears(stmt, scope):
+                told.add(node.attr)
                 yield Found(
                     node, f"no parser adds the option '{node.attr}', and nothing sets it: an AttributeError here"
                 )
@@ -65,13 +67,20 @@ def undefined(view: View) -> Iterator[Found]:
     known = file_names(view, module)
     if known is None or module.path.endswith(".ipynb") or not readable(module.top):
         return
-    for name, places in module.named.items():
-        for stmt, scope in places if name not in known else ():
-            if not any(name in bound_in(each) for each in around(scope)):
-                node = next(reads_of(name, stmt), None)
-                if node is not None and not hears(stmt, scope) and reached(view, stmt, scope):
-                    yield Found(node, f"'{name}' is defined nowhere: a NameError here")
-                    break
+    unknown = [
+        (name, stmt, scope)
+        for name, places in module.named.items()
+        for stmt, scope in (places if name not in known else ())
+        if not any(name in bound_in(each) for each in around(scope))
+    ]
+    stops = {scope: stmt.lineno for _, stmt, scope in unknown if is_bare(stmt)}  # `never_tested`, to end the run there
+    told: set[str] = set()
+    for name, stmt, scope in unknown:
+        if name not in told and stmt.lineno < stops.get(scope, stmt.lineno + 1):
+            node = next(reads_of(name, stmt), None)
+            if node is not None and not hears(stmt, scope) and reached(view, stmt, scope):
+                yield Found(node, f"'{name}' is defined nowhere: a NameError here")
+                told.add(name)
 
 
 @kept
@@ -88,6 +97,7 @@ def _handled(module: Module) -> frozenset[str]:
 def file_names(view: View, module: Module, depth: int = 0) -> set[str] | None:
     """The names that all of a file can see; None where a star import brings some that are out of sight."""
     found = {*module.top.binds, *module.top.defs, *module.imports, *BUILTIN}
+    found |= {each.module.partition(".")[0] for each in module.imported if each.level}  # a package's own files
     if "except" in module.text or "match" in module.text:
         found |= _handled(module)
     for star in module.stars:
@@ -116,7 +126,7 @@ def bound_in(scope: Scope) -> frozenset[str]:
 
 def reads_of(name: str, stmt: ast.stmt) -> Iterator[ast.Name]:
     """The reads of a name in a statement, if it is not a variable of a comprehension or a lambda there."""
-    if isinstance(stmt, ast.Raise) or (isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Name)):
+    if isinstance(stmt, ast.Raise) or is_bare(stmt):
         return  # it ends there in any case
     parts = own_parts(stmt)
     nodes = [node for part in parts for node in walk(part)]
@@ -125,6 +135,11 @@ def reads_of(name: str, stmt: ast.stmt) -> Iterator[ast.Name]:
         if stored or (isinstance(node, ast.arg) and node.arg == name):
             return
     yield from (node for node in nodes if isinstance(node, ast.Name) and node.id == name)
+
+
+def is_bare(stmt: ast.stmt) -> bool:
+    """Whether a statement is a name alone."""
+    return isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Name)
 
 
 def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
@@ -234,4 +249,9 @@ if __name__ == "__main__":
     check=check,
     fix="unsafe",
     remedy="Define it, or correct its name",
+    note=(
+        "Names are asked for in code that something in the project names; options where the whole parser of argparse "
+        "is in sight and no program adds or sets one of that name. Files with star imports out of sight, `exec` or "
+        "`globals()`, notebooks, and reads under a handler that may hear of it are left alone."
+    ),
 )

@@ -140,4 +140,9 @@ if __name__ == "__main__":
     check=check,
     fix="unsafe",
     remedy="Give the name a value in both arms, or read it under the same test",
+    note=(
+        "One test of an option must lead past all values, with two arms, or as a switch of a parser, or by a literal "
+        "of a call; nothing after it but the rank may decide whether the read is reached. Chains of `elif` and loops "
+        "that may not turn do not count."
+    ),
 )
