@@ -90,6 +90,7 @@ def test_a_name_that_nothing_defines():
     [
         "def step(batch):\n    return model(batch)\n",  # nothing calls it
         "from models import *\n\nprint(model(2))\n",
+        "print(model(2))\n",  # a few lines, no program
         "print([item for item in range(2)], {k: v for k, v in ()}, lambda x: x)\n",
         "try:\n    print(model)\nexcept NameError:\n    pass\n",
         "try:\n    pass\nexcept OSError as error:\n    print(error)\n",
@@ -103,6 +104,19 @@ def test_a_name_that_nothing_defines():
 )
 def test_a_name_that_may_be_there(text):
     assert found(text) == []
+
+
+def test_functions_of_one_name_in_two_arms():
+    lines = [
+        "if args.line:",
+        "    def cut(x):",
+        "        return x",
+        "else:",
+        "    def cut(x):",
+        "        return 2",
+        "cut(1)",
+    ]
+    assert found(ways(lines)) == []
 
 
 def test_a_name_that_is_read_before_its_value():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.context import above
-from lockstep_lint.analysis.index import IMPORTS, Scope
+from lockstep_lint.analysis.index import DEFINITIONS, IMPORTS, Scope
 from lockstep_lint.analysis.nodes import is_none, last, walk
 
 __all__ = ["Fact", "Read", "Way", "gaps", "hears", "may_be_none", "nones", "readable", "starred", "undecided"]
@@ -110,6 +110,8 @@ def doubtful(name: str, scope: Scope) -> bool:
     up = scope.module.up
     first: dict[object, int] = {}
     given = [bind.stmt for bind in scope.binds.get(name, ())]
+    if name in scope.defs:
+        given += [stmt for stmt in scope.stmts if isinstance(stmt, DEFINITIONS) and stmt.name == name]
     for stmt in given:
         blocks: list[object] = [up.get(stmt)]
         if isinstance(stmt, ast.For | ast.AsyncFor | ast.With | ast.AsyncWith):
@@ -464,7 +466,7 @@ def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
     found: set[ast.stmt] = set()
     queue = [stmt for name in names for stmt, home in scope.module.named.get(name, ()) if home is scope]
     queue += [stmt for stmt in scope.stmts if isinstance(stmt, LEAVES) or may_end(stmt)]
-    queue += [inner.node for name, inner in scope.defs.items() if name in names and isinstance(inner.node, ast.stmt)]
+    queue += [stmt for stmt in scope.stmts if isinstance(stmt, DEFINITIONS) and stmt.name in names]
     for stmt in queue:
         current: ast.stmt | None = stmt
         while current is not None and current not in found:

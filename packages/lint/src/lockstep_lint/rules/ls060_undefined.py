@@ -65,7 +65,8 @@ def undefined(view: View) -> Iterator[Found]:
     """Yield the names that neither their function, nor what is around it, nor the file gives a value."""
     module = view.module
     known = file_names(view, module)
-    if known is None or module.path.endswith(".ipynb") or not readable(module.top):
+    fragment = len(module.scopes) == 1  # a few lines, to be put into a program
+    if known is None or fragment or module.path.endswith(".ipynb") or not readable(module.top):
         return
     unknown = [
         (name, stmt, scope)
