@@ -48,8 +48,9 @@ ALIKE = 0.9
 
 def check(view: View) -> Iterator[Found]:
     """Looks for names, options and variables of the environment that are defined nowhere."""
-    yield from undefined(view)
-    yield from early(view)
+    if len(view.scopes) > 1:  # not a few lines that are to be put into a program
+        yield from undefined(view)
+        yield from early(view)
     yield from misspelt(view)
     if view.effects.mentioned(view.module, "parse_args"):
         told: set[str] = set()
@@ -65,8 +66,7 @@ def undefined(view: View) -> Iterator[Found]:
     """Yield the names that neither their function, nor what is around it, nor the file gives a value."""
     module = view.module
     known = file_names(view, module)
-    fragment = len(module.scopes) == 1  # a few lines, to be put into a program
-    if known is None or fragment or module.path.endswith(".ipynb") or not readable(module.top):
+    if known is None or module.path.endswith(".ipynb") or not readable(module.top):
         return
     unknown = [
         (name, stmt, scope)
