@@ -175,8 +175,8 @@ MUTATIONS = [
     ("LS018", "ddp", [replace(WRAP, f"if rank == 0:\n    {WRAP}")]),
     ("LS021", "ddp", [
         prepend("import os", "from helpers.amp import Scaler"), drop("optimizer.zero_grad()"), drop("scaler.unscale_"),
-        drop("torch.nn.utils.clip"), drop("scaler.update()"), drop("scaler = "),
-        prepend("if i % 100", "loss_scaler = Scaler()"), replace("scaler.step(optimizer)", "pass"),
+        drop("torch.nn.utils.clip"), drop("scaler.update()"), replace("scaler = ", "scaler = None"),
+        prepend("running = ", "loss_scaler = Scaler()"), replace("scaler.step(optimizer)", "pass"),
         replace("scaler.scale(loss).backward()", "loss_scaler(loss, optimizer)"),
     ]),
     ("LS025", "ddp", [drop("dist.barrier()")]),
@@ -194,11 +194,11 @@ MUTATIONS = [
     ("LS037", "ddp", [
         prepend("for epoch in", "if rank == 0:\n    epochs = len(os.listdir('x'))"),
     ]),
-    ("LS038", "ddp", [replace("x, y = ", "x, y = next(iter(loader))")]),
+    ("LS038", "ddp", [replace("x, y = ", "x, y = next(iter(loader))"), append("from contextlib", "loader = []")]),
     ("LS029", "ddp", [append("local_rank = ", "os.environ['NCCL_BLOCKING_WAIT'] = '1'")]),
     ("LS040", "ddp", [
         prepend("model = DistributedDataParallel", (
-            "rates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"
+            "lr = 1e-3\nrates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"
         )),
     ]),
     ("LS041", "ddp", [
@@ -252,7 +252,7 @@ MUTATIONS = [
         Swap(SAVED, SAVED.replace("}", ", 'epoch': epoch}")),
     ]),
     ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
-    ("LS053", "ddp", [append("import os", LINES)]),
+    ("LS053", "ddp", [append("from contextlib", LINES)]),
     ("LS054", "ddp", [append("optimizer = ", "model.module.net = nn.Linear(8, 2)")]),
     ("LS055", "ddp", [
         prepend("for epoch in", (
@@ -296,7 +296,15 @@ MUTATIONS = [
     ("LS064", "ddp", [
         replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
     ]),
-    ("LS056", "ddp", [drop("states = "), drop("torch.save("), prepend("for epoch in", "epochs = 100")]),
+    ("LS056", "ddp", [
+        drop("states = "), drop("dist.all_gather_object"), drop("torch.save("), prepend("for epoch in", "epochs = 100"),
+    ]),
+    ("LS060", "ddp", [replace("score = ", "score = evaluate(model, val_loader, loss, device)")]),
+    ("LS061", "ddp", [
+        replace("val_sampler = ", (
+            "if epochs > 1:\n    val_sampler = DistributedSampler(val_data, shuffle=False)\nelse:\n    order = None"
+        )),
+    ]),
 ]  # fmt: skip
 
 

@@ -4,9 +4,12 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.index import Bind, Scope, Site
-from lockstep_lint.analysis.nodes import Words, idents, walk
+from lockstep_lint.analysis.flow import Fact, Read, Way, gaps, may_be_none, nones, undecided
+from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.nodes import Words, idents, is_none, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import operands
 from lockstep_lint.finding import Confidence, Severity
@@ -16,6 +19,7 @@ __all__ = ["RULE"]
 
 # What is on where rank 0 is, in most scripts: `verbose = args.verbose * (rank == 0)`.
 VERBOSE = Words(r"^(self_|args_)?verb(ose|osity)?$")
+MAX_CALLERS = 20
 # What wandb refuses where there is no run.
 TRACKS = Words(r"wandb|w_and_b|track|log|report|writer|main|master|rank", re.IGNORECASE)
 NEEDS_RUN = ("log", "save", "watch", "alert", "log_artifact")
@@ -23,20 +27,22 @@ COMPREHENSION = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for names whose every value is given under a test of the rank, and that are read outside of one; and for
-    calls of a tracker whose run only one rank has.
+    """Looks for names that only the main rank gives a value, or more than None, and that all ranks use; and for calls
+    of a tracker whose run only one rank has.
     """
     yield from without_run(view)
     if "rank" not in view.module.text and "main_process" not in view.module.text:
         return
     for scope in view.scopes:
-        for name, binds in scope.binds.items() if scope.kind != "class" else ():
-            if "." in name or name in scope.params or name in scope.globals or name in scope.module.imports:
-                continue
-            if own(view, binds, scope):
-                read = next(reads(view, name, binds, scope), None)
-                if read is not None:
-                    yield Found(read, f"'{name}' is defined on rank 0 alone: the others stop here")
+        if scope.kind == "class":
+            continue
+        for read in gaps(scope, view.calls):
+            if not read.never and left_out(view, read, scope):
+                yield Found(read.node, f"'{read.name}' is defined on rank 0 alone: the others stop here")
+        for read in nones(scope, emptied(view, scope), view.calls, absent(view, scope)):
+            if left_out(view, read, scope):
+                yield Found(read.node, f"'{read.name}' is None on all ranks but 0: these stop here")
+    yield from shared(view)
 
 
 def without_run(view: View) -> Iterator[Found]:
@@ -59,33 +65,109 @@ def flags(site: Site) -> set[str]:
     return {ast.unparse(part) for part in parts if any(TRACKS.search(name) for name in idents(part))}
 
 
-def own(view: View, binds: list[Bind], scope: Scope) -> bool:
-    """Whether only the main rank gives a name any of its values."""
-    return all(
-        bind.how in ("assign", "with", "aug")
-        and view.ranks.side(bind.stmt, scope) == 1
-        and not any(isinstance(node, ast.Try) for node, _ in above(bind.stmt, scope.module))
-        for bind in binds
-    )
+def left_out(view: View, read: Read, scope: Scope) -> bool:
+    """Whether the other ranks come to a read by a way that gives its name no value."""
+    stmt, module = read.stmt, scope.module
+    if not any(of_others(view, way, read.name, scope) for way in read.ways):
+        return False
+    if view.ranks.reserved(scope) or view.ranks.side(stmt, scope) or view.ranks.single(stmt, scope):
+        return False
+    return not any(isinstance(node, ast.Try) for node, _ in above(stmt, module))
 
 
-def reads(view: View, name: str, binds: list[Bind], scope: Scope) -> Iterator[ast.Name]:
-    """The places after its first value where all ranks read a name."""
-    first = min(bind.stmt.lineno for bind in binds)
-    if view.ranks.reserved(scope):
-        return
-    for stmt, home in scope.module.named.get(name, []):
-        if home is not scope or stmt.lineno <= first or tested(view, stmt, scope):
-            continue
-        if any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module)):
-            continue
-        yield from names(view, stmt, name, scope)
+def emptied(view: View, scope: Scope) -> frozenset[str]:
+    """The names that are None, in one place, and get a value under a test of the rank."""
+    found: set[str] = set()
+    for name, binds in scope.binds.items():
+        if "." not in name and any(bind.value is not None and may_be_none(bind.value) for bind in binds):
+            chosen = any(isinstance(bind.value, ast.IfExp) for bind in binds)
+            if chosen or any(view.ranks.side(bind.stmt, scope) for bind in binds):
+                found.add(name)
+    return frozenset(found - scope.globals)
+
+
+def of_others(view: View, way: Way, name: str, scope: Scope) -> bool:
+    """Whether only the other ranks go a way, and a test of the rank is what leads past the value."""
+    if any(fact.node is None or fact.scope is not scope for fact in way):
+        return False
+    sides = [side_of(view, fact, way) for fact in way]
+    causes = [side for fact, side in zip(way, sides, strict=True) if fact.cause]
+    if 1 in sides or len(causes) != 1 or causes[0] >= 0:
+        return False
+    rest = [fact for fact, side in zip(way, sides, strict=True) if not side and fact.node is not None]
+    return not any(hides(view, fact, scope) for fact in rest)
+
+
+def side_of(view: View, fact: Fact, way: Way) -> int:
+    """The ranks for which a test comes out so; a parameter is None where the calls of these ranks say so."""
+    assert fact.node is not None
+    found = view.ranks.tests.test(fact.node, fact.scope, fact.holds)
+    name, _, rest = fact.key.partition(" ")
+    if not found and rest == "is None" and name in absent(view, fact.scope):
+        return -1 if fact.when else 1
+    if not found and isinstance(fact.node, ast.BoolOp):  # `not (rank == 0 and video)`, where `video` holds
+        left = undecided(fact, way)
+        return view.ranks.tests.test(left[0], fact.scope, fact.holds) if len(left) == 1 else 0
+    return found
+
+
+def hides(view: View, fact: Fact, scope: Scope) -> bool:
+    """Whether a test may tell the ranks too: it asks for None, for output, for one process, or for a name that only
+    some ranks give a value.
+    """
+    assert fact.node is not None
+    if fact.key.endswith(" is None") or view.ranks.tests.many(fact.node, fact.scope, fact.holds) == -1:
+        return True
+    names = {*idents(fact.node)}
+    given = (bind for name in names for bind in scope.binds.get(name, ()))
+    return any(map(VERBOSE.search, names)) or any(view.ranks.side(bind.stmt, scope) for bind in given)
+
+
+@kept
+def absent(view: View, scope: Scope) -> dict[str, tuple[Way, ...]]:
+    """The parameters for which the calls of the other ranks, and only these, give None."""
+    found: dict[str, tuple[Way, ...]] = {}
+    callers = view.calls.callers(scope)[:MAX_CALLERS] if scope.kind == "function" else []
+    for name in scope.params if len(callers) > 1 else ():
+        given = [(site, passed(site, scope, name)) for site in callers]
+        none = [site for site, value in given if value is not None and is_none(value)]
+        others = [site for site in none if view.ranks.side(site.stmt, site.scope) == -1]
+        if none and len(others) == len(none) < len(given) and all(value is not None for _, value in given):
+            test = ast.Compare(ast.Name(name, ast.Load()), [ast.Is()], [ast.Constant(None)])
+            found[name] = ((Fact(f"{name} is None", True, test, scope, cause=True),),)
+    return found
+
+
+def shared(view: View) -> Iterator[Found]:
+    """Yield the reads, in functions of all ranks, of names of the file that only the main rank gives a value."""
+    top = view.module.top
+    inner = {name for scope in view.scopes if scope.kind == "function" for name in scope.globals}
+    for name in sorted(inner & {*top.binds} - {*top.defs} - {*view.module.imports}):
+        homes = [(bind, home_of(bind.stmt, name, view)) for bind in top.binds[name]]
+        if all(home is not None and view.ranks.side(bind.stmt, home) == 1 for bind, home in homes):
+            blocks: set[object] = set()
+            for stmt, scope in view.module.named.get(name, ()):
+                local = scope.kind != "function" or name in scope.globals or name in scope.binds or name in scope.params
+                if local or view.ranks.reserved(scope) or tested(view, stmt, scope):
+                    continue
+                node = next(names(view, stmt, name, scope), None)
+                block = view.module.up.get(stmt, scope)
+                if node is not None and block not in blocks:
+                    yield Found(node, f"'{name}' is defined on rank 0 alone: the others stop here")
+                    blocks.add(block)
+
+
+def home_of(stmt: ast.stmt, name: str, view: View) -> Scope | None:
+    """The function that a statement stands in, if it says that a name is the file's."""
+    return next((scope for scope in view.scopes if name in scope.globals and stmt in scope.stmts), None)
 
 
 def tested(view: View, stmt: ast.stmt, scope: Scope) -> bool:
     """Whether only some ranks come to a statement, or there is but one process there, or a value decides that."""
     there = any(
-        isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is | ast.IsNot)
+        isinstance(test, ast.Compare)
+        and isinstance(test.ops[0], ast.Is | ast.IsNot)
+        and isinstance(test.left, ast.Name | ast.Attribute)
         for guard in guards(stmt, scope.module)
         for test in operands(guard.test)
     )  # `if scores is not None`, which only rank 0 may have got

@@ -1,0 +1,258 @@
+"""LS060: a name, an option or an attribute that nothing defines."""
+
+import ast
+import builtins
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.flow import gaps, hears, readable, starred
+from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.nodes import constant, head, last, strings, walk
+from lockstep_lint.analysis.view import View
+from lockstep_lint.finding import Confidence, Severity
+from lockstep_lint.rules.base import Found, Rule
+
+__all__ = ["RULE"]
+
+BUILTIN = frozenset(dir(builtins)) | {
+    "__file__",
+    "__path__",
+    "__builtins__",
+    "__annotations__",
+    "__class__",
+    "__qualname__",
+}
+BUILTIN |= {"__module__", "WindowsError", "reveal_type", "display", "profile"}
+# Of Python 2: such a script is of another time.
+BUILTIN |= {
+    "unicode",
+    "xrange",
+    "raw_input",
+    "basestring",
+    "long",
+    "unichr",
+    "reduce",
+    "file",
+    "execfile",
+    "cmp",
+    "reload",
+}
+OF_DISTRIBUTED = COLLECTIVES | {"init_process_group", "destroy_process_group", "get_rank", "get_world_size"}
+OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "is_nccl_available", "isend", "irecv", "send", "recv"}
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "CUDA_LAUNCH_BLOCKING")
+ALIKE = 0.9
+
+
+def check(view: View) -> Iterator[Found]:
+    """Looks for names, options and variables of the environment that are defined nowhere."""
+    if len(view.scopes) > 1:  # not a few lines that are to be put into a program
+        yield from undefined(view)
+        yield from early(view)
+    yield from misspelt(view)
+    if view.effects.mentioned(view.module, "parse_args"):
+        told: set[str] = set()
+        for node, stmt, scope in view.options.missing(view.module):
+            if node.attr not in told and not hears(stmt, scope):
+                told.add(node.attr)
+                yield Found(
+                    node, f"no parser adds the option '{node.attr}', and nothing sets it: an AttributeError here"
+                )
+
+
+def undefined(view: View) -> Iterator[Found]:
+    """Yield the names that neither their function, nor what is around it, nor the file gives a value."""
+    module = view.module
+    known = file_names(view, module)
+    if known is None or module.path.endswith(".ipynb") or not readable(module.top):
+        return
+    unknown = [
+        (name, stmt, scope)
+        for name, places in module.named.items()
+        for stmt, scope in (places if name not in known else ())
+        if not any(name in bound_in(each) for each in around(scope))
+    ]
+    stops = {scope: stmt.lineno for _, stmt, scope in unknown if is_bare(stmt)}  # `never_tested`, to end the run there
+    told: set[str] = set()
+    for name, stmt, scope in unknown:
+        if name not in told and stmt.lineno < stops.get(scope, stmt.lineno + 1):
+            node = next(reads_of(name, stmt), None)
+            if node is not None and not hears(stmt, scope) and reached(view, stmt, scope):
+                yield Found(node, f"'{name}' is defined nowhere: a NameError here")
+                told.add(name)
+
+
+@kept
+def _handled(module: Module) -> frozenset[str]:
+    found: set[str] = set()
+    for node in walk(module.source.tree) if module.source.tree is not None else ():
+        if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            found.add(node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            found.add(node.rest)
+    return frozenset(found)
+
+
+def file_names(view: View, module: Module, depth: int = 0) -> set[str] | None:
+    """The names that all of a file can see; None where a star import brings some that are out of sight."""
+    found = {*module.top.binds, *module.top.defs, *module.imports, *BUILTIN}
+    found |= {each.module.partition(".")[0] for each in module.imported if each.level}  # a package's own files
+    if "except" in module.text or "match" in module.text:
+        found |= _handled(module)
+    for star in module.stars:
+        target = view.project.find(module, star.module, star.level)
+        brought = file_names(view, target, depth + 1) if target is not None and depth < 3 else None
+        if brought is None:
+            return None
+        found |= brought
+    return found
+
+
+def around(scope: Scope) -> Iterator[Scope]:
+    """A scope, and those around it whose names it sees."""
+    current: Scope | None = scope
+    while current is not None:
+        if current is scope or current.kind != "class":
+            yield current
+        current = current.parent
+
+
+@kept
+def bound_in(scope: Scope) -> frozenset[str]:
+    """The names that a function or class gives a value."""
+    return frozenset((*scope.binds, *scope.params, *scope.defs, *starred(scope), *scope.globals))
+
+
+def reads_of(name: str, stmt: ast.stmt) -> Iterator[ast.Name]:
+    """The reads of a name in a statement, if it is not a variable of a comprehension or a lambda there."""
+    if isinstance(stmt, ast.Raise) or is_bare(stmt):
+        return  # it ends there in any case
+    parts = own_parts(stmt)
+    nodes = [node for part in parts for node in walk(part)]
+    for node in nodes:
+        stored = isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load) and node.id == name
+        if stored or (isinstance(node, ast.arg) and node.arg == name):
+            return
+    yield from (node for node in nodes if isinstance(node, ast.Name) and node.id == name)
+
+
+def is_bare(stmt: ast.stmt) -> bool:
+    """Whether a statement is a name alone."""
+    return isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Name)
+
+
+def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """The expressions of a statement that are worked out, without the statements in it."""
+    for name, value in ast.iter_fields(stmt):
+        if name in ("annotation", "returns", "args"):
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, ast.expr | ast.withitem | ast.keyword):
+                yield item
+    if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield from (*stmt.args.defaults, *filter(None, stmt.args.kw_defaults))
+
+
+def reached(view: View, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a program may come to a statement: something names each function and class around it; the trial of a file
+    that others import (`if __name__ == "__main__":`) is no program.
+    """
+    current = scope
+    while current.parent is not None:
+        if not mentioned(view, current):
+            return False
+        current = current.parent
+    trial = scope.kind == "module" and any("__main__" in strings(guard.test) for guard in guards(stmt, scope.module))
+    return not trial or bool(view.training) or not view.project.importers(scope.module)
+
+
+@kept
+def mentioned(view: View, scope: Scope) -> bool:
+    """Whether anything names a function or a class, beside where it is defined; a framework calls what is derived."""
+    owner = scope.parent
+    derived = owner is not None and isinstance(owner.node, ast.ClassDef) and bool(owner.node.bases)
+    if scope.name.startswith("__") or scope.decorators or derived:
+        return True
+    members = view.project.family(scope.module)
+    defined = sum(other.name == scope.name for member in members for other in member.scopes)
+    return sum(member.words[scope.name] for member in members) > defined
+
+
+def early(view: View) -> Iterator[Found]:
+    """Yield the reads of a function's own names that stand before every place that gives them a value."""
+    for scope in view.scopes if not view.module.path.endswith(".ipynb") else ():
+        for read in gaps(scope, view.calls):
+            if (
+                read.never
+                and reached(view, read.stmt, scope)
+                and not (scope.kind == "module" and (read.name in BUILTIN or scope.module.stars))
+            ):
+                kind = "an UnboundLocalError" if scope.kind == "function" else "a NameError"
+                yield Found(read.node, f"'{read.name}' is read before it gets a value: {kind} here")
+
+
+def misspelt(view: View) -> Iterator[Found]:
+    """Yield attributes of torch.distributed, and variables of the environment, that are nearly right."""
+    module = view.module
+    for scope in view.scopes if "distributed" in module.text else ():
+        for node, _ in scope.reads:
+            imported = module.imports.get(head(node) or "")
+            if node.attr in OF_DISTRIBUTED or imported is None or not imported.full.startswith("torch"):
+                continue
+            known = view.names.qualify(node.value, scope) == "torch.distributed"
+            for meant in get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE) if known else ():
+                yield Found(node, f"torch.distributed has no '{node.attr}', only '{meant}': an AttributeError here")
+    for scope in view.scopes if "environ" in module.text else ():
+        for stmt in scope.stmts:
+            for target in stmt.targets if isinstance(stmt, ast.Assign) else ():
+                key = (
+                    constant(target.slice) if isinstance(target, ast.Subscript) and last(target) == "environ" else None
+                )
+                for meant in get_close_matches(key, VARIABLES, 1, ALIKE) if isinstance(key, str) else ():
+                    if key not in VARIABLES:
+                        yield Found(target, f"nothing reads '{key}': '{meant}' is meant, and keeps its value")
+
+
+RULE = Rule(
+    code="LS060",
+    name="defined nowhere",
+    what="A name, an option or an attribute is read that nothing defines.",
+    why="The run ends there, often after hours, where the last epoch is saved or the scores are shown.",
+    bad="""
+import argparse
+import torch
+
+def save(model, args):
+    torch.save(model.state_dict(), f"{args.name}.pt")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=1e-3)
+    save(torch.nn.Linear(2, 2), parser.parse_args())
+""",
+    good="""
+import argparse
+import torch
+
+def save(model, args):
+    torch.save(model.state_dict(), f"{args.name}.pt")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--name", default="last")
+    save(torch.nn.Linear(2, 2), parser.parse_args())
+""",
+    severity=Severity.ERROR,
+    confidence=Confidence.HIGH,
+    check=check,
+    fix="unsafe",
+    remedy="Define it, or correct its name",
+    note=(
+        "Names are asked for in code that something in the project names; options where the whole parser of argparse "
+        "is in sight and no program adds or sets one of that name. Files with star imports out of sight, `exec` or "
+        "`globals()`, notebooks, and reads under a handler that may hear of it are left alone."
+    ),
+)
