@@ -8,7 +8,7 @@ import pytest
 
 from lockstep_lint.command import command
 
-BAD = "import torch\n\nmodel = torch.nn.parallel.DistributedDataParallel(net, timeout=60)\n"
+BAD = "import torch\nfrom nets import net\nmodel = torch.nn.parallel.DistributedDataParallel(net, timeout=60)\n"
 CLEAN = "import torch\n"
 
 
@@ -101,7 +101,7 @@ def test_a_habit_is_told_once_to_a_person_and_whole_to_a_program(folder, capsys)
 
 
 def test_hints_are_looked_for_on_request_and_are_no_failure(folder, capsys):
-    (folder / "bad.py").write_text("import torch\n\nmodel.load(torch.load('cuda.pt'))\n")
+    (folder / "bad.py").write_text("import torch\nfrom nets import model\nmodel.load(torch.load('cuda.pt'))\n")
     for argv, code, found in (
         ([], 0, False),
         (["--hints"], 0, True),

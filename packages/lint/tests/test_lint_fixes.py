@@ -61,9 +61,12 @@ def test_what_is_not_safe_stays(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("m = torch.nn.DataParallel(one)\n", "fixed nothing: 1 finding, none that --fix can correct\n"),
         (
-            "m = torch.nn.DataParallel(one)\nn = torch.nn.DataParallel(two)\n",
+            "from nets import one\nm = torch.nn.DataParallel(one)\n",
+            "fixed nothing: 1 finding, none that --fix can correct\n",
+        ),
+        (
+            "from nets import one, two\nm = torch.nn.DataParallel(one)\nn = torch.nn.DataParallel(two)\n",
             "fixed nothing: 2 findings, none that --fix can correct\n",
         ),
         (

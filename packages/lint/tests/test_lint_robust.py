@@ -235,4 +235,9 @@ def test_a_test_of_the_rank_is_worked_out_once(monkeypatch):
 
 
 def test_a_call_of_get_without_arguments():
-    assert check_text("import torch\n\npin_memory = loader.get()\nbatch = batch.cuda()\n", ALL) == []
+    assert (
+        check_text(
+            "import torch\nfrom data import batch, loader\npin_memory = loader.get()\nbatch = batch.cuda()\n", ALL
+        )
+        == []
+    )

@@ -14,7 +14,7 @@ from lockstep_lint.command import command, parser
 from lockstep_lint.output import LEVELS
 
 ROOT = Path(__file__).parents[3]
-BAD = "import torch\n\nmodel.load(torch.load('cuda.pt'))\n"
+BAD = "import torch\nfrom nets import model\nmodel.load(torch.load('cuda.pt'))\n"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_finding_is_known_again_when_its_line_moves(folder, capsys):
     path = folder / "twice.py"
     before = prints(path, BAD + BAD.splitlines()[-1] + "\n", capsys)
     assert len(set(before)) == 2
-    assert prints(path, BAD.replace("\n\n", "\n\n\nx = 1\n") + "y = 2\n" + BAD.splitlines()[-1], capsys) == before
+    assert prints(path, BAD.replace("model\n", "model\n\nx = 1\n") + "y = 2\n" + BAD.splitlines()[-1], capsys) == before
     assert prints(path, BAD.replace("cuda.pt", "other.pt"), capsys)[0] not in before
 
 

@@ -70,7 +70,7 @@ class Options:
                 return []
             if len(call.args) > 1 or call.keywords or not self.is_parser(call.func.value, origin.scope):
                 return []
-            found.append(Site(call, ast.Pass(), origin.scope, "parse_args"))
+            found.append(Site(call, ast.Pass(), origin.scope, "parse_args", call))
         return found
 
     def is_parser(self, node: ast.expr, scope: Scope) -> bool:

@@ -7,39 +7,21 @@ from difflib import get_close_matches
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
-from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.flow import gaps, hears, readable, starred
 from lockstep_lint.analysis.index import Module, Scope
-from lockstep_lint.analysis.nodes import constant, head, last, strings, walk
+from lockstep_lint.analysis.nodes import constant, head, last, walk
+from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
-BUILTIN = frozenset(dir(builtins)) | {
-    "__file__",
-    "__path__",
-    "__builtins__",
-    "__annotations__",
-    "__class__",
-    "__qualname__",
-}
-BUILTIN |= {"__module__", "WindowsError", "reveal_type", "display", "profile"}
+# What Python, a notebook or a profiler puts there.
+OFFERED = "__file__ __path__ __builtins__ __annotations__ __class__ __qualname__ __module__ WindowsError reveal_type display profile"
 # Of Python 2: such a script is of another time.
-BUILTIN |= {
-    "unicode",
-    "xrange",
-    "raw_input",
-    "basestring",
-    "long",
-    "unichr",
-    "reduce",
-    "file",
-    "execfile",
-    "cmp",
-    "reload",
-}
+OLD = "unicode xrange raw_input basestring long unichr reduce file execfile cmp reload"
+BUILTIN = frozenset((*dir(builtins), *OFFERED.split(), *OLD.split()))
 OF_DISTRIBUTED = COLLECTIVES | {"init_process_group", "destroy_process_group", "get_rank", "get_world_size"}
 OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "is_nccl_available", "isend", "irecv", "send", "recv"}
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "CUDA_LAUNCH_BLOCKING")
@@ -48,9 +30,8 @@ ALIKE = 0.9
 
 def check(view: View) -> Iterator[Found]:
     """Looks for names, options and variables of the environment that are defined nowhere."""
-    if len(view.scopes) > 1:  # not a few lines that are to be put into a program
-        yield from undefined(view)
-        yield from early(view)
+    yield from undefined(view)
+    yield from early(view)
     yield from misspelt(view)
     if view.effects.mentioned(view.module, "parse_args"):
         told: set[str] = set()
@@ -79,8 +60,9 @@ def undefined(view: View) -> Iterator[Found]:
     for name, stmt, scope in unknown:
         if name not in told and stmt.lineno < stops.get(scope, stmt.lineno + 1):
             node = next(reads_of(name, stmt), None)
-            if node is not None and not hears(stmt, scope) and reached(view, stmt, scope):
-                yield Found(node, f"'{name}' is defined nowhere: a NameError here")
+            if node is not None and not hears(stmt, scope) and ends_run(view, stmt, scope):
+                level = Severity.HINT if is_demonstration(view, stmt, scope) else None
+                yield Found(node, f"'{name}' is defined nowhere: a NameError here", level)
                 told.add(name)
 
 
@@ -155,38 +137,14 @@ def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
         yield from (*stmt.args.defaults, *filter(None, stmt.args.kw_defaults))
 
 
-def reached(view: View, stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a program may come to a statement: something names each function and class around it; the trial of a file
-    that others import (`if __name__ == "__main__":`) is no program.
-    """
-    current = scope
-    while current.parent is not None:
-        if not mentioned(view, current):
-            return False
-        current = current.parent
-    trial = scope.kind == "module" and any("__main__" in strings(guard.test) for guard in guards(stmt, scope.module))
-    return not trial or bool(view.training) or not view.project.importers(scope.module)
-
-
-@kept
-def mentioned(view: View, scope: Scope) -> bool:
-    """Whether anything names a function or a class, beside where it is defined; a framework calls what is derived."""
-    owner = scope.parent
-    derived = owner is not None and isinstance(owner.node, ast.ClassDef) and bool(owner.node.bases)
-    if scope.name.startswith("__") or scope.decorators or derived:
-        return True
-    members = view.project.family(scope.module)
-    defined = sum(other.name == scope.name for member in members for other in member.scopes)
-    return sum(member.words[scope.name] for member in members) > defined
-
-
 def early(view: View) -> Iterator[Found]:
     """Yield the reads of a function's own names that stand before every place that gives them a value."""
     for scope in view.scopes if not view.module.path.endswith(".ipynb") else ():
         for read in gaps(scope, view.calls):
             if (
                 read.never
-                and reached(view, read.stmt, scope)
+                and ends_run(view, read.stmt, scope)
+                and not is_demonstration(view, read.stmt, scope)
                 and not (scope.kind == "module" and (read.name in BUILTIN or scope.module.stars))
             ):
                 kind = "an UnboundLocalError" if scope.kind == "function" else "a NameError"

@@ -8,10 +8,11 @@ from lockstep_lint.analysis.flow import Fact, Way, gaps
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import constant, dotted
 from lockstep_lint.analysis.origins import default
+from lockstep_lint.analysis.reach import ends_run
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
-from lockstep_lint.rules.ls060_undefined import BUILTIN, reached
+from lockstep_lint.rules.ls060_undefined import BUILTIN
 
 __all__ = ["RULE"]
 
@@ -25,7 +26,7 @@ def check(view: View) -> Iterator[Found]:
     for scope in view.scopes:
         for read in gaps(scope, view.calls):
             hidden = scope.kind == "module" and (read.name in BUILTIN or scope.module.stars)
-            if read.never or hidden or not reached(view, read.stmt, scope):
+            if read.never or hidden or not ends_run(view, read.stmt, scope):
                 continue
             for way in read.ways:
                 if not way:
