@@ -465,6 +465,7 @@ def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
     """The statements that name one of some names or may leave, and those around them."""
     found: set[ast.stmt] = set()
     queue = [stmt for name in names for stmt, home in scope.module.named.get(name, ()) if home is scope]
+    queue += [bind.stmt for name in names for bind in scope.binds.get(name, ())]
     queue += [stmt for stmt in scope.stmts if isinstance(stmt, LEAVES) or may_end(stmt)]
     queue += [stmt for stmt in scope.stmts if isinstance(stmt, DEFINITIONS) and stmt.name in names]
     for stmt in queue:

@@ -23,7 +23,7 @@ OFFERED = "__file__ __path__ __builtins__ __annotations__ __class__ __qualname__
 OLD = "unicode xrange raw_input basestring long unichr reduce file execfile cmp reload"
 BUILTIN = frozenset((*dir(builtins), *OFFERED.split(), *OLD.split()))
 OF_DISTRIBUTED = COLLECTIVES | {"init_process_group", "destroy_process_group", "get_rank", "get_world_size"}
-OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "is_nccl_available", "isend", "irecv", "send", "recv"}
+OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "isend", "irecv", "send", "recv"}
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "CUDA_LAUNCH_BLOCKING")
 ALIKE = 0.9
 
