@@ -44,6 +44,34 @@ def test_the_terms_of_a_loss(size, product, add, expected):
     assert told(TERMS.format(size=size, product=product, add=add)) == expected
 
 
+SHARED = """
+import torch
+import torch.distributed as dist
+
+def average(values):
+    for i in range(len(values)):
+        dist.all_reduce(values[i])
+        values[i] = values[i]{read}
+    return values
+
+def train(model, loader, optimizer):
+    total = 0.0
+    for x in loader:
+        loss = model(x).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        [loss] = average([loss])
+        total += loss
+    return total
+"""
+
+
+def test_items_that_a_helper_reads_in_place():
+    assert told(SHARED.format(read=".item()")) == 0
+    assert told(SHARED.format(read=".mean()")) == 1
+
+
 STEP = """
 import torch
 

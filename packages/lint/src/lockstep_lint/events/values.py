@@ -207,7 +207,8 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
         sums += [site.call.args[0] for site in scope.named("append") if dotted(site.receiver) == key and site.call.args]
         return found | _any(view, sums, scope, calls, depth - 1).detached()
     if key in scope.params:
-        return _given(view, key, scope, calls, depth)
+        found = _given(view, key, scope, calls, depth)
+        return found.detached() if found.graph and key in read_out(scope) else found
     for inner in comprehensions(scope).get(key, []):
         found |= _row(view, inner.iter, scope, calls, depth - 1)
     return found
@@ -222,6 +223,14 @@ def _reaches(add: ast.stmt, start: int, line: int, scope: Scope) -> bool:
 def _ends_before(stmt: ast.stmt, node: ast.expr) -> bool:
     """Check whether a statement of one line ends before an expression on it."""
     return stmt.end_lineno == node.lineno and (stmt.end_col_offset or 0) <= node.col_offset
+
+
+@kept
+def read_out(scope: Scope) -> frozenset[str]:
+    """Return the names whose items a function replaces by numbers or by what has no graph (`values[i] = x.item()`)."""
+    stores = (stmt for stmt in scope.stmts if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call))
+    places = (target for stmt in stores if last(stmt.value) in READ for target in stmt.targets)
+    return frozenset(dotted(place.value) or "" for place in places if isinstance(place, ast.Subscript))
 
 
 @kept
@@ -463,7 +472,8 @@ def gives_number(view: View, value: ast.expr | None, scope: Scope) -> bool:
     """Check whether a value was read where it stands, or in all returns of the project's function that gives it."""
     target = view.calls.target(value, scope) if isinstance(value, ast.Call) else None
     given = list(target.returns()) if target is not None and target.kind == "function" else []
-    return reads(value) or (bool(given) and all(last(each) in HOST for each in given))
+    emptied = read_out(target) if given and target is not None else ()
+    return reads(value) or (bool(given) and all(last(each) in HOST or dotted(each) in emptied for each in given))
 
 
 def gives_host(view: View, target: Scope, path: tuple[int, ...]) -> bool:
