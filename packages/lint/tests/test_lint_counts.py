@@ -245,3 +245,25 @@ def train(model, loader, optimizer, n, world_size, share):
 @pytest.mark.parametrize(("factor", "expected"), [("world_size", [7]), ("share", [])])
 def test_a_loss_times_the_ranks(factor, expected):
     assert lines("LS012", RANKS.format(factor=factor)) == expected
+
+
+LEFTOVERS = """
+import torch
+
+def train(model, loader, optimizer, n):
+    for i, x in enumerate(loader):
+        (model(x).sum() / n).backward()
+        full = (i + 1) % n == 0
+        ends = {ends}
+        if {test}:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "test", "told"),
+    [("i + 1 == len(loader)", "full or ends", 0), ("i + 1 == len(loader)", "full", 1)],
+)
+def test_the_last_turn_may_stand_beside_a_name_of_the_group(ends, test, told):
+    assert len(lines("LS012", LEFTOVERS.format(ends=ends, test=test))) == told

@@ -87,3 +87,38 @@ SELDOM = "if (epoch + 1) % 50 == 0:"
 )
 def test_averaged_weights_that_stay(test, shadow, put, back, expected):
     assert lines(AVERAGED.format(test=test, shadow=shadow, put=put, back=back)) == expected
+
+
+PHASES = """
+import torch
+
+def train(model, optimizer, criterion, loaders, epochs, phases):
+    for _ in range(epochs):
+        for phase in phases:
+            if phase == "train":
+                model.train()
+            else:
+                model.eval()
+            {between}
+            for images, labels in loaders[phase]:
+                with torch.set_grad_enabled(phase == "train"):
+                    loss = criterion(model(images), labels)
+                    optimizer.zero_grad()
+                    if {test}:
+                        loss.backward()
+                        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "test", "told"),
+    [
+        ("pass", 'phase == "train"', 0),
+        ("pass", 'phase != "val" and phase == "train"', 0),
+        ("pass", "epochs > 1", 1),
+        ("phase = loaders.next()", 'phase == "train"', 1),  # another phase than the one of the switch
+    ],
+)
+def test_a_backward_under_the_same_test_as_the_switch(between, test, told):
+    text = PHASES.format(between=between, test=test)
+    assert len(lines(text)) == told

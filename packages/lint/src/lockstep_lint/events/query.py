@@ -4,12 +4,25 @@ import ast
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
+from lockstep_lint.analysis.flow import Fact, contradicts, parts
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, keyword, last
+from lockstep_lint.analysis.nodes import Words, dotted, idents, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
 
-__all__ = ["alone", "calls_after", "given_as", "many", "same", "shown_at", "side", "sides", "subject", "things"]
+__all__ = [
+    "alone",
+    "calls_after",
+    "given_as",
+    "many",
+    "opposed",
+    "same",
+    "shown_at",
+    "side",
+    "sides",
+    "subject",
+    "things",
+]
 
 # A decorator that keeps its function to the main rank (`@rank_zero_only`, `@accelerator.on_main_process`).
 ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)?main_process$|^only_on_(main|rank)")
@@ -137,3 +150,27 @@ def calls_after(event: Event, block: Block) -> list[CallBlock]:
     """The calls of the project's functions on the way from a block to an event."""
     rest = event.path[event.path.index(block) + 1 :]
     return [inner for inner in rest if isinstance(inner, CallBlock)]
+
+
+def opposed(one: Event, other: Event) -> bool:
+    """Check whether two tests that ask the same keep two events from one turn (`phase == "val"` and `"train"`)."""
+    return any(
+        contradicts(first, second)
+        for here in one.tests
+        for there in other.tests
+        if here.scope is there.scope and here.branch is not there.branch and not changed(here, there)
+        for first in facts(here)
+        for second in facts(there)
+    )
+
+
+def facts(arm: ArmBlock) -> list[Fact]:
+    """Return the single tests that an arm says the outcome of."""
+    return [Fact(key, when, node, arm.scope) for node, _, (key, when) in parts(arm.node, arm.when)]
+
+
+def changed(one: ArmBlock, other: ArmBlock) -> bool:
+    """Check whether a name of a test gets another value between two tests."""
+    start, end = sorted((one.node.lineno, other.node.lineno))
+    binds = (bind for name in idents(one.node) for bind in one.scope.binds.get(name, ()))
+    return any(start < bind.stmt.lineno <= end for bind in binds)

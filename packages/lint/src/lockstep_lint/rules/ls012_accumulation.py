@@ -296,7 +296,7 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
         return False
     if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
         return False
-    text = ast.unparse(test)
+    text = f"{ast.unparse(guard.test)} {ast.unparse(test)}"  # a name of the guard may be the test
     if (
         "len(" in text
         or "last" in text

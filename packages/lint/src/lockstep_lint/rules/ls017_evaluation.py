@@ -11,7 +11,7 @@ from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, 
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates, in_eval_mode, looped, span, trains, without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
-from lockstep_lint.events.query import same, subject, things
+from lockstep_lint.events.query import opposed, same, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -184,8 +184,10 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
     mode: Event | None = None
     arms: set[tuple[object, bool]] = set()
     for turns in range(2):
+        now: Event | None = None  # the switch, if it was made in this turn
         for event in events:
             trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
+            trained_next = trained_next and not (now is mode is not None and opposed(now, event))
             if mode is not None and trained_next and stepped(run, loop, event):
                 if any(own_training(view, run, mode, each, event) for each in events):
                     continue
@@ -197,7 +199,7 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
                 else:
                     arms.add((half.branch, half.when))
             elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
-                mode = event
+                mode = now = event
         if turns == 0 and mode is not None and made_anew(mode, loop):
             mode = None
     return None
