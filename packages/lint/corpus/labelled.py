@@ -89,11 +89,11 @@ def entries(path=FIRST, part=None):
     return [settled(e) for e in found if e["part"] == part or (part is None and e["part"] not in ASIDE)]
 
 
-def newer(entry):
-    """The labels of an entry that were added beside the linter's errors."""
+def newer(entry, kind="labels"):
+    """The labels of an entry that were added beside the linter's errors, or ("arguable") those that are open to doubt."""
     found = json.loads(THIRD.read_text(encoding="utf-8"))
     same = [e for e in found if (e["repository"], e["path"]) == (entry["repository"], entry["path"])]
-    return [label for e in same for label in e["labels"]]
+    return [label for e in same for label in e.get(kind, ())]
 
 
 def script(folder, entry):

@@ -119,7 +119,9 @@ def errors(folder, details):
     there = [entry for entry in chosen if script(folder, entry).is_file()]
     rules = [code for code, rule in RULES.items() if rule.severity is Severity.ERROR]
     tally, hinted = Tally(), Counter()
-    for entry in ({**entry, "labels": entry["labels"] + newer(entry)} for entry in there):
+    for read in there:
+        doubts = read["arguable"] + newer(read, "arguable")
+        entry = {**read, "labels": read["labels"] + newer(read), "arguable": doubts}
         found = lint(script(folder, entry), configure({}, "ALL", ""))
         told = [finding for finding in found if finding["level"] is Severity.ERROR]
         hints = [finding for finding in found if finding["level"] is not Severity.ERROR]

@@ -91,7 +91,7 @@ def test_a_name_that_nothing_defines():
     [
         "def step(batch):\n    return model(batch)\n",  # nothing calls it
         "from models import *\n\nprint(model(2))\n",
-        "def main(path):\n    for _ in 'ab':\n        with open(path) as text:\n            text.read()\n    print(text)\nmain(2)\n",
+        "def main():\n    for _ in 'ab':\n        with open('a') as f:\n            f.read()\n    print(f)\nmain()\n",
         "print([item for item in range(2)], {k: v for k, v in ()}, lambda x: x)\n",
         "try:\n    print(model)\nexcept NameError:\n    pass\n",
         "try:\n    pass\nexcept OSError as error:\n    print(error)\n",

@@ -187,7 +187,7 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
         now: Event | None = None  # the switch, if it was made in this turn
         for event in events:
             trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
-            trained_next = trained_next and not (now is mode is not None and opposed(now, event))
+            trained_next = trained_next and not (mode is not None and now is mode and opposed(mode, event))
             if mode is not None and trained_next and stepped(run, loop, event):
                 if any(own_training(view, run, mode, each, event) for each in events):
                     continue
