@@ -90,7 +90,7 @@ def entries(path=FIRST, part=None):
 
 
 def newer(entry, kind="labels"):
-    """The labels of an entry that were added beside the linter's errors, or ("arguable") those that are open to doubt."""
+    """The labels of an entry that were added beside the linter's errors, or ("arguable") what is open to doubt."""
     found = json.loads(THIRD.read_text(encoding="utf-8"))
     same = [e for e in found if (e["repository"], e["path"]) == (entry["repository"], entry["path"])]
     return [label for e in same for label in e.get(kind, ())]
