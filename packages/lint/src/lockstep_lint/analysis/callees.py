@@ -194,6 +194,8 @@ class Callees:
             node = each.node
             if each.decorators or "__new__" in each.defs or not isinstance(node, ast.ClassDef) or node.keywords:
                 return ()
+            if any(base.startswith("enum.") for base in self.names.bases_of(each)):
+                return ()  # its call looks a member up
         return tuple(Callee(method, True) for method in self.member(owner, "__init__"))
 
     def methods(self, func: ast.Attribute, stmt: ast.stmt, scope: Scope) -> tuple[Callee, ...]:

@@ -35,6 +35,7 @@ OTHERS = Words(
 )
 # What may write a checkpoint out of sight, and what only looks at a dictionary.
 WRITES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORECASE)
+HOOKS = Words(r"^_*(on|before|pre|after|post)_", re.IGNORECASE)
 LOOKS = ("save", "print", "len", "log", "info", "debug", "deepcopy", "list", "sorted", "keys", "items", "str", "dict")
 MAX_ORIGINS = 6
 # How deep the parts of a path are spelled out.
@@ -71,7 +72,40 @@ def saves(analysis: Analysis, module: Module) -> tuple[Saved, ...]:
     """What the programs of a file write by `torch.save`."""
     sites = [site for member in analysis.project.family(module) for site in member.sites("save")]
     written = (site for site in sites if analysis.names.qualify(site.call.func, site.scope) == "torch.save")
-    return tuple(content(analysis, site) for site in written)
+    found = [content(analysis, site) for site in written]
+    if found:
+        members = analysis.project.family(module)
+        found += [Saved(site, known=False) for member in members for site in hidden(analysis, member)]
+    return tuple(found)
+
+
+@kept
+def hidden(analysis: Analysis, module: Module) -> tuple[Site, ...]:
+    """The calls of a file that may write a checkpoint in another way: out of sight, and handed a table of states."""
+    if "state_dict" not in module.text:
+        return ()
+    return tuple(
+        site
+        for site in module.sites()
+        if analysis.names.qualify(site.call.func, site.scope) != "torch.save"
+        and any(holds_states(analysis, given, site) for given in (*site.call.args, *map(value_of, site.call.keywords)))
+        and (site.name == "save" or site.name not in LOOKS)
+        and analysis.calls.target(site.call, site.scope) is None
+    )
+
+
+def value_of(item: ast.keyword) -> ast.expr:
+    """The value of a keyword."""
+    return item.value
+
+
+def holds_states(analysis: Analysis, node: ast.expr, site: Site) -> bool:
+    """Whether an argument is a table that is written out, with the state of an object in it."""
+    if not isinstance(node, ast.Dict | ast.Name | ast.Attribute):
+        return False
+    made = [node] if isinstance(node, ast.Dict) else [origin.node for origin in analysis.origins.of(node, site.scope)]
+    tables = [value for each in made if isinstance(each, ast.Dict) for value in each.values]
+    return any(isinstance(value, ast.Call) and last(value) == "state_dict" for value in tables)
 
 
 @kept
@@ -86,7 +120,7 @@ def content(analysis: Analysis, site: Site) -> Saved:
     tables = {(dotted(given), site.scope)} if dotted(given) is not None else set()
     tables |= {(name, origin.scope) for origin in made for name in names_of(origin.node, origin.scope)}
     for name, scope in tables:
-        saved.known &= grown(saved, name or "", scope)
+        saved.known &= grown(saved, name or "", scope, analysis)
     return saved
 
 
@@ -121,7 +155,7 @@ def names_of(node: ast.expr, scope: Scope) -> Iterator[str]:
             yield key
 
 
-def grown(saved: Saved, name: str, scope: Scope) -> bool:
+def grown(saved: Saved, name: str, scope: Scope, analysis: Analysis) -> bool:
     """Add what is put into a table later, in its function or the class; False where that is not known."""
     homes = scope.owner.defs.values() if name.startswith("self.") and scope.owner is not None else [scope]
     whole = True
@@ -132,12 +166,13 @@ def grown(saved: Saved, name: str, scope: Scope) -> bool:
                 key = constant(target.slice)
                 whole &= isinstance(key, str)
                 put(saved, [(str(key), stmt.value)], home)
+            whole &= not (isinstance(stmt, ast.AugAssign) and dotted(stmt.target) == name)
         for site in home.sites:
-            whole &= taken_in(saved, site, name)
+            whole &= taken_in(saved, site, name, analysis)
     return whole
 
 
-def taken_in(saved: Saved, site: Site, name: str) -> bool:
+def taken_in(saved: Saved, site: Site, name: str, analysis: Analysis) -> bool:
     """Add what a call puts into a table; False where it may put more into it."""
     call = site.call
     if dotted(site.receiver) == name and site.name in ("update", "setdefault"):
@@ -150,7 +185,25 @@ def taken_in(saved: Saved, site: Site, name: str) -> bool:
         put(saved, [(key, call.args[-1])] if isinstance(key, str) else [], site.scope)
         return bool(key) or (len(tables) == len(call.args) and not any(item.arg is None for item in call.keywords))
     handed = any(dotted(each) == name for each in (*call.args, *(item.value for item in call.keywords)))
-    return not handed or site.name in LOOKS or WRITES.search(site.name)
+    if not handed or site.name in LOOKS:
+        return True
+    function = analysis.calls.target(site.call, site.scope)
+    if function is not None and any(fills(function, param) for param in function.params):
+        return False
+    return bool(WRITES.search(site.name)) and not HOOKS.search(site.name)
+
+
+@kept
+def fills(function: Scope, name: str) -> bool:
+    """Whether a function puts anything into a table that it is handed."""
+    stored = (each for stmt in function.stmts if isinstance(stmt, ast.Assign | ast.AugAssign) for each in targets(stmt))
+    by_key = any(dotted(each.value if isinstance(each, ast.Subscript) else each) == name for each in stored)
+    return by_key or any(dotted(site.receiver) == name for site in function.sites if site.name in ("update", "setdefault"))
+
+
+def targets(stmt: ast.Assign | ast.AugAssign) -> list[ast.expr]:
+    """What an assignment gives a value."""
+    return stmt.targets if isinstance(stmt, ast.Assign) else [stmt.target]
 
 
 @kept

@@ -2,10 +2,12 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, has_star, keyword, last
 from lockstep_lint.analysis.origins import Origins
@@ -24,6 +26,12 @@ FILLS = re.compile(
 ALIAS = re.compile(r"(\w+)\s*=\s*(vars\(|[\w.]+\.__dict__)")
 # What asks for a name by its text (`if "resume" in args`).
 ASKED = re.compile(r"""["'](\w+)["']\s+(?:not\s+)?in\b""")
+# A parser's method that is not called where it stands.
+ALONE = re.compile(r"\.(add_argument|set_defaults)\b(?!\s*\()")
+# What gives a parser, or a part of one.
+MAKES = ("ArgumentParser", "add_argument_group", "add_mutually_exclusive_group", "add_subparsers", "add_parser")
+# Functions of packages that may give options more attributes.
+FILLERS = Words(r"^_*(init|setup|merge|fill|parse|process|validate|complete)", re.IGNORECASE)
 HARMLESS = frozenset({"print", "len", "isinstance", "id", "type", "str", "repr", "pprint"})
 
 
@@ -110,7 +118,7 @@ class Options:
             if "." in key and key.rpartition(".")[0] not in ("self", "cls")
         }
         known.names |= {*ASKED.findall(module.text)}
-        known.open = FILLS.search(module.bare) is not None
+        known.open = FILLS.search(module.bare) is not None or ALONE.search(module.bare) is not None
         for alias, _ in ALIAS.findall(module.bare):
             known.open |= (
                 re.search(rf"\b{alias}\s*(\.\s*(update|setdefault)|\[[^\]\n]*\]\s*=(?!=))", module.bare) is not None
@@ -124,6 +132,7 @@ class Options:
             elif site.name == "setattr" and (not site.call.args or dotted(site.call.args[0]) not in ("self", "cls")):
                 known.open = True
         known.open |= any(self.escapes(site) for site in module.sites())
+        known.open |= any(map(self.inherits, module.sites("ArgumentParser", "add_parser")))
         return known
 
     def add(self, site: Site, known: _Known) -> None:
@@ -133,30 +142,77 @@ class Options:
         if has_star(call):
             known.open = True
         elif site.name in ("add_argument", "add_subparsers"):
-            given = keyword(call, "dest")
-            name = constant(given) if given is not None else option_of([constant(arg) for arg in call.args])
+            dest = keyword(call, "dest")
+            name = constant(dest) if dest is not None else option_of([constant(arg) for arg in call.args])
             if isinstance(name, str):
                 known.names.add(name)
-            known.open |= not isinstance(name, str) and (site.name == "add_argument" or given is not None)
+            known.open |= not isinstance(name, str) and (site.name == "add_argument" or dest is not None)
 
     def escapes(self, site: Site) -> bool:
         """Whether a call out of sight is handed a parser, which it may add to, or an unknown file options."""
         if site.name in HARMLESS or not (site.call.args or site.call.keywords):
             return False
-        given = [*site.call.args, *(item.value for item in site.call.keywords)]
-        parsers = [g for g in given if isinstance(g, ast.Name | ast.Attribute) and "pars" in last(g).lower()]
-        if parsers:
-            return self.calls.target(site.call, site.scope) is None
+        values = [*site.call.args, *(item.value for item in site.call.keywords)]
+        made = [item for item in values if is_parser(item, site.module)]
+        if made:
+            target = self.calls.target(site.call, site.scope)
+            return target is None or self.hands_on(target, site.call, made)
         named = (dotted(site.call.func) or "").partition(".")[0]
-        if named not in self.project.unseen(site.module):
+        unseen = named in self.project.unseen(site.module)
+        if not unseen and not (FILLERS.search(site.name) and self.is_foreign(site, named)):
             return False
-        return any(isinstance(g, ast.Name | ast.Attribute) and HOLDERS.search(last(g)) for g in given)
+        return any(isinstance(g, ast.Name | ast.Attribute) and HOLDERS.search(last(g)) for g in values)
+
+    def hands_on(self, function: Scope, call: ast.Call, made: list[ast.expr]) -> bool:
+        """Whether a function hands a parser, that it has under another name, to code out of sight."""
+        names = {name for name in function.params if given(call, function, name) in made}
+        names = {name for name in names if not is_parser(ast.Name(name, ast.Load()), function.module)}
+        return any(
+            isinstance(value, ast.Name) and value.id in names and self.calls.target(site.call, function) is None
+            for site in (function.sites if names else ())
+            for value in (*site.call.args, *(item.value for item in site.call.keywords))
+        )
+
+    def is_foreign(self, site: Site, name: str) -> bool:
+        """Whether a call runs code of a package that is installed, neither Python's own nor torch's."""
+        imported = site.module.imports.get(name)
+        root = imported.module.partition(".")[0] if imported is not None else ""
+        outside = bool(root) and root != "torch" and root not in sys.stdlib_module_names
+        return outside and self.calls.target(site.call, site.scope) is None
+
+    def inherits(self, site: Site) -> bool:
+        """Whether a parser is made of others (`parents=[base]`) that are out of sight."""
+        parents = keyword(site.call, "parents")
+        if parents is None:
+            return False
+        parts = parents.elts if isinstance(parents, ast.List | ast.Tuple) else [parents]
+        return not all(self.is_parser(part, site.scope) for part in parts)
 
 
-def option_of(given: list[object]) -> str | None:
+def option_of(words: list[object]) -> str | None:
     """The attribute of an option by the texts that name it (`"-b", "--batch-size"`)."""
-    texts = [text for text in given if isinstance(text, str)]
-    if not texts or len(texts) < len(given):
+    texts = [text for text in words if isinstance(text, str)]
+    if not texts or len(texts) < len(words):
         return None
     first = next((text for text in texts if text.startswith("--")), texts[0])
     return first.lstrip("-").replace("-", "_") if first.startswith("-") else first
+
+
+def is_parser(node: ast.expr, module: Module) -> bool:
+    """Whether a value may be a parser or a part of one, by its name or by what made it."""
+    if isinstance(node, ast.Call):
+        return last(node) in MAKES
+    return isinstance(node, ast.Name | ast.Attribute) and ("pars" in last(node).lower() or last(node) in parsers(module))
+
+
+@kept
+def parsers(module: Module) -> frozenset[str]:
+    """The names that a file gives to parsers, or adds options to."""
+    binds = (bind for scope in module.scopes for found in scope.binds.values() for bind in found)
+    made = {last_of(bind.key) for bind in binds if isinstance(bind.value, ast.Call) and last(bind.value) in MAKES}
+    return frozenset(made | {last(site.receiver) for site in module.sites("add_argument") if site.receiver is not None})
+
+
+def last_of(key: str) -> str:
+    """The last part of a name with dots."""
+    return key.rpartition(".")[2]

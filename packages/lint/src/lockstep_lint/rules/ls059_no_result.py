@@ -179,7 +179,12 @@ def operands(node: ast.AST, nothing: bool) -> tuple[ast.expr, ...]:
     """Return the operands of a node that must not be None, or a tuple."""
     if not isinstance(node, ast.BinOp | ast.AugAssign) or isinstance(node.op, NONE_HAS if nothing else TUPLE_HAS):
         return ()
-    return (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
+    if isinstance(node, ast.AugAssign):
+        return (node.value,) if nothing else ()
+    if nothing:
+        return node.left, node.right
+    sides = ((node.left, node.right), (node.right, node.left))  # an array takes a tuple, a number does not
+    return tuple(side for side, other in sides if isinstance(constant(other), int | float))
 
 
 def lacks(index: ast.expr, given: Shape) -> bool:

@@ -52,8 +52,11 @@ def cause(view: View, way: Way) -> Fact | None:
     if fact is None or fact.node is None or not is_flag(fact.node, fact.scope):
         return None
     own = {*atoms(fact.node)}
-    if any(own.intersection(atoms(other.node)) for other in plain if other is not fact and other.node is not None):
+    others = [other for other in way if other is not fact and other.node is not None]
+    if any(own.intersection(atoms(other.node)) for other in others if other in plain and other.node is not None):
         return None
+    if any(own.intersection(atoms(value)) for other in others for value in made_of(view, other)):
+        return None  # `alone = args.distributed and rank == 0`
     if way.index(fact) < len(way) - 1 and not all(sides[way.index(fact) + 1 :]):
         return None
     return fact if fact.arms or happens(view, fact) else None
@@ -68,6 +71,13 @@ def atoms(test: ast.expr) -> Iterator[str]:
             yield ast.unparse(node)
         else:
             stack.extend(ast.iter_child_nodes(node))
+
+
+def made_of(view: View, fact: Fact) -> list[ast.expr]:
+    """The conditions that a flag of a way was given."""
+    key = dotted(fact.node)
+    binds = view.origins.binds(key, fact.scope, fact.node.lineno) if key is not None and fact.node is not None else []
+    return [bind.value for bind, _ in binds if isinstance(bind.value, ast.BoolOp)]
 
 
 def is_flag(test: ast.expr, scope: Scope) -> bool:
