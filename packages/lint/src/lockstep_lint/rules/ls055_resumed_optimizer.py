@@ -9,8 +9,8 @@ from lockstep_lint.analysis.checkpoints import RESUMES, loaded, path_words, save
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.kinds import TORCH_OPTIMIZERS
-from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, strings, walk
-from lockstep_lint.analysis.view import View
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.view import Analysis, View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as, same, shown_at
 from lockstep_lint.events.run import Run, runs
@@ -21,6 +21,7 @@ __all__ = ["RULE"]
 
 MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
 OPTIMIZER = Words(r"optim|^opt$", re.IGNORECASE)
+SHORT = Words(r"optim|(^|_)opts?(_|$)", re.IGNORECASE)
 # What says that a run goes on from an epoch, and what says that its weights are only a beginning.
 FIRST = Words(r"^(start|begin|init|initial)_?epoch$", re.IGNORECASE)
 OTHERWISE = Words(
@@ -45,7 +46,7 @@ def check(view: View) -> Iterator[Found]:
     for run in runs(view):
         for event in run.of("load"):
             site = shown_at(view, event)
-            if site is None or any(map(restores, view.project.closure(view.module))):
+            if site is None or any(restores(view.analysis, member) for member in view.project.closure(view.module)):
                 continue
             if resumes(view, event) and goes_on(view, run, event):
                 yield Found(site.call, MESSAGE)
@@ -53,9 +54,26 @@ def check(view: View) -> Iterator[Found]:
 
 
 @kept
-def restores(module: Module) -> bool:
+def restores(analysis: Analysis, module: Module) -> bool:
     """Whether a file may give an optimizer its state."""
-    return RESTORES.search(module.bare) is not None
+    return RESTORES.search(module.bare) is not None or any(
+        is_optimizer(analysis, site.receiver, site.scope) for site in module.sites("load_state_dict")
+    )
+
+
+def is_optimizer(analysis: Analysis, node: ast.expr | None, scope: Scope) -> bool:
+    """Whether an object is an optimizer, by its name, by the list that it is of, or by what made it."""
+    if node is None:
+        return False
+    made = analysis.origins.of(node, scope)
+    names = [last(node), *(word for origin in made for word in idents(origin.node))]
+    values = (bind.value for bind in scope.binds.get(dotted(node) or "", ()))
+    names += [word for value in values if value is not None for word in idents(value)]
+    return any(map(SHORT.search, names)) or any(
+        TORCH_OPTIMIZERS.match(analysis.names.qualify(origin.call.func, origin.scope))
+        for origin in made
+        if origin.call is not None
+    )
 
 
 def resumes(view: View, event: Event) -> bool:

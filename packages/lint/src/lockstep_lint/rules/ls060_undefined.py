@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
@@ -26,6 +27,10 @@ OF_DISTRIBUTED = COLLECTIVES | {"init_process_group", "destroy_process_group", "
 OF_DISTRIBUTED |= {"is_initialized", "is_available", "new_group", "isend", "irecv", "send", "recv"}
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "CUDA_LAUNCH_BLOCKING")
 ALIKE = 0.9
+# What tells other checkers that a name comes from out of sight.
+SILENCED = re.compile(r"#.*(F821|name-defined|undefined-variable|reportUndefinedVariable)")
+# How a notebook that was written out as a script begins its cells.
+CELLS = re.compile(r"^# (In ?\[[\d ]*\]:?|Databricks notebook source|COMMAND -+)\s*$", re.MULTILINE)
 
 
 def check(view: View) -> Iterator[Found]:
@@ -47,7 +52,7 @@ def undefined(view: View) -> Iterator[Found]:
     """Yield the names that neither their function, nor what is around it, nor the file gives a value."""
     module = view.module
     known = file_names(view, module)
-    if known is None or module.path.endswith(".ipynb") or not readable(module.top):
+    if known is None or is_notebook(module) or not readable(module.top):
         return
     unknown = [
         (name, stmt, scope)
@@ -60,10 +65,17 @@ def undefined(view: View) -> Iterator[Found]:
     for name, stmt, scope in unknown:
         if name not in told and stmt.lineno < stops.get(scope, stmt.lineno + 1):
             node = next(reads_of(name, stmt), None)
-            if node is not None and not hears(stmt, scope) and ends_run(view, stmt, scope):
+            known_to_author = node is not None and SILENCED.search(module.source.lines[node.lineno - 1])
+            if node is not None and not known_to_author and not hears(stmt, scope) and ends_run(view, stmt, scope):
                 level = Severity.HINT if is_demonstration(view, stmt, scope) else None
                 yield Found(node, f"'{name}' is defined nowhere: a NameError here", level)
                 told.add(name)
+
+
+@kept
+def is_notebook(module: Module) -> bool:
+    """Whether a file is a notebook, or one that was written out as a script: magics may give it names."""
+    return module.path.endswith(".ipynb") or CELLS.search(module.source.text) is not None
 
 
 @kept
@@ -139,7 +151,7 @@ def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
 
 def early(view: View) -> Iterator[Found]:
     """Yield the reads of a function's own names that stand before every place that gives them a value."""
-    for scope in view.scopes if not view.module.path.endswith(".ipynb") else ():
+    for scope in view.scopes if not is_notebook(view.module) else ():
         for read in gaps(scope, view.calls):
             if (
                 read.never

@@ -12,7 +12,7 @@ from lockstep_lint.analysis.reach import ends_run
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
-from lockstep_lint.rules.ls060_undefined import BUILTIN
+from lockstep_lint.rules.ls060_undefined import BUILTIN, is_notebook
 
 __all__ = ["RULE"]
 
@@ -21,7 +21,7 @@ MAX_CALLERS = 20
 
 def check(view: View) -> Iterator[Found]:
     """Looks for names that are read where a test has come out so that nothing has given them a value."""
-    if view.module.path.endswith(".ipynb"):
+    if is_notebook(view.module):
         return
     for scope in view.scopes:
         for read in gaps(scope, view.calls):

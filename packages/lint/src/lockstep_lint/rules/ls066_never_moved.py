@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.context import withs
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, constant, dotted, keyword, mentions, strings, walk
 from lockstep_lint.analysis.origins import SAME
@@ -16,6 +17,8 @@ __all__ = ["RULE"]
 
 MESSAGE = "'{name}' is never moved to the device that its inputs are moved to: its first forward fails there"
 MOVES = ("to", "cuda", "xpu", "npu", "type", "to_empty", "share_memory")
+# Methods that may move a model, or its inputs, by a function that they are handed.
+HOOKS = ("_", "register_forward")
 # What a class says where it puts its parameters, or its inputs, in some place by itself.
 PLACES = ("device", "cuda", ".to(", ".cpu(", "getattr(", "return self\n")
 # Calls that take a model and leave it where it is.
@@ -47,9 +50,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def stays(view: View, site: Site) -> bool:
-    """Whether a call makes a model of a class in sight that has parameters and says nothing of devices."""
+    """Whether a call makes a model of a class in sight that has parameters and says nothing of devices.
+
+    Within a context, such as `with device:`, its parameters may be made elsewhere.
+    """
     made = view.names.definition(site.call.func, site.scope)
-    return made is not None and made.kind == "class" and plain(view, made)
+    return made is not None and made.kind == "class" and plain(view, made) and not any(withs(site.stmt, site.module))
 
 
 @kept
@@ -155,7 +161,7 @@ def follow(
 def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stmt) -> bool:
     """Whether a method of a model leaves it where it is, and gives back nothing that it could be moved by."""
     call = up[method]
-    if method.attr in MOVES or not isinstance(call, ast.Call) or call.func is not method:
+    if method.attr in MOVES or method.attr.startswith(HOOKS) or not isinstance(call, ast.Call) or call.func is not method:
         return False
     if method.attr in SAME and not isinstance(up[call], ast.Expr):
         return False
