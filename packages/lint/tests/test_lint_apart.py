@@ -223,6 +223,8 @@ GPU = "torch.device('cuda' if torch.cuda.is_available() else 'cpu')"
         (GPU, "Net()", "net.train().to(device)", "", 0),
         (GPU, "Net()", "same = net.train()\n    same.to(device)", "", 0),
         (GPU, "Net()", "net.layer.to(device)", "", 0),
+        (GPU, "Net()", "net._apply(lambda part: part.to(device))", "", 0),
+        (GPU, "Net()", "net.register_forward_pre_hook(helper)", "", 0),
         (GPU, "Net()", "[part.to(device) for part in (net, ema)]", "", 0),
         (GPU, "Net()", "net = helper", "", 0),
         (GPU, "Net()", "ema.net = net", "", 0),
@@ -233,7 +235,10 @@ GPU = "torch.device('cuda' if torch.cuda.is_available() else 'cpu')"
     ],
 )
 def test_a_model_that_is_never_moved(device, made, use, more, number):
-    assert len(lines(MADE.format(device=device, made=made, use=use, more=more), "LS066")) == number
+    text = MADE.format(device=device, made=made, use=use, more=more)
+    assert len(lines(text, "LS066")) == number
+    within = f"    with torch.device(device):\n        net = {made}\n"
+    assert not lines(text.replace(f"    net = {made}\n", within), "LS066")
 
 
 SAMPLES = """

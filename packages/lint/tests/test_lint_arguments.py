@@ -129,6 +129,13 @@ class Net(Base):
 """
 
 
+def test_a_member_of_an_enumeration():
+    text = "import enum\n\nclass Size(enum.Enum):\n    SMALL = (1, 2)\n\n"
+    text += "    def __init__(self, width, depth):\n        self.area = width * depth\n\nSize((1, 2))\n"
+    assert lines(text, "LS058") == []
+    assert lines(text.replace("(enum.Enum)", ""), "LS058") == [9]
+
+
 @pytest.mark.parametrize(
     ("use", "wrong"),
     [
@@ -313,6 +320,8 @@ def test_what_gives_nothing_back(body, wrong):
         ("evaluate(m, d).count(1)", False),
         ("both = evaluate(m, d) + (1, 2)", False),
         ("half = evaluate(m, d) / 2", True),
+        ("image = (image - evaluate(m, d)) / 255", False),  # an array takes a tuple
+        ("image /= evaluate(m, d)", False),
     ],
 )
 def test_a_function_that_returns_two_values(use, wrong):

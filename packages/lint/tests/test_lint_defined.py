@@ -51,6 +51,16 @@ def test_an_option_that_no_parser_adds():
         (["args = parser.parse_args()", "for k, v in FIELDS:", "    setattr(args, k, v)", "return args"], "args.name"),
         (["args = parser.parse_args(namespace=DEFAULTS)", "return args"], "args.name"),
         (["toolbox.add_flags(parser)"], "args.name"),
+        (["toolbox.add_flags(parser.add_argument_group('run'))"], "args.name"),
+        (["group = parser.add_argument_group('run')", "toolbox.add_flags(group)"], "args.name"),
+        (["flags = argparse.ArgumentParser()", "toolbox.add_flags(target=flags)"], "args.name"),
+        (["for add in FIELDS:", "    add(parser)"], "args.name"),
+        (["more = lambda p: toolbox.add_flags(p)", "more(parser)"], "args.name"),
+        (["add = parser.add_argument", "add('--name')"], "args.name"),
+        (["add = partial(parser.add_argument, type=int)", "add('--name')"], "args.name"),
+        (["parser = argparse.ArgumentParser(parents=[toolbox.flags()])"], "args.name"),
+        (["parser = argparse.ArgumentParser(parents=toolbox.PARENTS)"], "args.name"),
+        (["args = parser.parse_args()", "toolbox.init_distributed(args)", "return args"], "args.name"),
         ([], "getattr(args, 'name', None)"),
         ([], "args.name if hasattr(args, 'name') else ''"),
         ([], "'name' in args and args.name"),
@@ -58,6 +68,21 @@ def test_an_option_that_no_parser_adds():
 )
 def test_an_option_that_may_be_there(lines, reads):
     assert found(parsed(lines, reads, "import toolbox\nFIELDS = DEFAULTS = read = open\n")) == []
+
+
+def test_a_parser_that_a_function_hands_on():
+    head = "import toolbox\n\ndef common(p, n=2):\n    toolbox.add_flags(p)\n"
+    text = parsed(["common(parser)"], head=head)
+    assert found(text) == []
+    assert found(text.replace("toolbox.add_flags(p)", "toolbox.add_flags(n)")) == ["LS060"]
+
+
+def test_options_that_an_installed_package_fills():
+    text = parsed([], head="from timm import utils\n").replace(
+        "save(options())", "args = options()\n{fill}\nsave(args)"
+    )
+    assert found(text.replace("{fill}", "utils.init_distributed_device(args)")) == []
+    assert found(text.replace("{fill}", "utils.random_seed(args)")) == ["LS060"]
 
 
 def test_options_of_other_files(tmp_path):
@@ -100,6 +125,10 @@ def test_a_name_that_nothing_defines():
         "def main(x):\n    if x:\n        raise MissingError(x)\n\nmain(2)\n",
         "def main(*values, **options):\n    print(values, options, __file__)\n\nmain()\n",
         "def main(x):\n    y: Missing = x\n    print(y)\n\nmain(2)\n",
+        "print(injected(2))  # noqa: F821\n",
+        "print(injected(2))  # type: ignore[name-defined]\n",
+        "# In[1]:\n\nget_ipython().run_line_magic('run', 'helpers.py')\n\n# In[2]:\n\nprint(model)\n",
+        "# Databricks notebook source\ntable = spark.table('rows')\n",
         "match torch.ones(2):\n    case [first, *rest]:\n        print(first, rest)\n",
     ],
 )
@@ -169,6 +198,7 @@ def test_a_switch_without_another_arm():
         [*TWO_ARMS, "if args.ddp:", "    print(sampler)"],
         [*TWO_ARMS, "if not args.ddp:", "    return", "print(sampler)"],
         [*TWO_ARMS, "if args.world_size > 1:", "    print(sampler)"],
+        [*TWO_ARMS, "first = args.ddp and dist.get_rank() == 0", "if first:", "    print(sampler)"],
         [*TWO_ARMS, "print(sampler if args.ddp else order)"],
         [*TWO_ARMS, "print(args.ddp and sampler)"],
         [*TWO_ARMS, "assert args.ddp", "print(sampler)"],

@@ -19,6 +19,9 @@ def save(model, optimizer, epoch, path):
     {put}
     torch.save(state, path)
 
+def store_progress(table, optimizer):
+    table["optimizer"] = optimizer.state_dict()
+
 def load(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -46,6 +49,9 @@ READ = 'optimizer.load_state_dict(checkpoint["optimizer"])'
         ('state["optimizer"] = optimizer.state_dict()', READ, []),
         ("state.update(optimizer=optimizer.state_dict())", READ, []),
         ("fill(state, optimizer)", READ, []),
+        ('state |= {"optimizer": optimizer.state_dict()}', READ, []),
+        ("for hook in args.hooks: hook.on_save_checkpoint(state)", READ, []),
+        ("store_progress(state, optimizer)", READ, []),
         ("pass", 'best = checkpoint.get("best")', []),
         ("pass", f'if "optimizer" in checkpoint: {READ}', []),
     ],
@@ -79,6 +85,27 @@ def test_a_bare_state_and_a_table_are_not_taken_for_each_other():
     assert found(PLAIN.format(option="resume", load=whole, saved=TABLE), "LS062") == [whole]
     assert not found(PLAIN.format(option="resume", load=whole, saved="model.state_dict()"), "LS062")
     assert not found(PLAIN.format(option="resume", load='model.load_state_dict(state["model"])', saved=TABLE), "LS062")
+
+
+@pytest.mark.parametrize(
+    ("save", "told"),
+    [
+        ("torch.save({table}, path)", 0),
+        ("accelerator.save({table}, path)", 0),
+        ("shared.save_on_master({table}, path)", 0),
+        ("write({table}, path)", 0),
+        ("pass", 1),
+    ],
+)
+def test_checkpoints_that_are_written_in_another_way(save, told):
+    table = '{"model": model.state_dict(), "optimizer": optimizer.state_dict()}'
+    load = 'optimizer.load_state_dict(state["optimizer"])'
+    text = PLAIN.format(option="resume", load=load, saved="model.state_dict()")
+    head = "import functools\nimport shared\nimport torch\nwrite = functools.partial(torch.save)\n"
+    text = text.replace("import torch\n", head)
+    text = text.replace("        torch.save(", f"        {save.replace('{table}', table)}\n        torch.save(")
+    text = text.replace("args):", "args, accelerator, path):")
+    assert len(found(text, "LS062")) == told
 
 
 WRAPPER = """
@@ -188,6 +215,38 @@ def test_a_resume_of_the_weights_alone_whose_epochs_begin_at_zero():
     assert len(found(WEIGHTS.format(optimizer=adam, option="resume"), "LS055")) == 1
     assert not found(WEIGHTS.format(optimizer=sgd, option="resume"), "LS055")
     assert not found(WEIGHTS.format(optimizer=adam, option="weights"), "LS055")
+
+
+NAMED = """
+import torch
+
+def train(model, loader, loss_of, args):
+    adam = torch.optim.Adam(model.parameters())
+    start_epoch = 0
+    if args.resume:
+        state = torch.load(args.resume, map_location="cpu", weights_only=True)
+        model.load_state_dict(state["model"])
+        {load}
+        start_epoch = state["epoch"] + 1
+    for epoch in range(start_epoch, args.epochs):
+        for batch in loader:
+            adam.zero_grad()
+            loss_of(model, batch).backward()
+            adam.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("load", "told"),
+    [
+        ("pass", 1),
+        ('adam.load_state_dict(state["adam"])', 0),
+        ('for each, part in zip([adam, args.opt], state["adam"]): each.load_state_dict(part)', 0),
+    ],
+)
+def test_an_optimizer_by_any_name(load, told):
+    assert len(found(NAMED.format(load=load), "LS055")) == told
+    assert not found(NAMED.replace("adam", "opt").format(load='opt.load_state_dict(state["opt"])'), "LS055")
 
 
 FLAG = {

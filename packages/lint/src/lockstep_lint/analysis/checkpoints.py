@@ -198,7 +198,9 @@ def fills(function: Scope, name: str) -> bool:
     """Whether a function puts anything into a table that it is handed."""
     stored = (each for stmt in function.stmts if isinstance(stmt, ast.Assign | ast.AugAssign) for each in targets(stmt))
     by_key = any(dotted(each.value if isinstance(each, ast.Subscript) else each) == name for each in stored)
-    return by_key or any(dotted(site.receiver) == name for site in function.sites if site.name in ("update", "setdefault"))
+    return by_key or any(
+        dotted(site.receiver) == name for site in function.sites if site.name in ("update", "setdefault")
+    )
 
 
 def targets(stmt: ast.Assign | ast.AugAssign) -> list[ast.expr]:

@@ -153,7 +153,7 @@ class Options:
         if site.name in HARMLESS or not (site.call.args or site.call.keywords):
             return False
         values = [*site.call.args, *(item.value for item in site.call.keywords)]
-        made = [item for item in values if is_parser(item, site.module)]
+        made = [item for item in values if is_parser(item, site.scope)]
         if made:
             target = self.calls.target(site.call, site.scope)
             return target is None or self.hands_on(target, site.call, made)
@@ -166,7 +166,7 @@ class Options:
     def hands_on(self, function: Scope, call: ast.Call, made: list[ast.expr]) -> bool:
         """Whether a function hands a parser, that it has under another name, to code out of sight."""
         names = {name for name in function.params if given(call, function, name) in made}
-        names = {name for name in names if not is_parser(ast.Name(name, ast.Load()), function.module)}
+        names = {name for name in names if not is_parser(ast.Name(name, ast.Load()), function)}
         return any(
             isinstance(value, ast.Name) and value.id in names and self.calls.target(site.call, function) is None
             for site in (function.sites if names else ())
@@ -198,21 +198,21 @@ def option_of(words: list[object]) -> str | None:
     return first.lstrip("-").replace("-", "_") if first.startswith("-") else first
 
 
-def is_parser(node: ast.expr, module: Module) -> bool:
+def is_parser(node: ast.expr, scope: Scope) -> bool:
     """Whether a value may be a parser or a part of one, by its name or by what made it."""
     if isinstance(node, ast.Call):
         return last(node) in MAKES
-    return isinstance(node, ast.Name | ast.Attribute) and ("pars" in last(node).lower() or last(node) in parsers(module))
+    key = dotted(node)
+    if key is None or "pars" in last(node).lower():
+        return key is not None
+    homes = scope.module.scopes if "." in key else [scope, scope.module.top]
+    return any(key in parsers(home) for home in homes)
 
 
 @kept
-def parsers(module: Module) -> frozenset[str]:
-    """The names that a file gives to parsers, or adds options to."""
-    binds = (bind for scope in module.scopes for found in scope.binds.values() for bind in found)
-    made = {last_of(bind.key) for bind in binds if isinstance(bind.value, ast.Call) and last(bind.value) in MAKES}
-    return frozenset(made | {last(site.receiver) for site in module.sites("add_argument") if site.receiver is not None})
-
-
-def last_of(key: str) -> str:
-    """The last part of a name with dots."""
-    return key.rpartition(".")[2]
+def parsers(scope: Scope) -> frozenset[str]:
+    """The names that a function gives to parsers, or adds options to."""
+    binds = [bind for found in scope.binds.values() for bind in found]
+    made = {bind.key for bind in binds if isinstance(bind.value, ast.Call) and last(bind.value) in MAKES}
+    filled = {dotted(site.receiver) or "" for site in scope.sites if site.name == "add_argument"}
+    return frozenset(made | filled - {""})

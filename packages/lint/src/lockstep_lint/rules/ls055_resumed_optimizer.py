@@ -66,9 +66,8 @@ def is_optimizer(analysis: Analysis, node: ast.expr | None, scope: Scope) -> boo
     if node is None:
         return False
     made = analysis.origins.of(node, scope)
-    names = [last(node), *(word for origin in made for word in idents(origin.node))]
-    values = (bind.value for bind in scope.binds.get(dotted(node) or "", ()))
-    names += [word for value in values if value is not None for word in idents(value)]
+    turns = (bind.value for bind in scope.binds.get(dotted(node) or "", ()) if bind.how == "for")
+    names = [last(node), *(word for value in turns if value is not None for word in idents(value))]
     return any(map(SHORT.search, names)) or any(
         TORCH_OPTIMIZERS.match(analysis.names.qualify(origin.call.func, origin.scope))
         for origin in made

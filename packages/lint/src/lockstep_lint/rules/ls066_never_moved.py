@@ -161,7 +161,12 @@ def follow(
 def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stmt) -> bool:
     """Whether a method of a model leaves it where it is, and gives back nothing that it could be moved by."""
     call = up[method]
-    if method.attr in MOVES or method.attr.startswith(HOOKS) or not isinstance(call, ast.Call) or call.func is not method:
+    if (
+        method.attr in MOVES
+        or method.attr.startswith(HOOKS)
+        or not isinstance(call, ast.Call)
+        or call.func is not method
+    ):
         return False
     if method.attr in SAME and not isinstance(up[call], ast.Expr):
         return False
