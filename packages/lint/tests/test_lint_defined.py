@@ -198,6 +198,7 @@ def test_a_switch_without_another_arm():
         [*TWO_ARMS, "if args.ddp:", "    print(sampler)"],
         [*TWO_ARMS, "if not args.ddp:", "    return", "print(sampler)"],
         [*TWO_ARMS, "if args.world_size > 1:", "    print(sampler)"],
+        [*TWO_ARMS, "args.first = args.ddp and args.rank == 0", "if args.first:", "    print(sampler)"],
         [*TWO_ARMS, "first = args.ddp and dist.get_rank() == 0", "if first:", "    print(sampler)"],
         [*TWO_ARMS, "print(sampler if args.ddp else order)"],
         [*TWO_ARMS, "print(args.ddp and sampler)"],

@@ -19,7 +19,8 @@ from lockstep_lint.rules.base import Found, Rule
 __all__ = ["RULE"]
 
 # What Python, a notebook or a profiler puts there.
-OFFERED = "__file__ __path__ __builtins__ __annotations__ __class__ __qualname__ __module__ reveal_type display profile"
+OFFERED = "__file__ __path__ __builtins__ __annotations__ __class__ __qualname__ __module__ "
+OFFERED += "WindowsError reveal_type display profile"
 # Of Python 2: such a script is of another time.
 OLD = "unicode xrange raw_input basestring long unichr reduce file execfile cmp reload"
 BUILTIN = frozenset((*dir(builtins), *OFFERED.split(), *OLD.split()))

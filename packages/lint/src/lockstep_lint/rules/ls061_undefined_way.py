@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.flow import Fact, Way, gaps
 from lockstep_lint.analysis.index import Scope
-from lockstep_lint.analysis.nodes import constant, dotted
+from lockstep_lint.analysis.nodes import constant, dotted, idents
 from lockstep_lint.analysis.origins import default
+from lockstep_lint.analysis.rank_names import attributes
 from lockstep_lint.analysis.reach import ends_run
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -55,7 +56,8 @@ def cause(view: View, way: Way) -> Fact | None:
     others = [other for other in way if other is not fact and other.node is not None]
     if any(own.intersection(atoms(other.node)) for other in others if other in plain and other.node is not None):
         return None
-    if any(own.intersection(atoms(value)) for other in others for value in made_of(view, other)):
+    ends = {each.rpartition(".")[2] for each in own}
+    if any(ends.intersection(idents(value)) for other in others for value in made_of(view, other)):
         return None  # `alone = args.distributed and rank == 0`
     if way.index(fact) < len(way) - 1 and not all(sides[way.index(fact) + 1 :]):
         return None
@@ -76,8 +78,13 @@ def atoms(test: ast.expr) -> Iterator[str]:
 def made_of(view: View, fact: Fact) -> list[ast.expr]:
     """The conditions that a flag of a way was given."""
     key = dotted(fact.node)
-    binds = view.origins.binds(key, fact.scope, fact.node.lineno) if key is not None and fact.node is not None else []
-    return [bind.value for bind, _ in binds if isinstance(bind.value, ast.BoolOp)]
+    if key is None or fact.node is None:
+        return []
+    binds = [bind for bind, _ in view.origins.binds(key, fact.scope, fact.node.lineno)]
+    if "." in key:  # `args.alone = ...`, perhaps in another function
+        members = view.project.family(fact.scope.module)
+        binds += [bind for member in members for bind, _ in attributes(member).get(key.rpartition(".")[2], ())]
+    return [bind.value for bind in binds if isinstance(bind.value, ast.BoolOp)]
 
 
 def is_flag(test: ast.expr, scope: Scope) -> bool:
