@@ -205,8 +205,15 @@ def is_parser(node: ast.expr, scope: Scope) -> bool:
     key = dotted(node)
     if key is None or "pars" in last(node).lower():
         return key is not None
-    homes = scope.module.scopes if "." in key else [scope, scope.module.top]
-    return any(key in parsers(home) for home in homes)
+    if "." in key:
+        return key in held_parsers(scope.module)
+    return key in parsers(scope) or key in parsers(scope.module.top)
+
+
+@kept
+def held_parsers(module: Module) -> frozenset[str]:
+    """The attributes that a file gives parsers to (`self.parser`)."""
+    return frozenset(name for scope in module.scopes for name in parsers(scope) if "." in name)
 
 
 @kept
