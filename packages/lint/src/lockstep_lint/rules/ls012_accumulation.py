@@ -296,9 +296,10 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
         return False
     if not any(name in counters or counted_anew(view, found, name) for name in idents(node.left)):
         return False
-    text = f"{ast.unparse(guard.test)} {ast.unparse(test)}"  # a name of the guard may be the test
+    text = ast.unparse(test)
     if (
-        "len(" in text
+        (isinstance(guard.test, ast.BoolOp) and isinstance(guard.test.op, ast.Or))  # `full or last_turn`
+        or "len(" in text
         or "last" in text
         or " or " in text
         or once(view, found)
