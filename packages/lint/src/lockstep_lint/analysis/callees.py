@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.index import FUNCTIONS, IMPORTS, Imported, Module, Scope
-from lockstep_lint.analysis.nodes import dotted, head, is_none, last, walk
+from lockstep_lint.analysis.index import FUNCTIONS, IMPORTS, Imported, Module, Scope, Site
+from lockstep_lint.analysis.nodes import REFERENCES, dotted, head, is_none, last, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["Callee", "Callees", "callees", "is_stub", "refusal", "shown_name"]
+__all__ = ["Callee", "Callees", "callees", "is_stub", "kind_of", "may_be_of_object", "refusal", "shown_name"]
 
 # Decorators that leave a function's parameters and its result as they are.
 KEEPING = {
@@ -394,6 +394,15 @@ def inner_names(stmt: ast.stmt) -> frozenset[str | None]:
         elif isinstance(node, ast.comprehension):
             found |= {item.id for item in walk(node.target) if isinstance(item, ast.Name)}
     return frozenset(found)
+
+
+def may_be_of_object(view: View, site: Site) -> bool:
+    """Check, by its name alone, whether a call may be of an object of the project, or of a method of one."""
+    func = site.call.func
+    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
+        return False
+    first = head(func)
+    return first is None or not view.names.foreign(first, site.module)
 
 
 def shown_name(function: Scope) -> str:

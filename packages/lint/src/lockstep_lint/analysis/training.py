@@ -286,7 +286,9 @@ class Trainings:
         """The forward of a loss of the project's own, or of a model of the same file, which a call of the object runs
         (`criterion(output, target)`).
         """
-        if "forward" not in self.calls.method_names(site.module) or not site.call.args:
+        if not site.call.args or "forward" not in self.calls.method_names(site.module):
+            return
+        if self.calls.names.unknown(site.call.func, site.scope):
             return
         if LOSSES.search(site.name):
             owner = self.calls.class_of(site.call.func, site.scope)
@@ -301,7 +303,8 @@ class Trainings:
         """The methods that a call of the object's own method may run in classes that derive from this one, which may
         leave it to them.
         """
-        if dotted(site.receiver) != "self":
+        receiver = site.receiver
+        if not isinstance(receiver, ast.Name) or receiver.id != "self":
             return
         target = self.calls.target(site.call, site.scope)
         owner = target.owner if target is not None else site.scope.owner

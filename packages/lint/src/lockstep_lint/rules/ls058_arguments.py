@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.callees import Callee, callees, refusal, shown_name
+from lockstep_lint.analysis.callees import Callee, callees, kind_of, may_be_of_object, refusal, shown_name
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import REFERENCES
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -31,11 +30,9 @@ def may_fail(view: View, site: Site) -> bool:
     """Check by the plainest answer whether a call is worth a closer look."""
     target = view.calls.target(site.call, site.scope)
     if target is not None:
-        return any(refusal(Callee(target, bound), site.call) for bound in (False, True))
-    func = site.call.func
-    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
-        return False
-    return "forward" in view.calls.method_names(view.module)
+        ways = (False, True) if kind_of(target) else (False,)  # a method may also be called by its class
+        return any(refusal(Callee(target, bound), site.call) for bound in ways)
+    return "forward" in view.calls.method_names(view.module) and may_be_of_object(view, site)
 
 
 RULE = Rule(
