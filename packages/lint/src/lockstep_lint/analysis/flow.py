@@ -9,7 +9,7 @@ from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import DEFINITIONS, IMPORTS, Module, Scope
-from lockstep_lint.analysis.nodes import is_none, last, walk
+from lockstep_lint.analysis.nodes import dotted, is_none, last, walk
 
 __all__ = ["Fact", "Read", "Way", "gaps", "hears", "may_be_none", "nones", "readable", "starred", "undecided"]
 
@@ -147,8 +147,8 @@ def doubtful(name: str, given: list[ast.stmt], places: list[ast.stmt], scope: Sc
 
 
 def begins(given: list[ast.stmt], places: list[ast.stmt], scope: Scope) -> bool:
-    """Whether a name plainly gets its value first: at the function's own level, or from the loop that all reads are
-    in. As it is the case for most names, their places need not be looked at one by one.
+    """Whether a name plainly gets its value first: in the block, or from the loop, that all its places are in. As it is
+    so for most names, their places need not be looked at one by one.
     """
     first = min(given, key=lambda stmt: stmt.lineno) if len(given) > 1 else given[0]
     if isinstance(first, DEFINING):
@@ -157,7 +157,10 @@ def begins(given: list[ast.stmt], places: list[ast.stmt], scope: Scope) -> bool:
         return False  # it may be read before, or in the statement itself
     if isinstance(first, ast.For):
         return not first.orelse and places[-1].lineno <= (first.end_lineno or 0)
-    return isinstance(first, GIVING) and first not in scope.module.up
+    outer, where = scope.module.up.get(first, (scope.node, "body"))
+    block = getattr(outer, where, [])
+    ends = block[-1] if block else None
+    return isinstance(first, GIVING) and isinstance(ends, ast.stmt) and places[-1].lineno <= (ends.end_lineno or 0)
 
 
 def only_given(name: str, stmt: ast.stmt) -> bool:
@@ -562,7 +565,6 @@ def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool, tuple[st
 
 def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
     """A text for a test that is the same for `x is None` and `x is not None`, and how it has come out."""
-    text = written(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         for op, sign in ((ast.IsNot, "is"), (ast.NotEq, "=="), (ast.NotIn, "in")):
             if isinstance(test.ops[0], op):
@@ -570,13 +572,13 @@ def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
                 return f"{left} {sign} {right}", not when
             if isinstance(test.ops[0], ast.Eq) and is_none(test.comparators[0]):
                 return f"{written(test.left)} is None", when
-    return text, when
+    return written(test), when
 
 
 @kept
 def written(node: ast.expr) -> str:
     """The text of an expression."""
-    return ast.unparse(node)
+    return dotted(node) or ast.unparse(node)
 
 
 def extended(ways: Iterable[Way], facts: list[Fact]) -> Iterator[Way]:

@@ -15,8 +15,9 @@ __all__ = ["RULE"]
 def check(view: View) -> Iterator[Found]:
     """Look for calls that no function they may run can take."""
     known = callees(view)
+    runs_objects = "forward" in view.calls.method_names(view.module)
     for site in view.module.sites():
-        if not may_fail(view, site):
+        if not may_fail(view, site, runs_objects):
             continue
         found = known.of(site.call, site.scope, site.stmt)
         wrong = [refusal(callee, site.call) for callee in found]
@@ -26,13 +27,13 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, f"{name}() {wrong[0]}: the run ends here with a TypeError", severity=level)
 
 
-def may_fail(view: View, site: Site) -> bool:
-    """Check by the plainest answer whether a call is worth a closer look."""
+def may_fail(view: View, site: Site, runs_objects: bool) -> bool:
+    """Check by the plainest answer whether a call is worth a closer look; that of an object, where any is called."""
     target = view.calls.target(site.call, site.scope)
     if target is not None:
         ways = (False, True) if kind_of(target) else (False,)  # a method may also be called by its class
         return any(refusal(Callee(target, bound), site.call) for bound in ways)
-    return "forward" in view.calls.method_names(view.module) and may_be_of_object(view, site)
+    return runs_objects and may_be_of_object(view, site)
 
 
 RULE = Rule(

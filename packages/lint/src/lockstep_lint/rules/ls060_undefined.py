@@ -174,12 +174,10 @@ def early(view: View) -> Iterator[Found]:
 def misspelt(view: View) -> Iterator[Found]:
     """Yield attributes of torch.distributed, and variables of the environment, that are nearly right."""
     module = view.module
+    of_torch = {name for name, imported in module.imports.items() if imported.full.startswith("torch")}
     for scope in view.scopes if "distributed" in module.text else ():
         for node, _ in scope.reads:
-            if node.attr in OF_DISTRIBUTED:
-                continue
-            imported = module.imports.get(head(node) or "")
-            if imported is None or not imported.full.startswith("torch"):
+            if node.attr in OF_DISTRIBUTED or head(node) not in of_torch:
                 continue
             known = view.names.qualify(node.value, scope) == "torch.distributed"
             for meant in get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE) if known else ():
