@@ -83,6 +83,7 @@ class Callees:
         full = self.names.qualify(func, function.parent or function) or dotted(func) or ""
         return full in KEEPING
 
+    @kept
     def patched(self, function: Scope) -> bool:
         """Check whether a file of the programs assigns something else to a function's name."""
         method = function.parent is not None and function.parent.kind == "class"

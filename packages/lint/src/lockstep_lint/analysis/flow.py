@@ -66,7 +66,7 @@ def gaps(scope: Scope, calls: Calls) -> tuple[Read, ...]:
     given, places = givers(scope), scope.module.places.get(scope, {})
     own = [name for name in own_names(scope, given) if name in places]
     names = frozenset(name for name in own if doubtful(name, given[name], places[name], scope))
-    return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),))))
+    return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),)))) if names else ()
 
 
 def nones(scope: Scope, names: frozenset[str], calls: Calls, given: dict[str, tuple[Way, ...]]) -> tuple[Read, ...]:
@@ -95,11 +95,11 @@ def readable(scope: Scope) -> bool:
 def givers(scope: Scope) -> dict[str, list[ast.stmt]]:
     """The statements by which a function, or a file's own lines, give a value to a name, by the names."""
     found = {name: [bind.stmt for bind in binds] for name, binds in scope.binds.items() if "." not in name}
-    for stmt in scope.stmts:
+    for stmt in (stmt for stmt in scope.stmts if isinstance(stmt, DEFINING)):
         if isinstance(stmt, IMPORTS):
             for alias in stmt.names:
                 found.setdefault(alias.asname or alias.name.partition(".")[0], []).append(stmt)
-        elif isinstance(stmt, DEFINITIONS):
+        else:
             found.setdefault(stmt.name, []).append(stmt)
     return found
 

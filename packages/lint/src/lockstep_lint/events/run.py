@@ -54,6 +54,8 @@ class Run:
 
     def of(self, *kinds: str) -> list[Event]:
         """The events of some kinds, in order."""
+        if len(kinds) == 1:
+            return self.by_kind.get(kinds[0], [])
         there = [self.by_kind[kind] for kind in kinds if kind in self.by_kind]
         if len(there) < 2:
             return there[0] if there else []

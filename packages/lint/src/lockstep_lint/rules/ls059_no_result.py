@@ -20,6 +20,7 @@ NOTHING = -1
 Shape = frozenset[int]
 UNKNOWN: Shape = frozenset()
 ENDS = ("exit", "_exit", "quit", "abort")
+ASKING = (ast.BoolOp, ast.IfExp, ast.NamedExpr)
 INNER = (ast.stmt, ast.Lambda, ast.ExceptHandler)
 # Operators that take neither None nor a tuple; `%` is left out, for texts, and `|`, for types.
 TUPLE_HAS = (ast.Add, ast.Mult, ast.Mod, ast.BitOr, ast.MatMult)
@@ -140,7 +141,7 @@ def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt,
     name = stmt.targets[0] if isinstance(stmt, ast.Assign) and stmt.value is site.call else None
     if not isinstance(name, ast.Name) or name.id in scope.globals:
         return
-    places = dict.fromkeys(other for other, home in view.module.named[name.id] if home is scope)
+    places = dict.fromkeys(view.module.places[scope][name.id])
     for other in sorted(places, key=lambda each: each.lineno):
         if other.lineno <= stmt.lineno or any(name.id in idents(guard.test) for guard in guards(other, view.module)):
             continue
@@ -152,11 +153,15 @@ def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt,
 
 def faults(stmt: ast.stmt, value: ast.expr, given: Shape) -> Iterator[tuple[ast.AST, str]]:
     """Yield the places of a statement where a value is used as none of its shape can be."""
-    if any(isinstance(node, ast.BoolOp | ast.IfExp | ast.NamedExpr) for node in own(stmt)):
+    nodes = list(own(stmt))
+    if any(isinstance(node, ASKING) for node in nodes):
         return  # a test may ask whether there is a value
-    for node in own(stmt):
+    name = value.id if isinstance(value, ast.Name) else ""
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Constant):
+            continue  # most nodes are, and use nothing
         for used, wrong in uses(node, given):
-            if used is value or (isinstance(value, ast.Name) and isinstance(used, ast.Name) and used.id == value.id):
+            if used is value or (name and isinstance(used, ast.Name) and used.id == name):
                 yield node if isinstance(node, ast.expr) else used, wrong
 
 
@@ -169,7 +174,7 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
             yield node.value, f"{what}, which has no '{node.attr}'"
     elif isinstance(node, ast.Subscript):
         if nothing or lacks(node.slice, given):
-            yield node.value, f"{what}, which has no [{ast.unparse(node.slice).strip('()')}]"
+            yield node.value, f"{what}, which has no [{text_of(node.slice)}]"
     elif isinstance(node, ast.Call):
         yield node.func, f"{what}, which is called"
         starred = (arg.value for arg in node.args if nothing and isinstance(arg, ast.Starred))
@@ -183,6 +188,12 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
             yield node.iter, f"{what}, which a loop runs over"
     else:
         yield from ((side, f"{what}, which is no number") for side in operands(node, nothing))
+
+
+@kept
+def text_of(index: ast.expr) -> str:
+    """Return the text between the brackets."""
+    return ast.unparse(index).strip("()")
 
 
 def operands(node: ast.AST, nothing: bool) -> tuple[ast.expr, ...]:
