@@ -91,7 +91,7 @@ class Callees:
             owners = assigned(member).get(function.name, ())
             if any(method or owner.partition(".")[0] in member.imports for owner in owners):
                 return True
-            if "setattr" in member.text and (
+            if "setattr" in member.words and (
                 f'"{function.name}"' in member.text or f"'{function.name}'" in member.text
             ):
                 return True

@@ -204,7 +204,7 @@ class Marks:
         functions = [function for function in self.calls.runs(site) if function.kind == "function"]
         functions = functions or self.handed(site)
         functions += self.analysis.trainings.overrides(site)
-        functions = functions or list(self.analysis.trainings.forwards(site))
+        functions = functions or self.analysis.trainings.forwards(site)
         known = bool(functions) and any(function.name != "forward" for function in functions)
         found = list(self.read(site, known))
         marks = [Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found]

@@ -62,10 +62,7 @@ def undefined(view: View) -> Iterator[Found]:
     }
     wanted = [name for name in module.named if any(name in names for names in lacking.values())] if lacking else []
     unknown = [
-        (name, stmt, scope)
-        for name in wanted
-        for stmt, scope in module.named[name]
-        if name in lacking.get(scope, ())
+        (name, stmt, scope) for name in wanted for stmt, scope in module.named[name] if name in lacking.get(scope, ())
     ]
     stops = {scope: stmt.lineno for _, stmt, scope in unknown if is_bare(stmt)}  # `never_tested`, to end the run there
     told: set[str] = set()
