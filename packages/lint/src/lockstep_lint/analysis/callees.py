@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.index import FUNCTIONS, IMPORTS, Imported, Module, Scope
-from lockstep_lint.analysis.nodes import dotted, head, is_none, last, walk
+from lockstep_lint.analysis.index import FUNCTIONS, IMPORTS, Imported, Module, Scope, Site
+from lockstep_lint.analysis.nodes import REFERENCES, dotted, head, is_none, last, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["Callee", "Callees", "callees", "is_stub", "refusal", "shown_name"]
+__all__ = ["Callee", "Callees", "callees", "is_stub", "kind_of", "may_be_of_object", "refusal", "shown_name"]
 
 # Decorators that leave a function's parameters and its result as they are.
 KEEPING = {
@@ -83,6 +83,7 @@ class Callees:
         full = self.names.qualify(func, function.parent or function) or dotted(func) or ""
         return full in KEEPING
 
+    @kept
     def patched(self, function: Scope) -> bool:
         """Check whether a file of the programs assigns something else to a function's name."""
         method = function.parent is not None and function.parent.kind == "class"
@@ -90,7 +91,7 @@ class Callees:
             owners = assigned(member).get(function.name, ())
             if any(method or owner.partition(".")[0] in member.imports for owner in owners):
                 return True
-            if "setattr" in member.text and (
+            if "setattr" in member.words and (
                 f'"{function.name}"' in member.text or f"'{function.name}'" in member.text
             ):
                 return True
@@ -394,6 +395,15 @@ def inner_names(stmt: ast.stmt) -> frozenset[str | None]:
         elif isinstance(node, ast.comprehension):
             found |= {item.id for item in walk(node.target) if isinstance(item, ast.Name)}
     return frozenset(found)
+
+
+def may_be_of_object(view: View, site: Site) -> bool:
+    """Check, by its name alone, whether a call may be of an object of the project, or of a method of one."""
+    func = site.call.func
+    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
+        return False
+    first = head(func)
+    return first is None or not view.names.foreign(first, site.module)
 
 
 def shown_name(function: Scope) -> str:

@@ -1,6 +1,7 @@
 """Say what the checkpoints of a program hold, and which keys it reads from those that it loads."""
 
 import ast
+import bisect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ OTHERS = Words(
 WRITES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORECASE)
 HOOKS = Words(r"^_*(on|before|pre|after|post)_", re.IGNORECASE)
 LOOKS = ("save", "print", "len", "log", "info", "debug", "deepcopy", "list", "sorted", "keys", "items", "str", "dict")
+# A line in which a string may be a key, or be so on the next line.
+KEYED = re.compile(r"""\[[\s(]*(\w{0,2}["']|#|\\?$)""")
 MAX_ORIGINS = 6
 # How deep the parts of a path are spelled out.
 MAX_PARTS = 20
@@ -217,11 +220,12 @@ def loads(analysis: Analysis, module: Module) -> tuple[Site, ...]:
 
 def reads(view: View) -> Iterator[Read]:
     """Yield the keys that a file reads from what the programs load, in order."""
-    if '["' not in view.module.text and "['" not in view.module.text:
-        return
-    for scope in view.scopes:
+    lines = [number for number, line in enumerate(view.module.source.lines, 1) if KEYED.search(line)]
+    for scope in view.scopes if lines else ():
         for stmt in scope.stmts:
-            for part in own_expressions(stmt):
+            first = bisect.bisect_left(lines, stmt.lineno)
+            keyed = first < len(lines) and lines[first] <= (stmt.end_lineno or stmt.lineno)
+            for part in own_expressions(stmt) if keyed else ():
                 for node in walk(part):
                     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
                         key = constant(node.slice)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.context import above
-from lockstep_lint.analysis.index import DEFINITIONS, IMPORTS, Scope
-from lockstep_lint.analysis.nodes import is_none, last, walk
+from lockstep_lint.analysis.index import DEFINITIONS, IMPORTS, Module, Scope
+from lockstep_lint.analysis.nodes import dotted, is_none, last, walk
 
 __all__ = ["Fact", "Read", "Way", "gaps", "hears", "may_be_none", "nones", "readable", "starred", "undecided"]
 
@@ -53,14 +53,20 @@ ENDS = ("exit", "_exit", "quit", "abort", "error", "fail", "skip")
 # A handler of these would hear that a name has no value.
 HEARS = ("NameError", "UnboundLocalError", "Exception", "BaseException", "AttributeError", "TypeError")
 LEAVES = (ast.Return, ast.Raise, ast.Break, ast.Continue, ast.Assert, ast.Match, *IMPORTS)
+DEFINING = (*IMPORTS, *DEFINITIONS)
+GIVING = (ast.Assign, ast.With)
 SCOPED = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 
 @kept
 def gaps(scope: Scope, calls: Calls) -> tuple[Read, ...]:
     """The reads of a function's own names that some ways come to without a value."""
-    names = frozenset(filter(lambda name: doubtful(name, scope), own_names(scope)))
-    return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),))))
+    if not readable(scope):
+        return ()
+    given, places = givers(scope), scope.module.places.get(scope, {})
+    own = [name for name in own_names(scope, given) if name in places]
+    names = frozenset(name for name in own if doubtful(name, given[name], places[name], scope))
+    return tuple(_Flow(scope, names, calls).run(dict.fromkeys(names, ((),)))) if names else ()
 
 
 def nones(scope: Scope, names: frozenset[str], calls: Calls, given: dict[str, tuple[Way, ...]]) -> tuple[Read, ...]:
@@ -86,17 +92,28 @@ def readable(scope: Scope) -> bool:
     return scope.kind != "class" and not tricks
 
 
-def own_names(scope: Scope) -> set[str]:
-    """The names that a function, or a file's own lines, give a value themselves."""
-    if not readable(scope):
-        return set()
-    found = {name for name in scope.binds if "." not in name}
-    for stmt in scope.stmts:
+def givers(scope: Scope) -> dict[str, list[ast.stmt]]:
+    """The statements by which a function, or a file's own lines, give a value to a name, by the names."""
+    found = {name: [bind.stmt for bind in binds] for name, binds in scope.binds.items() if "." not in name}
+    for stmt in (stmt for stmt in scope.stmts if isinstance(stmt, DEFINING)):
         if isinstance(stmt, IMPORTS):
-            found |= {alias.asname or alias.name.partition(".")[0] for alias in stmt.names}
-    found |= {*scope.defs}
-    elsewhere = (other for other in scope.module.scopes if other.globals and other is not scope)
-    return found.difference(scope.params, scope.globals, starred(scope), *(other.globals for other in elsewhere))
+            for alias in stmt.names:
+                found.setdefault(alias.asname or alias.name.partition(".")[0], []).append(stmt)
+        else:
+            found.setdefault(stmt.name, []).append(stmt)
+    return found
+
+
+def own_names(scope: Scope, given: Iterable[str]) -> set[str]:
+    """The names among these that are a function's own, or a file's, and that no other function sets."""
+    elsewhere = (other.globals for other in declaring(scope.module) if other is not scope)
+    return set(given).difference(scope.params, scope.globals, starred(scope), *elsewhere)
+
+
+@kept
+def declaring(module: Module) -> tuple[Scope, ...]:
+    """The functions of a file that say `global` or `nonlocal`."""
+    return tuple(scope for scope in module.scopes if scope.globals)
 
 
 def starred(scope: Scope) -> list[str]:
@@ -105,27 +122,45 @@ def starred(scope: Scope) -> list[str]:
     return [each.arg for each in (args.vararg, args.kwarg) if each is not None] if args is not None else []
 
 
-def doubtful(name: str, scope: Scope) -> bool:
-    """Whether a name is read where no value stands before in the same block, or in one around it."""
+def doubtful(name: str, given: list[ast.stmt], places: list[ast.stmt], scope: Scope) -> bool:
+    """Whether a name is read where no value stands before in the same block, or in one around it: given the statements
+    that give it one, and all that name it.
+    """
+    if begins(given, places, scope):
+        return False
     up = scope.module.up
     first: dict[object, int] = {}
-    given = [bind.stmt for bind in scope.binds.get(name, ())]
-    if name in scope.defs:
-        given += [stmt for stmt in scope.stmts if isinstance(stmt, DEFINITIONS) and stmt.name == name]
     for stmt in given:
         blocks: list[object] = [up.get(stmt)]
         if isinstance(stmt, ast.For | ast.AsyncFor | ast.With | ast.AsyncWith):
             blocks = [(stmt, "body"), *(blocks if not isinstance(stmt, ast.For | ast.AsyncFor) else ())]
         for block in blocks:
             first[block] = min(stmt.lineno, first.get(block, stmt.lineno))
-    for stmt, home in scope.module.named.get(name, ()):
-        if home is scope and not (stmt in given and isinstance(stmt, ast.For | ast.AsyncFor)):
+    for stmt in places:
+        if not (stmt in given and isinstance(stmt, ast.For | ast.AsyncFor)):
             block = up.get(stmt)
             while first.get(block, stmt.lineno) >= stmt.lineno and block is not None:
                 block = up.get(block[0])
             if first.get(block, stmt.lineno) >= stmt.lineno and not only_given(name, stmt):
                 return True
     return False
+
+
+def begins(given: list[ast.stmt], places: list[ast.stmt], scope: Scope) -> bool:
+    """Whether a name plainly gets its value first: in the block, or from the loop, that all its places are in. As it is
+    so for most names, their places need not be looked at one by one.
+    """
+    first = min(given, key=lambda stmt: stmt.lineno) if len(given) > 1 else given[0]
+    if isinstance(first, DEFINING):
+        return first not in scope.module.up and first.lineno < places[0].lineno
+    if first is not places[0] or (len(places) > 1 and places[1].lineno <= first.lineno):
+        return False  # it may be read before, or in the statement itself
+    if isinstance(first, ast.For):
+        return not first.orelse and places[-1].lineno <= (first.end_lineno or 0)
+    outer, where = scope.module.up.get(first, (scope.node, "body"))
+    block = getattr(outer, where, [])
+    ends = block[-1] if block else None
+    return isinstance(first, GIVING) and isinstance(ends, ast.stmt) and places[-1].lineno <= (ends.end_lineno or 0)
 
 
 def only_given(name: str, stmt: ast.stmt) -> bool:
@@ -464,7 +499,8 @@ class _Flow:
 def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
     """The statements that name one of some names or may leave, and those around them."""
     found: set[ast.stmt] = set()
-    queue = [stmt for name in names for stmt, home in scope.module.named.get(name, ()) if home is scope]
+    places = scope.module.places.get(scope, {})
+    queue = [stmt for name in names for stmt in places.get(name, ())]
     queue += [bind.stmt for name in names for bind in scope.binds.get(name, ())]
     queue += [stmt for stmt in scope.stmts if isinstance(stmt, LEAVES) or may_end(stmt)]
     queue += [stmt for stmt in scope.stmts if isinstance(stmt, DEFINITIONS) and stmt.name in names]
@@ -529,7 +565,6 @@ def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool, tuple[st
 
 def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
     """A text for a test that is the same for `x is None` and `x is not None`, and how it has come out."""
-    text = written(test)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         for op, sign in ((ast.IsNot, "is"), (ast.NotEq, "=="), (ast.NotIn, "in")):
             if isinstance(test.ops[0], op):
@@ -537,13 +572,13 @@ def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
                 return f"{left} {sign} {right}", not when
             if isinstance(test.ops[0], ast.Eq) and is_none(test.comparators[0]):
                 return f"{written(test.left)} is None", when
-    return text, when
+    return written(test), when
 
 
 @kept
 def written(node: ast.expr) -> str:
     """The text of an expression."""
-    return ast.unparse(node)
+    return dotted(node) or ast.unparse(node)
 
 
 def extended(ways: Iterable[Way], facts: list[Fact]) -> Iterator[Way]:

@@ -241,14 +241,15 @@ def around(view: View, training: Training) -> Site | None:
     found: Site | None = None
     for site in view.trainings.each_step(training):
         func = site.call.func
-        if view.ranks.single(site.stmt, site.scope):
-            continue  # `if not distributed: model.step(x)` beside `model.module.step(x)`
-        if in_wrapper(view, func, site.scope) or forwarded(view, func, site.scope) or holds(view, site):
+        unclear = in_wrapper(view, func, site.scope) or forwarded(view, func, site.scope) or holds(view, site)
+        within = not unclear and inside(view, func, site.scope)
+        if not unclear and not within:
+            unclear = view.calls.target(site.call, site.scope) is None and is_given(view, site.call, site.scope)
+        if not (unclear or within) or view.ranks.single(site.stmt, site.scope):
+            continue  # also `if not distributed: model.step(x)` beside `model.module.step(x)`
+        if unclear:
             return None
-        if inside(view, func, site.scope):
-            found = found or (site if in_loss(view, site, training) else None)
-        elif view.calls.target(site.call, site.scope) is None and is_given(view, site.call, site.scope):
-            return None
+        found = found or (site if in_loss(view, site, training) else None)
     return found
 
 

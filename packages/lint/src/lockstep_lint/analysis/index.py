@@ -263,6 +263,15 @@ class Module:
         return group(self.sites())
 
     @functools.cached_property
+    def places(self) -> dict[Scope, dict[str, list[ast.stmt]]]:
+        """The same as `named`, by scopes: for each name, the statements of the scope that name it, first to last."""
+        table: dict[Scope, dict[str, list[ast.stmt]]] = {}
+        for name, places in self.named.items():
+            for stmt, scope in places:
+                table.setdefault(scope, {}).setdefault(name, []).append(stmt)
+        return table
+
+    @functools.cached_property
     def own_names(self) -> frozenset[str]:
         """The first part of every name that the file assigns, defines or takes as a parameter, without imports."""
         binds = {key.partition(".")[0] for scope in self.scopes for key in scope.binds}

@@ -72,10 +72,7 @@ def is_called(view: View, scope: Scope) -> bool:
 @kept
 def mentioned(module: Module) -> dict[Scope, frozenset[str]]:
     """For each scope of a file, the names and attributes that it mentions."""
-    found: dict[Scope, set[str]] = {}
-    for name, places in module.named.items():
-        for _, scope in places:
-            found.setdefault(scope, set()).add(name)
+    found = {scope: set(places) for scope, places in module.places.items()}
     for scope in module.scopes:
         found.setdefault(scope, set()).update(node.attr for node, _ in scope.reads)
     return {scope: frozenset(names) for scope, names in found.items()}

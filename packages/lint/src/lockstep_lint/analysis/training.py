@@ -28,7 +28,7 @@ from lockstep_lint.analysis.context import (
 )
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, MODEL, SCALER, Steps
-from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, is_none, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, head, idents, is_none, last, walk
 from lockstep_lint.analysis.ranks import Ranks
 
 __all__ = ["LOSSES", "Training", "Trainings"]
@@ -282,12 +282,17 @@ class Trainings:
                         seen.add(function)
                         queue.append((function.sites, None, function))  # type: ignore[arg-type]
 
-    def forwards(self, site: Site) -> Iterator[Scope]:
+    def forwards(self, site: Site) -> list[Scope]:
         """The forward of a loss of the project's own, or of a model of the same file, which a call of the object runs
         (`criterion(output, target)`).
         """
-        if "forward" not in self.calls.method_names(site.module) or not site.call.args:
-            return
+        if not site.call.args or "forward" not in self.calls.method_names(site.module):
+            return []
+        first = head(site.call.func)
+        if self.calls.names.unknown(site.call.func, site.scope) or (
+            first is not None and self.calls.names.foreign(first, site.module)
+        ):
+            return []
         if LOSSES.search(site.name):
             owner = self.calls.class_of(site.call.func, site.scope)
             owner = owner if owner is not None and self.kinds.is_module_class(owner) else None
@@ -295,13 +300,14 @@ class Trainings:
             owner = self.kinds.run_class(site.call.func, site.scope)
             owner = owner if owner is not None and owner.module is site.module else None
         forward = self.calls.names.member(owner, "forward") if owner is not None else None
-        yield from [forward] if forward is not None else []
+        return [forward] if forward is not None else []
 
     def overrides(self, site: Site) -> Iterator[Scope]:
         """The methods that a call of the object's own method may run in classes that derive from this one, which may
         leave it to them.
         """
-        if dotted(site.receiver) != "self":
+        receiver = site.receiver
+        if not isinstance(receiver, ast.Name) or receiver.id != "self":
             return
         target = self.calls.target(site.call, site.scope)
         owner = target.owner if target is not None else site.scope.owner

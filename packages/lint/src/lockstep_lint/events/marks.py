@@ -202,9 +202,9 @@ class Marks:
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
         """Return the mark of a call, and the project's functions that it runs."""
         functions = [function for function in self.calls.runs(site) if function.kind == "function"]
-        functions = functions or list(self.handed(site))
+        functions = functions or self.handed(site)
         functions += self.analysis.trainings.overrides(site)
-        functions = functions or list(self.analysis.trainings.forwards(site))
+        functions = functions or self.analysis.trainings.forwards(site)
         known = bool(functions) and any(function.name != "forward" for function in functions)
         found = list(self.read(site, known))
         marks = [Mark(kind, site.call, site.stmt, site.scope, subject, detail, site) for kind, subject, detail in found]
@@ -265,13 +265,13 @@ class Marks:
             if isinstance(func, REFERENCES) and not full:
                 yield "forward", func, ""
 
-    def handed(self, site: Site) -> Iterator[Scope]:
+    def handed(self, site: Site) -> list[Scope]:
         """Return the project's functions among the arguments of an unknown call, which may run them."""
-        for given in site.call.args[:3] if site.name not in SHOWS else ():
-            if isinstance(given, ast.Name):
-                found = self.calls.names.definition(given, site.scope)
-                if found is not None and found.kind == "function":
-                    yield found
+        names = [given for given in site.call.args[:3] if given.__class__ is ast.Name]
+        if not names or site.name in SHOWS:
+            return []
+        found = [self.calls.names.definition(given, site.scope) for given in names]
+        return [function for function in found if function is not None and function.kind == "function"]
 
     def makes_optimizer(self, site: Site) -> bool:
         """Whether a call makes an optimizer of torch."""

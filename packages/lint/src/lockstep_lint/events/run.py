@@ -56,8 +56,10 @@ class Run:
         """The events of some kinds, in order."""
         if len(kinds) == 1:
             return self.by_kind.get(kinds[0], [])
-        found = [event for kind in kinds for event in self.by_kind.get(kind, ())]
-        return sorted(found, key=place)
+        there = [self.by_kind[kind] for kind in kinds if kind in self.by_kind]
+        if len(there) < 2:
+            return there[0] if there else []
+        return sorted((event for found in there for event in found), key=place)
 
 
 def place(event: Event) -> int:

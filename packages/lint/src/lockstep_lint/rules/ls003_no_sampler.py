@@ -43,7 +43,7 @@ SAME = "every rank reads the same samples: give this loader a DistributedSampler
 def check(view: View) -> Iterator[Found]:
     """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
     fed: set[ast.Call] = set()
-    for run in runs(view):
+    for run in runs(view) if "DataLoader" in view.module.by_name else ():
         if "accelerate" not in view.analysis.frameworks(run.entry.module) and wraps(view, run):
             fed |= {call for event in run.of("backward") for call in feeds(view, event)}
     for site in view.sites("DataLoader"):

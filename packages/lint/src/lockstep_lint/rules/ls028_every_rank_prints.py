@@ -23,6 +23,9 @@ TRACKERS = {"wandb.init", "wandb.log", "wandb.watch", "swanlab.init", "swanlab.l
 TRACKERS |= {"mlflow.start_run", "mlflow.log_metrics", "mlflow.log_param", "mlflow.log_params", "trackio.init"}
 TRACKERS |= {"comet_ml.Experiment", "comet_ml.start", "neptune.init_run", "neptune.init", "aim.Run", "trackio.log"}
 TRACKERS |= {"clearml.Task.init"}
+# The last names of all these: a method or a module's function of any other name is none of them.
+LAST_NAMES = {"SummaryWriter", "print_trainable_parameters"}
+LAST_NAMES |= {full.rpartition(".")[2] for full in (*TRACKERS, *PRINTERS)}
 # What gives print another meaning, or sends it elsewhere; functions of such names may do so out of sight.
 MUTES = re.compile(r"builtins?(__)?\.print\s*=|__builtins?__|setattr\((__)?builtins|sys\.stdout\s*=\s*open")
 HUSHES = Words(r"setup_for_dist|suppress|mute|hush|quiet|silen|init_distributed_mode|disable_print")
@@ -57,6 +60,8 @@ def check(view: View) -> Iterator[Found]:
 
 def output(view: View, site: Site) -> str:
     """Return what kind of output a call is: "print", "tracker" or ""."""
+    if isinstance(site.call.func, ast.Attribute) and site.name not in LAST_NAMES:
+        return ""
     full = view.full(site)
     if full in TRACKERS or (site.name == "SummaryWriter" and full.endswith("SummaryWriter")):
         return "tracker"

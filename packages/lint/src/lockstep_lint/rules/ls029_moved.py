@@ -136,9 +136,15 @@ def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
         following = {row[len(full) :].partition(".")[0] for row in wanted if row.startswith(full)}
         return frozenset().union(*(read[part] for part in following))
 
+    renamed = {
+        key
+        for scope in module.scopes
+        for key, binds in scope.binds.items()
+        if any(isinstance(bind.value, REFERENCES) for bind in binds)
+    }
     for name, places in module.named.items():
-        if name not in module.imports and view.names.foreign(name, module):
-            continue
+        if name not in module.imports and (view.names.foreign(name, module) or not (name in renamed or module.stars)):
+            continue  # it can stand for nothing that was imported
         if name not in module.own_names:  # means the same in all scopes
             within = reached(f"{view.names.qualify_name(name, module.top)}.")
             found.update(stmt for stmt, _ in places if within is None or stmt in within)

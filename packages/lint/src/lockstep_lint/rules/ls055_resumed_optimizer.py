@@ -46,9 +46,11 @@ def check(view: View) -> Iterator[Found]:
     for run in runs(view):
         for event in run.of("load"):
             site = shown_at(view, event)
-            if site is None or any(restores(view.analysis, member) for member in view.project.closure(view.module)):
+            if site is None or not resumes(view, event):
                 continue
-            if resumes(view, event) and goes_on(view, run, event):
+            if any(restores(view.analysis, member) for member in view.project.closure(view.module)):
+                continue
+            if goes_on(view, run, event):
                 yield Found(site.call, MESSAGE)
                 break
 

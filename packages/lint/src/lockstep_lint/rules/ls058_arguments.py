@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.callees import Callee, callees, refusal, shown_name
+from lockstep_lint.analysis.callees import Callee, callees, kind_of, may_be_of_object, refusal, shown_name
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import REFERENCES
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -16,8 +15,9 @@ __all__ = ["RULE"]
 def check(view: View) -> Iterator[Found]:
     """Look for calls that no function they may run can take."""
     known = callees(view)
+    runs_objects = "forward" in view.calls.method_names(view.module)
     for site in view.module.sites():
-        if not may_fail(view, site):
+        if not may_fail(view, site, runs_objects):
             continue
         found = known.of(site.call, site.scope, site.stmt)
         wrong = [refusal(callee, site.call) for callee in found]
@@ -27,15 +27,13 @@ def check(view: View) -> Iterator[Found]:
             yield at(site, f"{name}() {wrong[0]}: the run ends here with a TypeError", severity=level)
 
 
-def may_fail(view: View, site: Site) -> bool:
-    """Check by the plainest answer whether a call is worth a closer look."""
+def may_fail(view: View, site: Site, runs_objects: bool) -> bool:
+    """Check by the plainest answer whether a call is worth a closer look; that of an object, where any is called."""
     target = view.calls.target(site.call, site.scope)
     if target is not None:
-        return any(refusal(Callee(target, bound), site.call) for bound in (False, True))
-    func = site.call.func
-    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
-        return False
-    return "forward" in view.calls.method_names(view.module)
+        ways = (False, True) if kind_of(target) else (False,)  # a method may also be called by its class
+        return any(refusal(Callee(target, bound), site.call) for bound in ways)
+    return runs_objects and may_be_of_object(view, site)
 
 
 RULE = Rule(

@@ -4,10 +4,10 @@ import ast
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.callees import Callees, callees, is_stub, shown_name
+from lockstep_lint.analysis.callees import Callees, callees, is_stub, may_be_of_object, shown_name
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import DEFINITIONS, Module, Scope, Site
-from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, idents, is_none, last
+from lockstep_lint.analysis.nodes import SEQUENCES, constant, idents, is_none, last
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -20,6 +20,7 @@ NOTHING = -1
 Shape = frozenset[int]
 UNKNOWN: Shape = frozenset()
 ENDS = ("exit", "_exit", "quit", "abort")
+ASKING = (ast.BoolOp, ast.IfExp, ast.NamedExpr)
 INNER = (ast.stmt, ast.Lambda, ast.ExceptHandler)
 # Operators that take neither None nor a tuple; `%` is left out, for texts, and `|`, for types.
 TUPLE_HAS = (ast.Add, ast.Mult, ast.Mod, ast.BitOr, ast.MatMult)
@@ -48,7 +49,7 @@ def check(view: View) -> Iterator[Found]:
 
 def forgotten(view: View, known: Callees) -> Iterator[Found]:
     """Find the models and losses that a file makes whose forward computes a last value and does not return it."""
-    if not any(runs_known(member) for member in view.project.family(view.module)):
+    if not any(loses_values(member) for member in view.project.family(view.module)):
         return
     for site in view.module.sites():
         owner = view.names.definition(site.call.func, site.scope)
@@ -57,6 +58,12 @@ def forgotten(view: View, known: Callees) -> Iterator[Found]:
         made = known.definitions(site.call.func, site.scope)
         if made == (owner,) and view.kinds.is_module_class(owner) and ends_run(view, site.stmt, site.scope):
             yield at(site, f"{owner.name}.forward() computes a value and returns nothing: its caller gets None")
+
+
+@kept
+def loses_values(module: Module) -> bool:
+    """Check whether a file has a forward that loses its last value."""
+    return any(loses_value(scope) for scope in module.scopes if scope.name == "forward")
 
 
 def loses_value(function: Scope | None) -> bool:
@@ -75,10 +82,9 @@ def may_give(view: View, site: Site) -> Shape:
     target = view.calls.target(site.call, site.scope)
     if target is not None:
         return shape(target)
-    func = site.call.func
-    if not isinstance(func, REFERENCES) or view.names.unknown(func, site.scope) or view.full(site):
+    if not may_be_of_object(view, site) or not any(map(runs_known, view.project.family(view.module))):
         return UNKNOWN
-    return frozenset({NOTHING}) if any(map(runs_known, view.project.family(view.module))) else UNKNOWN
+    return frozenset({NOTHING})
 
 
 @kept
@@ -92,7 +98,7 @@ def shape(function: Scope) -> Shape:
     """Return how many values the returns of a function give; UNKNOWN where one of them gives anything else."""
     if not isinstance(function.node, ast.FunctionDef) or is_stub(function) or function.name in ("__init__", "__new__"):
         return UNKNOWN
-    if any(isinstance(node, ast.Yield | ast.YieldFrom) for stmt in function.stmts for node in own(stmt)):
+    if "yield" in function.module.words and any(map(yields, function.stmts)):
         return UNKNOWN
     given = {size(stmt.value) for stmt in function.stmts if isinstance(stmt, ast.Return)}
     if 0 in given or (not given - {NOTHING} and never_ends(function.node.body)):
@@ -106,6 +112,11 @@ def size(value: ast.expr | None) -> int:
         return NOTHING
     known = isinstance(value, ast.Tuple) and not any(isinstance(item, ast.Starred) for item in value.elts)
     return len(value.elts) if known else 0  # type: ignore[attr-defined]
+
+
+def yields(stmt: ast.stmt) -> bool:
+    """Check whether a statement makes its function a generator."""
+    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in own(stmt))
 
 
 def never_ends(body: list[ast.stmt]) -> bool:
@@ -130,7 +141,7 @@ def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt,
     name = stmt.targets[0] if isinstance(stmt, ast.Assign) and stmt.value is site.call else None
     if not isinstance(name, ast.Name) or name.id in scope.globals:
         return
-    places = dict.fromkeys(other for other, home in view.module.named[name.id] if home is scope)
+    places = dict.fromkeys(view.module.places[scope][name.id])
     for other in sorted(places, key=lambda each: each.lineno):
         if other.lineno <= stmt.lineno or any(name.id in idents(guard.test) for guard in guards(other, view.module)):
             continue
@@ -142,11 +153,15 @@ def wrong_uses(view: View, site: Site, given: Shape) -> Iterator[tuple[ast.stmt,
 
 def faults(stmt: ast.stmt, value: ast.expr, given: Shape) -> Iterator[tuple[ast.AST, str]]:
     """Yield the places of a statement where a value is used as none of its shape can be."""
-    if any(isinstance(node, ast.BoolOp | ast.IfExp | ast.NamedExpr) for node in own(stmt)):
+    nodes = list(own(stmt))
+    if any(isinstance(node, ASKING) for node in nodes):
         return  # a test may ask whether there is a value
-    for node in own(stmt):
+    name = value.id if isinstance(value, ast.Name) else ""
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Constant):
+            continue  # most nodes are, and use nothing
         for used, wrong in uses(node, given):
-            if used is value or (isinstance(value, ast.Name) and isinstance(used, ast.Name) and used.id == value.id):
+            if used is value or (name and isinstance(used, ast.Name) and used.id == name):
                 yield node if isinstance(node, ast.expr) else used, wrong
 
 
@@ -159,7 +174,7 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
             yield node.value, f"{what}, which has no '{node.attr}'"
     elif isinstance(node, ast.Subscript):
         if nothing or lacks(node.slice, given):
-            yield node.value, f"{what}, which has no [{ast.unparse(node.slice).strip('()')}]"
+            yield node.value, f"{what}, which has no [{text_of(node.slice)}]"
     elif isinstance(node, ast.Call):
         yield node.func, f"{what}, which is called"
         starred = (arg.value for arg in node.args if nothing and isinstance(arg, ast.Starred))
@@ -173,6 +188,12 @@ def uses(node: ast.AST, given: Shape) -> Iterator[tuple[ast.expr, str]]:
             yield node.iter, f"{what}, which a loop runs over"
     else:
         yield from ((side, f"{what}, which is no number") for side in operands(node, nothing))
+
+
+@kept
+def text_of(index: ast.expr) -> str:
+    """Return the text between the brackets."""
+    return ast.unparse(index).strip("()")
 
 
 def operands(node: ast.AST, nothing: bool) -> tuple[ast.expr, ...]:

@@ -55,11 +55,14 @@ def undefined(view: View) -> Iterator[Found]:
     known = file_names(view, module)
     if known is None or is_notebook(module) or not readable(module.top):
         return
+    lacking = {
+        scope: names
+        for scope, places in module.places.items()
+        if (names := set(places).difference(known, *map(bound_in, around(scope))))
+    }
+    wanted = [name for name in module.named if any(name in names for names in lacking.values())] if lacking else []
     unknown = [
-        (name, stmt, scope)
-        for name, places in module.named.items()
-        for stmt, scope in (places if name not in known else ())
-        if not any(name in bound_in(each) for each in around(scope))
+        (name, stmt, scope) for name in wanted for stmt, scope in module.named[name] if name in lacking.get(scope, ())
     ]
     stops = {scope: stmt.lineno for _, stmt, scope in unknown if is_bare(stmt)}  # `never_tested`, to end the run there
     told: set[str] = set()
@@ -82,11 +85,12 @@ def is_notebook(module: Module) -> bool:
 @kept
 def _handled(module: Module) -> frozenset[str]:
     found: set[str] = set()
-    for node in walk(module.source.tree) if module.source.tree is not None else ():
-        if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            found.add(node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            found.add(node.rest)
+    for stmt in (stmt for scope in module.scopes for stmt in scope.stmts):
+        found |= {handler.name for handler in getattr(stmt, "handlers", ()) if handler.name}
+        if isinstance(stmt, ast.Match):
+            patterns = [node for case in stmt.cases for node in walk(case.pattern)]
+            names = (getattr(node, "name", None) or getattr(node, "rest", None) for node in patterns)
+            found |= {name for name in names if name}
     return frozenset(found)
 
 
@@ -167,10 +171,10 @@ def early(view: View) -> Iterator[Found]:
 def misspelt(view: View) -> Iterator[Found]:
     """Yield attributes of torch.distributed, and variables of the environment, that are nearly right."""
     module = view.module
+    of_torch = {name for name, imported in module.imports.items() if imported.full.startswith("torch")}
     for scope in view.scopes if "distributed" in module.text else ():
         for node, _ in scope.reads:
-            imported = module.imports.get(head(node) or "")
-            if node.attr in OF_DISTRIBUTED or imported is None or not imported.full.startswith("torch"):
+            if node.attr in OF_DISTRIBUTED or head(node) not in of_torch:
                 continue
             known = view.names.qualify(node.value, scope) == "torch.distributed"
             for meant in get_close_matches(node.attr, OF_DISTRIBUTED, 1, ALIKE) if known else ():
