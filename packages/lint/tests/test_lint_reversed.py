@@ -59,6 +59,23 @@ def test_the_best_by_the_wrong_comparison(name, start, score, test, number):
 
 
 @pytest.mark.parametrize(
+    ("flag", "way", "kept", "number"),
+    [
+        ("is_best", "<", "max", 1),
+        ("is_best", ">", "max", 0),
+        ("is_best", ">", "min", 1),
+        ("is_best", "<", "min", 0),
+        ("no_improvement", "<", "max", 0),
+    ],
+)
+def test_a_flag_at_odds_with_the_update(flag, way, kept, number):
+    then = f"{flag} = acc {way} best_acc\n        best_acc = {kept}(best_acc, acc)\n        save({flag})"
+    head = "import torch\n\ndef main(epochs, score, save):\n    best_acc = 0\n    for epoch in range(epochs):\n        acc = score()"
+    text = f"{head}\n        {then}\n"
+    assert len(levels(text, "LS070")) == number
+
+
+@pytest.mark.parametrize(
     ("given", "then", "number"),
     [
         ("total / len(loader)", "torch.save(model.state_dict(), 'best.pt')", 1),
@@ -140,8 +157,7 @@ def test_a_loader_in_a_cycle(name, order, cycle, told):
     text = CYCLE.format(name=name, order=order, cycle=cycle)
     if cycle == "cycle":
         text += "\ndef cycle(loader):\n    while True:\n        yield from loader\n"
-    found = [finding.severity for finding in check_text(text, configure({}, "LS069", ""), )]
-    assert [level.value for level in found] == told
+    assert [level.value for level in levels(text, "LS069")] == told
 
 
 def test_a_cycle_that_each_epoch_makes():
@@ -183,7 +199,7 @@ SETS = "for group in optimizer.param_groups: group['lr'] = 0.1 / epoch"
         (PLATEAU, "scheduler.step(evaluate(model))", 0),
         (PLATEAU, f"if rank == 0:\n            {SETS}", 1),
         (PLATEAU, SETS, 0),
-        (PLATEAU, f"if rank == 0:\n            {SETS}\n        dist.broadcast_object_list([optimizer.param_groups])", 0),
+        (PLATEAU, f"if rank == 0:\n            {SETS}\n        dist.broadcast_object_list([epoch])", 0),
         (PLATEAU, f"if rank == 0:\n            {SETS}\n        else:\n            {SETS}", 0),
     ],
 )

@@ -135,7 +135,7 @@ def sends_on(view: View) -> bool:
 def set_apart(view: View) -> Iterator[Found]:
     """Looks at the rates that are set by hand under a test of the rank, without another arm that sets them too."""
     text = view.module.text
-    if "param_groups" not in text or "lr" not in text or "rank" not in text and "main" not in text:
+    if "param_groups" not in text or "lr" not in text or ("rank" not in text and "main" not in text):
         return
     if not any(exchanges(view, run) for run in runs(view)) or sends_on(view):
         return
@@ -589,8 +589,9 @@ RULE = Rule(
     name="scheduler at the wrong place",
     what=(
         "A learning-rate scheduler is stepped before the optimizer, or once an epoch where its length counts "
-        "steps, or the other way round, or on some ranks only; or its length counts other steps than those that it makes: batches where "
-        "gradients are accumulated, one process's where Accelerate steps it for each, those of a loop around."
+        "steps, or the other way round, or on some ranks only; or its length counts other steps than those that it "
+        "makes: batches where gradients are accumulated, one process's where Accelerate steps it for each, those of a "
+        "loop around."
     ),
     why=(
         "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "

@@ -106,9 +106,9 @@ def unpacked(view: View, scope: Scope, node: ast.For | ast.comprehension) -> str
     if not isinstance(target, SEQUENCES) or any(isinstance(item, ast.Starred) for item in target.elts):
         return ""
     over = [(origin.node, origin.scope) for origin in view.origins.of(node.iter, scope)]
-    if over and all(is_method(view, each, home, "state_dict") or is_saved_state(view, each, home) for each, home in over):
+    if over and all(is_method(view, *each, "state_dict") or is_saved_state(view, *each) for each in over):
         return KEYS.format(what="a state_dict", count=len(target.elts))
-    if over and all(is_method(view, each, home, "parameters") for each, home in over):
+    if over and all(is_method(view, *each, "parameters") for each in over):
         return TENSORS
     return ""
 
@@ -140,9 +140,9 @@ def paired(scope: Scope, node: ast.For | ast.comprehension) -> str:
         return ""
     for stmt in (stmt for stmt in scope.stmts if inside(stmt, node, scope.module)):
         for part in own(stmt):
-            if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == name.id:
-                if not hasattr((), part.attr):
-                    return NAMED.format(what=what, name=part.attr)
+            of_pair = isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == name.id
+            if isinstance(part, ast.Attribute) and of_pair and not hasattr((), part.attr):
+                return NAMED.format(what=what, name=part.attr)
     return ""
 
 
@@ -289,7 +289,10 @@ RULE = Rule(
         "A function that returns nothing, or a tuple of another length, is used as if it returned a value; or a loop "
         "takes the keys of a `state_dict`, or the tensors of `parameters()`, for pairs."
     ),
-    why="The run ends with a TypeError or a ValueError when it comes there, often at the first evaluation, before anything is saved.",
+    why=(
+        "The run ends with a TypeError or a ValueError when it comes there, often at the first evaluation, before "
+        "anything is saved."
+    ),
     bad="""
 import torch
 from parts import prepare
