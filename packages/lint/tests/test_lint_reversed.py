@@ -70,8 +70,8 @@ def test_the_best_by_the_wrong_comparison(name, start, score, test, number):
 )
 def test_a_flag_at_odds_with_the_update(flag, way, kept, number):
     then = f"{flag} = acc {way} best_acc\n        best_acc = {kept}(best_acc, acc)\n        save({flag})"
-    head = "import torch\n\ndef main(epochs, score, save):\n    best_acc = 0\n    for epoch in range(epochs):\n        acc = score()"
-    text = f"{head}\n        {then}\n"
+    head = "import torch\n\ndef main(epochs, score, save):\n    best_acc = 0\n    for epoch in range(epochs):"
+    text = f"{head}\n        acc = score()\n        {then}\n"
     assert len(levels(text, "LS070")) == number
 
 
@@ -225,3 +225,38 @@ def test_steps_of_some_ranks(step, number):
     step = step.replace("if rank == 0: optimizer", "if rank == 0:\n                optimizer")
     step = step.replace("else: optimizer", "else:\n                optimizer")
     assert len(levels(PARTED.format(kind=PLATEAU, step=step, last="pass"), "LS041")) == number
+
+
+MANAGED = """
+import torch
+from {package} import {name}
+
+def main(model, loader, optimizer, args):
+    table = {{"precision": "16-mixed"}}
+    engine = {name}({option})
+    for batch in loader:
+        engine.backward(model(batch).sum())
+        {clip}
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "option", "clip", "number"),
+    [
+        ("accelerate", "Accelerator", "mixed_precision='fp16'", CLIP, 1),
+        ("accelerate", "Accelerator", "mixed_precision='bf16'", CLIP, 0),
+        ("accelerate", "Accelerator", "mixed_precision=args.precision", CLIP, 0),
+        ("accelerate", "Accelerator", "", CLIP, 0),
+        ("accelerate", "Accelerator", "mixed_precision='fp16'", "engine.clip_grad_norm_(model.parameters(), 1.0)", 0),
+        ("accelerate", "Accelerator", "mixed_precision='fp16'", f"engine.unscale_gradients()\n        {CLIP}", 0),
+        ("lightning", "Fabric", "precision=table['precision']", CLIP, 1),
+        ("lightning.fabric", "Fabric", "precision='16-mixed'", CLIP, 1),
+        ("lightning.fabric", "Fabric", "precision='bf16-mixed'", CLIP, 0),
+    ],
+)
+def test_clips_where_a_framework_scales(package, name, option, clip, number):
+    text = MANAGED.format(package=package, name=name, option=option, clip=clip)
+    assert len(levels(text, "LS011")) == number
