@@ -108,10 +108,12 @@ def last_part(key: str) -> str:
 def tests(bind: Bind, scope: Scope, key: str) -> Iterator[Test]:
     """Yield the comparisons that must come out so for a binding, as the score against the best."""
     for guard in guards(bind.stmt, scope.module):
-        joins = ast.And if guard.when else ast.Or
-        test = guard.test
+        test, when = guard.test, guard.when
+        while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            test, when = test.operand, not when
+        joins = ast.And if when else ast.Or
         for part in test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, joins) else [test]:
-            found = against(part, bind.value, key, guard.when)
+            found = against(part, bind.value, key, when)
             yield from () if found is None else [found]
 
 
