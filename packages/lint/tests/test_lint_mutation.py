@@ -293,6 +293,13 @@ MUTATIONS = [
         prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
     ]),
     ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
+    ("LS069", "ddp", [
+        append("import os", "import itertools"), append("val_loader = ", "batches = itertools.cycle(loader)"),
+    ]),
+    ("LS070", "ddp", [
+        prepend("for epoch in", "best = float('inf')"),
+        append("score = ", "if score > best:\n    best = score"),
+    ]),
     ("LS064", "ddp", [
         replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
     ]),

@@ -24,9 +24,9 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
 from lockstep_lint.events.lengths import PARTS, Made, counted, horizons, length, number
 from lockstep_lint.events.loaders import trained_on
-from lockstep_lint.events.query import given_as, same, subject
+from lockstep_lint.events.query import alone, given_as, same, sides, subject
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.steps import accumulating, accumulations, in_few_turns, step_loops
+from lockstep_lint.events.steps import accumulating, accumulations, exchanges, in_few_turns, step_loops
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
@@ -52,6 +52,8 @@ SHARED = (
 BY_HAND = "the schedule's length counts batches, but its steps are made once in several: divide it by their number"
 ENGINE = "engine.step() of DeepSpeed steps this schedule already: leave this step out"
 TWICE = "the schedule is stepped in every batch, and once more an epoch: keep one of the two"
+PARTED = "only some ranks step this schedule: the others train on with another rate"
+SET_APART = "only some ranks set this rate: the others train on with another one"
 DATA = Words(r"data_?set$|(train|training)_?(set|data|ds)$", re.IGNORECASE)
 BATCH = re.compile(r"batch|\bbs\b|^bs$", re.IGNORECASE)
 RANKS = Words(r"world|gpu|rank|device|replica|process|node|accum|global|total_batch", re.IGNORECASE)
@@ -61,6 +63,9 @@ OWN_GROUPS = re.compile(r"accumulate\(|sync_gradients|no_sync|deepspeed|megatron
 # By what Accelerate is told to step a schedule otherwise.
 OTHERWISE = ("split_batches", "step_scheduler_with_optimizer", "dataloader_config", "gradient_accumulation_steps")
 GROUPS = Words(r"accum|group|update|micro|every|step|grad", re.IGNORECASE)
+# A schedule of rates by its name alone, and what sends values from one rank to the others.
+RATED = Words(r"lr|^sched(uler)?$", re.IGNORECASE)
+SENDS = Words(r"broadcast|scatter|^send$|^isend$|sync_")
 # The place of the schedule in what deepspeed.initialize gives back.
 SCHEDULE = 3
 # How far a length is followed.
@@ -72,10 +77,16 @@ def check(view: View) -> Iterator[Found]:
     """Looks at every scheduler.step(): in which loop it runs, before or after what, and for which length."""
     yield from missized(view)
     yield from by_hand(view)
+    yield from set_apart(view)
     for run in runs(view):
         for event in run.of("schedule"):
             site = event.mark.site
-            if site is None or site.module is not view.module or site.call.args or site.call.keywords:
+            if site is None or site.module is not view.module:
+                continue
+            if parted(view, run, event, site):
+                yield at(site, PARTED)
+                continue
+            if site.call.args or site.call.keywords:
                 continue  # `step(epoch)` sets that epoch's own rate wherever it stands
             made = schedulers(view, site)
             if made and all(name == "ReduceLROnPlateau" for name, *_ in made):
@@ -91,6 +102,66 @@ def check(view: View) -> Iterator[Found]:
             message = misplaced(view, run, event, made) or twice(view, run, event) or early(view, run, event)
             if message:
                 yield at(site, message)
+
+
+def parted(view: View, run: Run, event: Event, site: Site) -> bool:
+    """Whether only some ranks step a schedule of an optimizer that all of them step."""
+    if not isinstance(site.stmt, ast.Expr) or site.stmt.value is not site.call or len(site.call.args) > 1:
+        return False  # a sampler of noise gives a sample back
+    parts = sides(view, event)
+    if not parts or alone(view, event) or not exchanges(view, run):
+        return False
+    made = schedulers(view, site)
+    if not any(like_torch(view, *origin[1:], origin[0]) or "LR" in origin[0] for origin in made) and (
+        made or not RATED.search(last(site.receiver))
+    ):
+        return False
+    blocks = [block for block, _ in parts]
+    steps = [step for step in run.of("step") if not sides(view, step)]
+    others = (other for other in run.of("schedule") if other is not event and not any(b in other.path for b in blocks))
+    return (
+        bool(steps)
+        and not any(block in step.path for block in blocks for step in run.of("step"))
+        and not any(same(view, event, other) for other in others)
+        and not sends_on(view)
+    )
+
+
+def sends_on(view: View) -> bool:
+    """Whether a file of the programs sends anything from one rank to the others."""
+    return any(SENDS.search(name) for member in view.project.family(view.module) for name in member.by_name)
+
+
+def set_apart(view: View) -> Iterator[Found]:
+    """Looks at the rates that are set by hand under a test of the rank, without another arm that sets them too."""
+    text = view.module.text
+    if "param_groups" not in text or "lr" not in text or ("rank" not in text and "main" not in text):
+        return
+    if not any(exchanges(view, run) for run in runs(view)) or sends_on(view):
+        return
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            target = stmt.targets[0] if isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 else None
+            if not isinstance(target, ast.Subscript) or constant(target.slice) != "lr" or not is_group(target, scope):
+                continue
+            tests = [g for g in guards(stmt, view.module) if view.ranks.tests.test(g.test, scope, g.when)]
+            if tests and not any(view.ranks.tests.many(g.test, scope, g.when) == -1 for g in tests):
+                arms = [g.stmt for g in tests]
+                if not any(isinstance(arm, ast.If) and arm.orelse for arm in arms) and not steps_in(view, scope, arms):
+                    yield Found(stmt, SET_APART)
+
+
+def is_group(target: ast.Subscript, scope: Scope) -> bool:
+    """Whether a subscript is of a group of an optimizer's parameters."""
+    binds = scope.binds.get(dotted(target.value) or "", ())
+    values = [target.value, *(bind.value for bind in binds if bind.value is not None)]
+    return any("param_groups" in idents(value) for value in values)
+
+
+def steps_in(view: View, scope: Scope, arms: list[ast.stmt]) -> bool:
+    """Whether an optimizer is stepped in some arms: what only one rank trains."""
+    sites = [site for site in scope.sites if view.steps.steps_optimizer(site)]
+    return any(inside(site.stmt, arm, scope.module) for site in sites for arm in arms)
 
 
 def schedulers(view: View, site: Site) -> list[Made]:
@@ -518,8 +589,9 @@ RULE = Rule(
     name="scheduler at the wrong place",
     what=(
         "A learning-rate scheduler is stepped before the optimizer, or once an epoch where its length counts "
-        "steps, or the other way round; or its length counts other steps than those that it makes: batches where "
-        "gradients are accumulated, one process's where Accelerate steps it for each, those of a loop around."
+        "steps, or the other way round, or on some ranks only; or its length counts other steps than those that it "
+        "makes: batches where gradients are accumulated, one process's where Accelerate steps it for each, those of a "
+        "loop around."
     ),
     why=(
         "OneCycleLR stepped once an epoch stays in its warm-up for the whole run; a cosine with T_max in epochs, "

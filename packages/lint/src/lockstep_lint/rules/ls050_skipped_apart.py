@@ -11,6 +11,7 @@ from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
 from lockstep_lint.events.marks import operands
 from lockstep_lint.events.query import alone, sides
 from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.steps import exchanges
 from lockstep_lint.events.values import losses, runs_model, value_at
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -40,12 +41,6 @@ def check(view: View) -> Iterator[Found]:
                 if test.node not in reported and own and not is_exchanged(test):
                     reported.add(test.node)
                     yield Found(test.node, MESSAGE)
-
-
-def exchanges(view: View, run: Run) -> bool:
-    """Whether the gradients of a program are exchanged in each backward."""
-    kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
-    return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or "accelerate" in view.frameworks
 
 
 def skips(event: Event, loop: LoopBlock) -> Iterator[ArmBlock]:

@@ -1,11 +1,12 @@
 """LS059: the result of a function that gives none, or another number of values."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.callees import Callees, callees, is_stub, may_be_of_object, shown_name
-from lockstep_lint.analysis.context import guards
+from lockstep_lint.analysis.context import guards, inside
 from lockstep_lint.analysis.index import DEFINITIONS, Module, Scope, Site
 from lockstep_lint.analysis.nodes import SEQUENCES, constant, idents, is_none, last
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
@@ -25,12 +26,19 @@ INNER = (ast.stmt, ast.Lambda, ast.ExceptHandler)
 # Operators that take neither None nor a tuple; `%` is left out, for texts, and `|`, for types.
 TUPLE_HAS = (ast.Add, ast.Mult, ast.Mod, ast.BitOr, ast.MatMult)
 NONE_HAS = (ast.Mod, ast.BitOr)
+# A loop over the items of something that is named, or over a method's result, with several targets or `named_...()`.
+PAIRS = re.compile(r"\bfor\s+\(?\s*\w+\s*(,|in\b.*named_)", re.ASCII)
+KEYS = "the keys of {what} are unpacked into {count} names, which are texts: loop over .items(); the run ends here"
+TENSORS = "parameters() gives tensors alone, no names: loop over named_parameters(); the run ends here"
+NAMED = "{what}() gives pairs of a name and a tensor, which have no '{name}': unpack them; the run ends here"
+GIVES_PAIRS = ("named_parameters", "named_buffers", "named_modules", "named_children")
 
 
 def check(view: View) -> Iterator[Found]:
     """Look for uses of a result that no function which may have given it can bear."""
     known = callees(view)
     yield from forgotten(view, known)
+    yield from misread(view)
     for site in view.module.sites():
         given = UNKNOWN if isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call else may_give(view, site)
         if not given or next(wrong_uses(view, site, given), None) is None:
@@ -75,6 +83,74 @@ def loses_value(function: Scope | None) -> bool:
     if not isinstance(name, ast.Name) or name.id in function.globals:
         return False
     return all(stmt is end for stmt, home in function.module.named.get(name.id, ()) if home is function)
+
+
+def misread(view: View) -> Iterator[Found]:
+    """Find loops that take keys, or tensors, for pairs, or pairs for tensors."""
+    text = view.module.text
+    if "state_dict" not in text and "parameters()" not in text and "named_" not in text:
+        return
+    for scope in view.scopes:
+        for stmt in scope.stmts:
+            lines = view.module.lines[stmt.lineno - 1 : stmt.end_lineno]
+            if isinstance(stmt, DEFINITIONS) or not any(map(PAIRS.search, lines[:1] if has_body(stmt) else lines)):
+                continue
+            for node in own(stmt):
+                if isinstance(node, ast.For | ast.comprehension):
+                    wrong = unpacked(view, scope, node) or paired(scope, node)
+                    if wrong and ends_run(view, stmt, scope):
+                        yield Found(node.iter, wrong)
+
+
+def has_body(stmt: ast.stmt) -> bool:
+    """Whether other statements stand in a statement."""
+    return isinstance(getattr(stmt, "body", None), list)
+
+
+def unpacked(view: View, scope: Scope, node: ast.For | ast.comprehension) -> str:
+    """Explain that a loop unpacks texts, or tensors; "" where it may unpack what it is given."""
+    target = node.target
+    if not isinstance(target, SEQUENCES) or any(isinstance(item, ast.Starred) for item in target.elts):
+        return ""
+    over = [(origin.node, origin.scope) for origin in view.origins.of(node.iter, scope)]
+    if over and all(is_method(view, *each, "state_dict") or is_saved_state(view, *each) for each in over):
+        return KEYS.format(what="a state_dict", count=len(target.elts))
+    if over and all(is_method(view, *each, "parameters") for each in over):
+        return TENSORS
+    return ""
+
+
+def is_method(view: View, node: ast.expr, scope: Scope, name: str) -> bool:
+    """Whether an expression calls a method of torch's own models, or optimizers, without arguments."""
+    if not isinstance(node, ast.Call) or last(node) != name or node.args or node.keywords:
+        return False
+    if not isinstance(node.func, ast.Attribute) or view.calls.target(node, scope) is not None:
+        return False
+    return name not in view.calls.method_names(scope.module)
+
+
+def is_saved_state(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Whether an expression is the state of a model in a checkpoint, by its key (`torch.load(path)["state_dict"]`)."""
+    if not isinstance(node, ast.Subscript) or "state_dict" not in str(constant(node.slice)):
+        return False
+    made = list(view.origins.calls_of(node.value, scope))
+    return bool(made) and all(full == "torch.load" for _, _, full in made)
+
+
+def paired(scope: Scope, node: ast.For | ast.comprehension) -> str:
+    """Explain that a loop takes the pairs of `named_parameters()` for what is in them."""
+    what = last(node.iter)
+    call, name = node.iter, node.target
+    if what not in GIVES_PAIRS or not isinstance(call, ast.Call) or not isinstance(name, ast.Name):
+        return ""
+    if not isinstance(node, ast.For) or any(bind.stmt is not node for bind in scope.binds.get(name.id, ())):
+        return ""
+    for stmt in (stmt for stmt in scope.stmts if inside(stmt, node, scope.module)):
+        for part in own(stmt):
+            of_pair = isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == name.id
+            if isinstance(part, ast.Attribute) and of_pair and not hasattr((), part.attr):
+                return NAMED.format(what=what, name=part.attr)
+    return ""
 
 
 def may_give(view: View, site: Site) -> Shape:
@@ -230,8 +306,14 @@ def parted(target: ast.expr, given: Shape, what: str) -> str:
 RULE = Rule(
     code="LS059",
     name="nothing comes back",
-    what="A function that returns nothing, or a tuple of another length, is used as if it returned a value.",
-    why="The run ends with a TypeError when it comes there, often at the first evaluation, before anything is saved.",
+    what=(
+        "A function that returns nothing, or a tuple of another length, is used as if it returned a value; or a loop "
+        "takes the keys of a `state_dict`, or the tensors of `parameters()`, for pairs."
+    ),
+    why=(
+        "The run ends with a TypeError or a ValueError when it comes there, often at the first evaluation, before "
+        "anything is saved."
+    ),
     bad="""
 import torch
 from parts import prepare
