@@ -26,7 +26,7 @@ OF_LOADERS = {"batch_size", "num_workers", "prefetch_factor"}
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for options that turn each text into True, that cannot read their default, or that leave a number a text."""
+    """Looks for options whose type makes every text True, cannot read the default, or leaves a number a text."""
     if "add_argument" not in view.module.text:
         return
     for site in view.sites("add_argument"):
@@ -243,20 +243,20 @@ RULE = Rule(
     name="option of another type",
     what="An option's value from the command line is not of the type that the program uses.",
     why=(
-        "`type=bool` makes every text True, `False` too; without a `type` a number stays a text, and the run ends with a "
-        "TypeError, or goes on with a wrong value, as soon as somebody gives the option."
+        "`type=bool` makes every text True, `False` too; without a `type` a number stays a text, and the run ends with "
+        "a TypeError, or goes on with a wrong value, as soon as somebody gives the option."
     ),
     bad="""
 import argparse
 import torch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--resume", type=bool, default=True)
+parser.add_argument("--compile", type=bool, default=True)
 parser.add_argument("--lr", default=1e-3)
 args = parser.parse_args()
 model = torch.nn.Linear(2, 2)
-if args.resume:
-    model.load_state_dict(torch.load("last.pt", weights_only=True))
+if args.compile:
+    model = torch.compile(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 """,
     good="""
@@ -264,22 +264,23 @@ import argparse
 import torch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
+parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
 parser.add_argument("--lr", type=float, default=1e-3)
 args = parser.parse_args()
 model = torch.nn.Linear(2, 2)
-if args.resume:
-    model.load_state_dict(torch.load("last.pt", weights_only=True))
+if args.compile:
+    model = torch.compile(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
 """,
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Give the option its type (`type=float`), a switch `action=argparse.BooleanOptionalAction`",
+    remedy="Give the option its type (`type=float`); for a switch write `action=argparse.BooleanOptionalAction`",
     note=(
-        "`type=bool` is told wherever the parser is argparse's and the option is used; a number without a `type` only where a "
-        "program adds, compares or hands it on as a number (to `range`, a loader, an optimizer), and nothing converts it. A "
-        "default that is a text is converted by argparse: one that its type cannot read ends the run."
+        "`type=bool` is told wherever the parser is argparse's and the option is used; a number without a `type` only "
+        "where a program reckons with it, compares it or hands it on as a number (to `range`, a loader, an optimizer), "
+        "and nothing converts it. A default that is a text is converted by argparse: one that its type cannot read "
+        "ends the run."
     ),
 )
