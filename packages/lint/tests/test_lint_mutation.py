@@ -293,7 +293,7 @@ MUTATIONS = [
         prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
     ]),
     ("LS068", "ddp", [
-        append("import os", (
+        append("import torch", (
             "import argparse\nparser = argparse.ArgumentParser()\n"
             "parser.add_argument('--tf32', type=bool, default=True)\n"
             "torch.backends.cuda.matmul.allow_tf32 = parser.parse_args().tf32"

@@ -1,6 +1,7 @@
 """LS068: an option whose value from the command line is of another type than the program uses."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
@@ -48,7 +49,7 @@ def destination(call: ast.Call) -> str | None:
     """The attribute of the option that a call adds, if it is written out."""
     given = keyword(call, "dest")
     name = constant(given) if given is not None else option_of([constant(arg) for arg in call.args])
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def shown(call: ast.Call) -> str:
@@ -64,9 +65,10 @@ def replaced(view: View, name: str) -> bool:
 
 
 def is_used(view: View, name: str) -> bool:
-    """Check whether any file of the programs names an option beyond adding it."""
-    family = view.project.family(view.module)
-    return any(member.words[name] or f'["{name}"]' in member.text or f"['{name}']" in member.text for member in family)
+    """Check whether any file of the programs reads an option, by its attribute, its key or `vars`."""
+    read = re.compile(rf"""\.{name}\b|["']{name}["']\s*[\],]""")
+    members = [member for member in view.project.family(view.module) if name in member.text]
+    return any(read.search(member.text) or (member.words[name] and "vars(" in member.text) for member in members)
 
 
 def is_bool(view: View, kind: ast.expr, scope: Scope) -> bool:
