@@ -292,6 +292,13 @@ MUTATIONS = [
     ("LS066", "ddp", [
         prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
     ]),
+    ("LS068", "ddp", [
+        append("import torch", (
+            "import argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--tf32', type=bool, default=True)\n"
+            "torch.backends.cuda.matmul.allow_tf32 = parser.parse_args().tf32"
+        )),
+    ]),
     ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
     ("LS069", "ddp", [
         append("import os", "import itertools"), append("val_loader = ", "batches = itertools.cycle(loader)"),

@@ -2,14 +2,17 @@
 
 import ast
 import builtins
+import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.flow import gaps, hears, readable, starred
-from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.imports import EXTERNAL, KNOWN
+from lockstep_lint.analysis.index import Imported, Module, Scope
 from lockstep_lint.analysis.nodes import constant, head, last, walk
 from lockstep_lint.analysis.reach import ends_run, is_demonstration
 from lockstep_lint.analysis.view import View
@@ -32,6 +35,8 @@ ALIKE = 0.9
 SILENCED = re.compile(r"#.*(F821|name-defined|undefined-variable|reportUndefinedVariable)")
 # How a notebook that was written out as a script begins its cells.
 CELLS = re.compile(r"^# (In ?\[[\d ]*\]:?|Databricks notebook source|COMMAND -+)\s*$", re.MULTILINE)
+# Puts a folder of one machine before all others.
+ELSEWHERE = re.compile(r"""sys\.path\.insert\([^\n]*["']/""")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -39,6 +44,7 @@ def check(view: View) -> Iterator[Found]:
     yield from undefined(view)
     yield from early(view)
     yield from misspelt(view)
+    yield from not_there(view)
     if view.effects.mentioned(view.module, "parse_args"):
         told: set[str] = set()
         for node, stmt, scope in view.options.missing(view.module):
@@ -190,10 +196,68 @@ def misspelt(view: View) -> Iterator[Found]:
                         yield Found(target, f"nothing reads '{key}': '{meant}' is meant, and keeps its value")
 
 
+def not_there(view: View) -> Iterator[Found]:
+    """Yield what is imported from a file of the project that defines no such name."""
+    module = view.module
+    wanted = [each for each in module.imported if each.name and each.name != "*"]
+    missing = {(each.module, each.level, each.name) for each in wanted if lacks(view, module, each)}
+    for scope in view.scopes if missing else ():
+        for stmt in scope.stmts:
+            if isinstance(stmt, ast.ImportFrom) and certain(view, stmt, scope):
+                for alias in stmt.names:
+                    if (stmt.module or "", stmt.level, alias.name) in missing:
+                        where = "." * stmt.level + (stmt.module or "")
+                        level = Severity.HINT if is_demonstration(view, stmt, scope) else None
+                        yield Found(stmt, f"'{where}' defines no '{alias.name}': an ImportError here", level)
+                        break
+
+
+def certain(view: View, stmt: ast.stmt, scope: Scope) -> bool:
+    """Whether a run comes to an import, and nothing around it is there for one that fails."""
+    tried = any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module))
+    typing = any("TYPE_CHECKING" in ast.unparse(guard.test) for guard in guards(stmt, scope.module))
+    return not tried and not typing and ends_run(view, stmt, scope)
+
+
+@kept
+def lacks(view: View, module: Module, imported: Imported) -> bool:
+    """Whether the one file that an import can mean gives no such name."""
+    paths, folder, level = view.project.paths, module.folder, imported.level
+    first = imported.module.partition(".")[0]
+    if (not level and first in EXTERNAL | KNOWN) or paths.where(folder, imported.full, level) is not None:
+        return False
+    meant = paths.all_meant(folder, imported.module, level)
+    if len(meant) != 1 or not (level or starts_there(view, module, imported, meant[0])):
+        return False
+    target = view.project.load(meant[0])
+    if target is None or target is module or not target.whole or not readable(target.top):
+        return False
+    if any(word in target.text for word in ("__getattr__", "sys.modules", "setattr", "__dict__")):
+        return False
+    known = file_names(view, target)
+    return known is not None and imported.name not in known and not is_folder(target, imported.name)
+
+
+def starts_there(view: View, module: Module, imported: Imported, path: str) -> bool:
+    """Whether a file lies where Python looks first: beside a program that comes to the import, or in the root."""
+    if ELSEWHERE.search(module.text) is not None:
+        return False
+    paths = view.project.paths
+    starts = {*(user.folder for user in view.project.users(module)), paths.root(module.folder)}
+    parts = imported.module.split(".")
+    return any(paths.real(path) == paths.real(each) for start in starts for each in paths.at(start, parts))
+
+
+def is_folder(target: Module, name: str) -> bool:
+    """Whether a package holds a folder of a name, or something that is built there."""
+    init = os.path.basename(target.path) == "__init__.py"
+    return init and any(each.partition(".")[0] == name for each in os.listdir(target.folder))
+
+
 RULE = Rule(
     code="LS060",
     name="defined nowhere",
-    what="A name, an option or an attribute is read that nothing defines.",
+    what="A name, an option or an attribute is read, or a name imported, that nothing defines.",
     why="The run ends there, often after hours, where the last epoch is saved or the scores are shown.",
     bad="""
 import argparse
