@@ -383,6 +383,7 @@ def test_the_tutorial_of_two_nodes_loses_one_and_has_the_bits_of_one_process(tmp
         assert time.monotonic() < until
         time.sleep(0.05)
     node1.send_signal(signal.SIGQUIT)  # Ctrl-\
+    assert node1.wait(timeout=30)  # at once, not at the end of the run
     printed += printed_by(node0)
     assert_shown(name, printed + printed_by(bash(look)))
     node0, _ = start_nodes(*doctors.splitlines())
