@@ -303,10 +303,6 @@ MUTATIONS = [
     ("LS069", "ddp", [
         append("import os", "import itertools"), append("val_loader = ", "batches = itertools.cycle(loader)"),
     ]),
-    ("LS070", "ddp", [
-        prepend("for epoch in", "best = float('inf')"),
-        append("score = ", "if score > best:\n    best = score"),
-    ]),
     ("LS064", "ddp", [
         replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
     ]),

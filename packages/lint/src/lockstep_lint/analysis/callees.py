@@ -347,7 +347,7 @@ def namesakes(scope: Scope, name: str) -> Definitions:
 
 @kept
 def parameters(scope: Scope) -> frozenset[str]:
-    """The names of a function's parameters, with those of `*args` and `**kwargs`."""
+    """Return the names of a function's parameters, with those of `*args` and `**kwargs`."""
     if not isinstance(scope.node, FUNCTIONS):
         return frozenset()
     args = scope.node.args
@@ -387,7 +387,7 @@ def assigned(module: Module) -> dict[str, frozenset[str]]:
 
 @kept
 def inner_names(stmt: ast.stmt) -> frozenset[str | None]:
-    """The names that lambdas and comprehensions of a statement bind."""
+    """Return the names that lambdas and comprehensions of a statement bind."""
     found: set[str | None] = set()
     for node in walk(stmt):
         if isinstance(node, ast.Lambda):

@@ -286,7 +286,7 @@ def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
 
 
 def work_of(call: ast.Call) -> list[ast.expr]:
-    """The function that a call which starts processes is given."""
+    """Return the function that a call which starts processes is given."""
     return [value for value in (*call.args[:1], *(keyword(call, name) for name in HANDS)) if value is not None]
 
 

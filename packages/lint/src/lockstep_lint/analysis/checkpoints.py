@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import Guard, above, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, idents, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import (
+    Words,
+    argument,
+    constant,
+    dotted,
+    idents,
+    keyword,
+    last,
+    own_expressions,
+    strings,
+    walk,
+)
 from lockstep_lint.analysis.view import Analysis, View
 
 __all__ = [
@@ -72,7 +83,7 @@ class Read:
 
 @kept
 def saves(analysis: Analysis, module: Module) -> tuple[Saved, ...]:
-    """What the programs of a file write by `torch.save`."""
+    """Return what the programs of a file write by `torch.save`."""
     sites = [site for member in analysis.project.family(module) for site in member.sites("save")]
     written = (site for site in sites if analysis.names.qualify(site.call.func, site.scope) == "torch.save")
     found = [content(analysis, site) for site in written]
@@ -98,12 +109,12 @@ def hidden(analysis: Analysis, module: Module) -> tuple[Site, ...]:
 
 
 def value_of(item: ast.keyword) -> ast.expr:
-    """The value of a keyword."""
+    """Return the value of a keyword."""
     return item.value
 
 
 def holds_states(analysis: Analysis, node: ast.expr, site: Site) -> bool:
-    """Whether an argument is a table that is written out, with the state of an object in it."""
+    """Check whether an argument is a table that is written out, with the state of an object in it."""
     if not isinstance(node, ast.Dict | ast.Name | ast.Attribute):
         return False
     made = [node] if isinstance(node, ast.Dict) else [origin.node for origin in analysis.origins.of(node, site.scope)]
@@ -113,7 +124,7 @@ def holds_states(analysis: Analysis, node: ast.expr, site: Site) -> bool:
 
 @kept
 def content(analysis: Analysis, site: Site) -> Saved:
-    """What one call of `torch.save` writes."""
+    """Return what one call of `torch.save` writes."""
     saved = Saved(site)
     given = argument(site.call, 0, "obj")
     made = analysis.origins.of(given, site.scope) if given is not None else []
@@ -198,7 +209,7 @@ def taken_in(saved: Saved, site: Site, name: str, analysis: Analysis) -> bool:
 
 @kept
 def fills(function: Scope, name: str) -> bool:
-    """Whether a function puts anything into a table that it is handed."""
+    """Check whether a function puts anything into a table that it is handed."""
     stored = (each for stmt in function.stmts if isinstance(stmt, ast.Assign | ast.AugAssign) for each in targets(stmt))
     by_key = any(dotted(each.value if isinstance(each, ast.Subscript) else each) == name for each in stored)
     return by_key or any(
@@ -207,13 +218,13 @@ def fills(function: Scope, name: str) -> bool:
 
 
 def targets(stmt: ast.Assign | ast.AugAssign) -> list[ast.expr]:
-    """What an assignment gives a value."""
+    """Return what an assignment gives a value."""
     return stmt.targets if isinstance(stmt, ast.Assign) else [stmt.target]
 
 
 @kept
 def loads(analysis: Analysis, module: Module) -> tuple[Site, ...]:
-    """The calls of `torch.load` in the programs of a file."""
+    """Return the calls of `torch.load` in the programs of a file."""
     sites = (site for member in analysis.project.family(module) for site in member.sites("load"))
     return tuple(site for site in sites if analysis.names.qualify(site.call.func, site.scope) == "torch.load")
 
@@ -234,19 +245,8 @@ def reads(view: View) -> Iterator[Read]:
                             yield Read(node, str(key), stmt, scope, made)
 
 
-def own_expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the expressions of a statement, without the statements in it."""
-    for child in ast.iter_child_nodes(stmt):
-        if isinstance(child, ast.expr):
-            yield child
-        elif isinstance(child, ast.withitem):
-            yield child.context_expr
-        elif isinstance(child, ast.keyword):
-            yield child.value
-
-
 def loaded(view: View, node: ast.expr, scope: Scope) -> tuple[tuple[ast.Call, Scope], ...]:
-    """The calls of `torch.load` that a value certainly comes from."""
+    """Return the calls of `torch.load` that a value certainly comes from."""
     if dotted(node) is None and not isinstance(node, ast.Call):
         return ()
     made = view.origins.of(node, scope)
@@ -257,7 +257,7 @@ def loaded(view: View, node: ast.expr, scope: Scope) -> tuple[tuple[ast.Call, Sc
 
 
 def fits(view: View, read: Read) -> bool:
-    """Whether a key is certainly read: nothing asks whether it is there, and no exception is handled."""
+    """Check whether a key is certainly read: nothing asks whether it is there, and no exception is handled."""
     module = read.scope.module
     if handled(read.stmt, read.scope):
         return False
@@ -270,12 +270,12 @@ def fits(view: View, read: Read) -> bool:
 
 
 def handled(stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether an exception of a statement is handled."""
+    """Check whether an exception of a statement is handled."""
     return any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module))
 
 
 def tests_of(made: tuple[tuple[ast.Call, Scope], ...], places: list[tuple[ast.stmt, Scope]]) -> list[Guard]:
-    """The tests around the calls that load a file, and around what is done with it."""
+    """Return the tests around the calls that load a file, and around what is done with it."""
     loads = [(site.stmt, scope) for call, scope in made for site in scope.sites if site.call is call]
     return [guard for stmt, scope in (*loads, *places) for guard in guards(stmt, scope.module)]
 

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import DEFINITIONS, IMPORTS, Module, Scope
-from lockstep_lint.analysis.nodes import dotted, is_none, last, walk
+from lockstep_lint.analysis.nodes import dotted, is_none, last, own_expressions, walk
 
 __all__ = ["Fact", "Read", "Way", "gaps", "hears", "may_be_none", "nones", "readable", "starred", "undecided"]
 
@@ -60,7 +60,7 @@ SCOPED = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 
 @kept
 def gaps(scope: Scope, calls: Calls) -> tuple[Read, ...]:
-    """The reads of a function's own names that some ways come to without a value."""
+    """Return the reads of a function's own names that some ways come to without a value."""
     if not readable(scope):
         return ()
     given, places = givers(scope), scope.module.places.get(scope, {})
@@ -80,20 +80,20 @@ def nones(scope: Scope, names: frozenset[str], calls: Calls, given: dict[str, tu
 
 
 def may_be_none(value: ast.expr) -> bool:
-    """Whether a value is None, or is where a test comes out so."""
+    """Check whether a value is None, or is where a test comes out so."""
     return is_none(value) or (isinstance(value, ast.IfExp) and (is_none(value.body) or is_none(value.orelse)))
 
 
 @kept
 def readable(scope: Scope) -> bool:
-    """Whether a function's names are those that its text shows."""
+    """Check whether a function's names are those that its text shows."""
     module = scope.module
     tricks = any(module.words[word] for word in ("exec", "locals", "globals", "dbutils")) or "vars()" in module.bare
     return scope.kind != "class" and not tricks
 
 
 def givers(scope: Scope) -> dict[str, list[ast.stmt]]:
-    """The statements by which a function, or a file's own lines, give a value to a name, by the names."""
+    """Return the statements by which a function, or a file's own lines, give a value to a name, by the names."""
     found = {name: [bind.stmt for bind in binds] for name, binds in scope.binds.items() if "." not in name}
     for stmt in (stmt for stmt in scope.stmts if isinstance(stmt, DEFINING)):
         if isinstance(stmt, IMPORTS):
@@ -105,19 +105,19 @@ def givers(scope: Scope) -> dict[str, list[ast.stmt]]:
 
 
 def own_names(scope: Scope, given: Iterable[str]) -> set[str]:
-    """The names among these that are a function's own, or a file's, and that no other function sets."""
+    """Return the names among these that are a function's own, or a file's, and that no other function sets."""
     elsewhere = (other.globals for other in declaring(scope.module) if other is not scope)
     return set(given).difference(scope.params, scope.globals, starred(scope), *elsewhere)
 
 
 @kept
 def declaring(module: Module) -> tuple[Scope, ...]:
-    """The functions of a file that say `global` or `nonlocal`."""
+    """Return the functions of a file that say `global` or `nonlocal`."""
     return tuple(scope for scope in module.scopes if scope.globals)
 
 
 def starred(scope: Scope) -> list[str]:
-    """The names of `*args` and `**kwargs`."""
+    """Return the names of `*args` and `**kwargs`."""
     args = getattr(scope.node, "args", None)
     return [each.arg for each in (args.vararg, args.kwarg) if each is not None] if args is not None else []
 
@@ -164,7 +164,7 @@ def begins(given: list[ast.stmt], places: list[ast.stmt], scope: Scope) -> bool:
 
 
 def only_given(name: str, stmt: ast.stmt) -> bool:
-    """Whether a statement gives a name a value, and does not read it."""
+    """Check whether a statement gives a name a value, and does not read it."""
     if isinstance(stmt, ast.AugAssign):
         return False
     return not any(
@@ -172,13 +172,6 @@ def only_given(name: str, stmt: ast.stmt) -> bool:
         for part in own_expressions(stmt)
         for node in walk(part)
     )
-
-
-def own_expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement, without the statements in it."""
-    for child in ast.iter_child_nodes(stmt):
-        if isinstance(child, ast.expr | ast.withitem | ast.keyword):
-            yield child
 
 
 class _Flow:
@@ -199,7 +192,7 @@ class _Flow:
         self.stmt: ast.stmt = ast.Pass()
 
     def run(self, start: dict[str, tuple[Way, ...]]) -> list[Read]:
-        """The reads that some ways come to without a value."""
+        """Return the reads that some ways come to without a value."""
         if self.names:
             self.block(getattr(self.scope.node, "body", []), {"": ((),), **start})
         return self.found
@@ -437,7 +430,7 @@ class _Flow:
                 self.visit(child, state)
 
     def used(self, node: ast.AST) -> ast.Name | None:
-        """The name that an expression reads, or uses as an object or a table."""
+        """Return the name that an expression reads, or uses as an object or a table."""
         if not self.empty:
             return node if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) else None
         inner = node.func if isinstance(node, ast.Call) else getattr(node, "value", None)
@@ -472,7 +465,7 @@ class _Flow:
         state[node.id] = ()
 
     def assume(self, state: State, test: ast.expr, when: bool, arms: bool) -> State:
-        """What holds where a test has come out `when`; None where no way comes there."""
+        """Return what holds where a test has come out `when`; None where no way comes there."""
         if state is None:
             return None
         if isinstance(test, ast.Constant) and bool(test.value) is not when:
@@ -489,7 +482,7 @@ class _Flow:
         return {name: capped(name, ways) for name, ways in found.items()}
 
     def unknown(self, state: State) -> State:
-        """The same where something that no test shows has decided the way."""
+        """Return the same where something that no test shows has decided the way."""
         if state is None:
             return None
         fact = Fact("", True, None, self.scope)
@@ -497,7 +490,7 @@ class _Flow:
 
 
 def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
-    """The statements that name one of some names or may leave, and those around them."""
+    """Return the statements that name one of some names or may leave, and those around them."""
     found: set[ast.stmt] = set()
     places = scope.module.places.get(scope, {})
     queue = [stmt for name in names for stmt in places.get(name, ())]
@@ -513,7 +506,7 @@ def mattering(names: frozenset[str], scope: Scope) -> set[ast.stmt]:
 
 
 def may_end(stmt: ast.stmt) -> bool:
-    """Whether a statement is a call that may end the program: by its name, or of a function of the project."""
+    """Check whether a statement is a call that may end the program: by its name, or of a function of the project."""
     call = stmt.value if isinstance(stmt, ast.Expr) else None
     return isinstance(call, ast.Call) and (isinstance(call.func, ast.Name) or last(call) in ENDS)
 
@@ -529,12 +522,12 @@ class _Turn:
 
 
 def stored(node: ast.AST) -> str:
-    """The name that is given a value, or ""."""
+    """Return the name that is given a value, or ""."""
     return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
 
 
 def caught_by(handler: ast.ExceptHandler) -> list[ast.expr]:
-    """The exceptions that a handler names."""
+    """Return the exceptions that a handler names."""
     if handler.type is None:
         return []
     return handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
@@ -542,7 +535,7 @@ def caught_by(handler: ast.ExceptHandler) -> list[ast.expr]:
 
 @kept
 def never_returns(function: Scope | None) -> bool:
-    """Whether a function of the project ends in an exception or the end of the program."""
+    """Check whether a function of the project ends in an exception or the end of the program."""
     if function is None or not isinstance(function.node, ast.FunctionDef) or function.name == "__init__":
         return False
     end = function.node.body[-1]
@@ -551,7 +544,7 @@ def never_returns(function: Scope | None) -> bool:
 
 
 def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool, tuple[str, bool]]]:
-    """The tests that one which has come out `when` is made of: each with its outcome, and a key for its text."""
+    """Yield the tests that one which has come out `when` is made of: each with its outcome, and a key for its text."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
     if isinstance(test, ast.NamedExpr):
@@ -577,12 +570,12 @@ def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
 
 @kept
 def written(node: ast.expr) -> str:
-    """The text of an expression."""
+    """Return the text of an expression."""
     return dotted(node) or ast.unparse(node)
 
 
 def extended(ways: Iterable[Way], facts: list[Fact]) -> Iterator[Way]:
-    """The ways on which some tests come out so, too."""
+    """Yield the ways on which some tests come out so, too."""
     for way in ways:
         if not any(contradicts(old, new) for old in way for new in facts):
             known = {fact[:2] for fact in way}
@@ -600,7 +593,7 @@ def undecided(fact: Fact, way: Way) -> list[ast.expr]:
 
 
 def contradicts(one: Fact, other: Fact) -> bool:
-    """Whether two tests cannot have come out so on one way."""
+    """Check whether two tests cannot have come out so on one way."""
     if one.key == other.key:
         return one.when is not other.when
     if one.when and other.when:
@@ -615,7 +608,7 @@ def contradicts(one: Fact, other: Fact) -> bool:
 
 
 def join(one: State, other: State) -> State:
-    """What holds where two ways meet."""
+    """Return what holds where two ways meet."""
     if one is None or other is None:
         return one if other is None else other
     return {name: capped(name, merged(one[name], other[name])) for name in one}
@@ -638,7 +631,7 @@ def blamed(state: State, other: State, test: ast.expr, when: bool, *, path: bool
 
 
 def merged(one: tuple[Way, ...], other: tuple[Way, ...]) -> tuple[Way, ...]:
-    """The ways of two sets; two that differ by the outcome of one test are one way."""
+    """Return the ways of two sets; two that differ by the outcome of one test are one way."""
     if one == other:
         return one
     found = [*one]
@@ -670,7 +663,7 @@ def capped(name: str, ways: tuple[Way, ...]) -> tuple[Way, ...]:
 
 
 def hears(stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a handler around a statement may be there for a name or an attribute that is missing."""
+    """Check whether a handler around a statement may be there for a name or an attribute that is missing."""
     for node, place in above(stmt, scope.module):
         if isinstance(node, ast.Try) and place == "body" and any(map(hearing, node.handlers)):
             return True
@@ -678,5 +671,5 @@ def hears(stmt: ast.stmt, scope: Scope) -> bool:
 
 
 def hearing(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler hears of a name that has no value."""
+    """Check whether a handler hears of a name that has no value."""
     return handler.type is None or any(last(part) in HEARS for part in caught_by(handler))

@@ -53,7 +53,7 @@ class Options:
         self.project = origins.project
 
     def missing(self, module: Module) -> Iterator[tuple[ast.Attribute, ast.stmt, Scope]]:
-        """The reads in a file of options that no parser adds, and that nothing else sets."""
+        """Yield the reads in a file of options that no parser adds, and that nothing else sets."""
         for scope in module.scopes:
             for node, stmt in scope.reads:
                 read = isinstance(node.ctx, ast.Load) and not node.attr.startswith("_")
@@ -61,7 +61,7 @@ class Options:
                     yield node, stmt, scope
 
     def lacks(self, node: ast.Attribute, scope: Scope) -> bool:
-        """Whether an attribute is one of parsed options that cannot have it."""
+        """Check whether an attribute is one of parsed options that cannot have it."""
         if node.attr in self.known(scope.module).names:
             return False
         parsed = self.parsed(node.value, scope)
@@ -70,7 +70,7 @@ class Options:
         return bool(known) and not any(each.open or node.attr in each.names for each in known)
 
     def parsed(self, node: ast.expr, scope: Scope) -> list[Site]:
-        """The calls of `parse_args` that make a namespace; none where it may come from elsewhere."""
+        """Return the calls of `parse_args` that make a namespace; none where it may come from elsewhere."""
         found = []
         for origin in self.origins.of(node, scope):
             call = origin.call
@@ -82,13 +82,13 @@ class Options:
         return found
 
     def is_parser(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether a value is a parser of argparse, wherever it comes from."""
+        """Check whether a value is a parser of argparse, wherever it comes from."""
         made = self.origins.of(node, scope)
         full = (self.names.qualify(each.call.func, each.scope) if each.call is not None else "" for each in made)
         return bool(made) and all(name == PARSER for name in full)
 
     def switch(self, node: ast.Attribute, scope: Scope) -> bool:
-        """Whether an option is a switch (`action="store_true"`), so that programs run with and without it."""
+        """Check whether an option is a switch (`action="store_true"`), so that programs run with and without it."""
         for site in self.parsed(node.value, scope):
             for member in self.project.family(site.module):
                 for call in (each.call for each in member.sites("add_argument")):
@@ -99,7 +99,7 @@ class Options:
 
     @kept
     def known(self, module: Module) -> _Known:
-        """The attributes that the options of a file's programs may have."""
+        """Return the attributes that the options of a file's programs may have."""
         known = _Known()
         for member in self.project.family(module):
             own = self.of_file(member)
@@ -109,7 +109,7 @@ class Options:
 
     @kept
     def of_file(self, module: Module) -> _Known:
-        """The attributes that one file may give to options."""
+        """Return the attributes that one file may give to options."""
         known = _Known()
         known.names |= {
             key.rpartition(".")[2]
@@ -149,7 +149,7 @@ class Options:
             known.open |= not isinstance(name, str) and (site.name == "add_argument" or dest is not None)
 
     def escapes(self, site: Site) -> bool:
-        """Whether a call out of sight is handed a parser, which it may add to, or an unknown file options."""
+        """Check whether a call out of sight is handed a parser, which it may add to, or an unknown file options."""
         if site.name in HARMLESS or not (site.call.args or site.call.keywords):
             return False
         values = [*site.call.args, *(item.value for item in site.call.keywords)]
@@ -164,7 +164,7 @@ class Options:
         return any(isinstance(g, ast.Name | ast.Attribute) and HOLDERS.search(last(g)) for g in values)
 
     def hands_on(self, function: Scope, call: ast.Call, made: list[ast.expr]) -> bool:
-        """Whether a function hands a parser, that it has under another name, to code out of sight."""
+        """Check whether a function hands a parser, that it has under another name, to code out of sight."""
         names = {name for name in function.params if given(call, function, name) in made}
         names = {name for name in names if not is_parser(ast.Name(name, ast.Load()), function)}
         return any(
@@ -174,14 +174,14 @@ class Options:
         )
 
     def is_foreign(self, site: Site, name: str) -> bool:
-        """Whether a call runs code of a package that is installed, neither Python's own nor torch's."""
+        """Check whether a call runs code of a package that is installed, neither Python's own nor torch's."""
         imported = site.module.imports.get(name)
         root = imported.module.partition(".")[0] if imported is not None else ""
         outside = bool(root) and root != "torch" and root not in sys.stdlib_module_names
         return outside and self.calls.target(site.call, site.scope) is None
 
     def inherits(self, site: Site) -> bool:
-        """Whether a parser is made of others (`parents=[base]`) that are out of sight."""
+        """Check whether a parser is made of others (`parents=[base]`) that are out of sight."""
         parents = keyword(site.call, "parents")
         if parents is None:
             return False
@@ -190,7 +190,7 @@ class Options:
 
 
 def option_of(words: list[object]) -> str | None:
-    """The attribute of an option by the texts that name it (`"-b", "--batch-size"`)."""
+    """Return the attribute of an option by the texts that name it (`"-b", "--batch-size"`)."""
     texts = [text for text in words if isinstance(text, str)]
     if not texts or len(texts) < len(words):
         return None
@@ -199,7 +199,7 @@ def option_of(words: list[object]) -> str | None:
 
 
 def is_parser(node: ast.expr, scope: Scope) -> bool:
-    """Whether a value may be a parser or a part of one, by its name or by what made it."""
+    """Check whether a value may be a parser or a part of one, by its name or by what made it."""
     if isinstance(node, ast.Call):
         return last(node) in MAKES
     key = dotted(node)
@@ -212,13 +212,13 @@ def is_parser(node: ast.expr, scope: Scope) -> bool:
 
 @kept
 def held_parsers(module: Module) -> frozenset[str]:
-    """The attributes that a file gives parsers to (`self.parser`)."""
+    """Return the attributes that a file gives parsers to (`self.parser`)."""
     return frozenset(name for scope in module.scopes for name in parsers(scope) if "." in name)
 
 
 @kept
 def parsers(scope: Scope) -> frozenset[str]:
-    """The names that a function gives to parsers, or adds options to."""
+    """Return the names that a function gives to parsers, or adds options to."""
     binds = [bind for found in scope.binds.values() for bind in found]
     made = {bind.key for bind in binds if isinstance(bind.value, ast.Call) and last(bind.value) in MAKES}
     filled = {dotted(site.receiver) or "" for site in scope.sites if site.name == "add_argument"}

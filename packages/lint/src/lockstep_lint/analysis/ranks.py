@@ -106,7 +106,7 @@ def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterato
 
 
 def tables(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[tuple[str, Scope]]:
-    """The names of a table where its items may be put: here, or where a parameter gets it (`Trainer(params)`)."""
+    """Yield the names of a table where its items may be put: here, or where a parameter gets it (`Trainer(params)`)."""
     name = dotted(node.value)
     if name is None:
         return
@@ -485,7 +485,7 @@ class Ranks:
         return self.reserved(scope)
 
     def owns_run(self, module: Module) -> bool:
-        """Whether the programs of a file start a tracker's run, all on the main rank alone."""
+        """Check whether the programs of a file start a tracker's run, all on the main rank alone."""
         return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(
             self.calls, module, self.tests.test
         )

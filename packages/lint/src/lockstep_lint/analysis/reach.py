@@ -33,7 +33,7 @@ def comes_to(view: View, scope: Scope) -> bool:
 
 @kept
 def reached(view: View, module: Module) -> frozenset[Scope]:
-    """The scopes of a file's programs that a run can come to."""
+    """Return the scopes of a file's programs that a run can come to."""
     family = view.project.family(module)
     by_name: dict[str, list[Scope]] = {}
     for member in family:
@@ -53,7 +53,7 @@ def reached(view: View, module: Module) -> frozenset[Scope]:
 
 
 def by_children(scope: Scope) -> list[Scope]:
-    """All definitions that stand directly in a scope."""
+    """Return all definitions that stand directly in a scope."""
     return [each for each in scope.module.scopes if each.parent is scope]
 
 

@@ -63,7 +63,7 @@ def makes(view: View, site: Site, full: str) -> bool:
 
 
 def absent_paths(test: ast.expr, when: bool) -> Iterator[ast.expr]:
-    """The paths of files that a test, come out `when`, has found not to be there, at least one of them."""
+    """Yield the paths of files that a test, come out `when`, has found not to be there, at least one of them."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from absent_paths(test.operand, not when)
     elif isinstance(test, ast.BoolOp):

@@ -95,7 +95,7 @@ def number(view: View, node: ast.expr, scope: Scope) -> int:
 
 @kept
 def options(module: Module) -> tuple[tuple[str, int], ...]:
-    """The names and the defaults of a program's options that are numbers."""
+    """Return the names and the defaults of a program's options that are numbers."""
     found = []
     for site in module.sites("add_argument") if "default" in module.text else ():
         value = constant(keyword(site.call, "default"))

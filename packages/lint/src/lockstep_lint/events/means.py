@@ -37,7 +37,7 @@ def plain(node: ast.expr) -> ast.expr:
 
 
 def counted(view: View, node: ast.expr, loop: ast.For, scope: Scope, depth: int = MAX_DEPTH) -> str:
-    """What a divisor counts: samples, tokens, batches, or the turns before the last; "" where that is not known."""
+    """Return what a divisor counts: samples, tokens, batches, or the turns before the last; "" if not known."""
     node = plain(node)
     if isinstance(node, ast.Call) and last(node) == "len" and isinstance(node.func, ast.Name) and len(node.args) == 1:
         return length_of(view, node.args[0], loop, scope)
@@ -62,7 +62,7 @@ def counted(view: View, node: ast.expr, loop: ast.For, scope: Scope, depth: int 
 
 
 def is_index(name: str, loop: ast.For) -> bool:
-    """Whether a name counts the turns of a loop from 0."""
+    """Check whether a name counts the turns of a loop from 0."""
     over = loop.iter
     while isinstance(over, ast.Call) and last(over) not in ("enumerate", "range") and over.args:
         over = over.args[0]
@@ -72,7 +72,7 @@ def is_index(name: str, loop: ast.For) -> bool:
 
 
 def leaves(loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop may end before its data does, or passes over a turn."""
+    """Check whether a loop may end before its data does, or passes over a turn."""
     return any(
         isinstance(stmt, ast.Break | ast.Continue | ast.Return) and inside(stmt, loop, scope.module)
         for stmt in scope.stmts
@@ -80,7 +80,7 @@ def leaves(loop: ast.For, scope: Scope) -> bool:
 
 
 def length_of(view: View, node: ast.expr, loop: ast.For, scope: Scope) -> str:
-    """What the length of an object counts, beside a loop over batches."""
+    """Return what the length of an object counts, beside a loop over batches."""
     over = view.kinds.iterated(loop.iter, scope)
     if isinstance(node, ast.Attribute) and node.attr in ("dataset", "sampler"):
         alike = dotted(node.value) == dotted(over) or bool(things(view, node.value, scope) & things(view, over, scope))
@@ -98,7 +98,7 @@ def length_of(view: View, node: ast.expr, loop: ast.For, scope: Scope) -> str:
 
 
 def unit_of(view: View, value: ast.expr | None, loop: ast.For, scope: Scope, depth: int = 3) -> str:
-    """What a counter adds in each turn."""
+    """Return what a counter adds in each turn."""
     value = plain(value) if value is not None else None
     if constant(value) == 1:
         return "batches"
@@ -131,13 +131,13 @@ def unit_of(view: View, value: ast.expr | None, loop: ast.For, scope: Scope, dep
 
 
 def unpacked(node: ast.expr, scope: Scope, whole: set[str]) -> bool:
-    """Whether a value is one part of a batch, not the tuple or dictionary that a loader gives."""
+    """Check whether a value is one part of a batch, not the tuple or dictionary that a loader gives."""
     key = dotted(node)
     return key is not None and (key not in whole or len(whole) > 2)
 
 
 def is_mean(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_DEPTH) -> bool:
-    """Whether a value certainly is a mean over a batch."""
+    """Check whether a value certainly is a mean over a batch."""
     value = plain(value) if value is not None else None
     if value is None or depth == 0:
         return False
@@ -153,7 +153,7 @@ def is_mean(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_D
 
 
 def all_bound(view: View, value: ast.expr, scope: Scope, wanted: Wanted, depth: int) -> bool:
-    """Whether all that a name may hold is so."""
+    """Check whether all that a name may hold is so."""
     key = dotted(value)
     if key is None:
         return False
@@ -173,7 +173,7 @@ def all_bound(view: View, value: ast.expr, scope: Scope, wanted: Wanted, depth: 
 
 
 def gives_mean(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether a call gives a mean over all that it is given: a loss of torch by its default, or `mean()`."""
+    """Check whether a call gives a mean over all that it is given: a loss of torch by its default, or `mean()`."""
     full, name = view.names.qualify(call.func, scope), last(call)
     if name == "mean":
         whole = not call.keywords and len(call.args) == int(full in ("torch.mean", "numpy.mean"))
@@ -194,14 +194,14 @@ def gives_mean(view: View, call: ast.Call, scope: Scope) -> bool:
 
 
 def of_class(func: ast.expr, scope: Scope) -> list[tuple[ast.Call | None, Scope]]:
-    """What the class of a method gives an attribute in its own body (`criterion = MSELoss()`)."""
+    """Return what the class of a method gives an attribute in its own body (`criterion = MSELoss()`)."""
     owner, key = scope.owner, dotted(func) or ""
     binds = owner.binds.get(key[5:], []) if owner is not None and key.startswith("self.") else []
     return [(bind.value if isinstance(bind.value, ast.Call) else None, owner) for bind in binds if owner is not None]
 
 
 def by_mean(call: ast.Call) -> bool:
-    """Whether a loss of torch takes the mean, by its default or by its arguments."""
+    """Check whether a loss of torch takes the mean, by its default or by its arguments."""
     if has_star(call) or any(keyword(call, old) is not None for old in ("reduce", "size_average")):
         return False
     given = keyword(call, "reduction")
@@ -209,7 +209,7 @@ def by_mean(call: ast.Call) -> bool:
 
 
 def of_transformers(view: View, value: ast.Attribute | ast.Subscript, scope: Scope) -> bool:
-    """Whether a value is the loss that a model of transformers gives for labels, a mean over them."""
+    """Check whether a value is the loss that a model of transformers gives for labels, a mean over them."""
     named = value.attr if isinstance(value, ast.Attribute) else constant(value.slice)
     holder = value.value
     if named != "loss" or not isinstance(holder, ast.Call | ast.Name):
@@ -230,7 +230,7 @@ def of_transformers(view: View, value: ast.Attribute | ast.Subscript, scope: Sco
 
 
 def is_count(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_DEPTH) -> bool:
-    """Whether a value certainly counts where a comparison holds (`(guess == y).sum()`)."""
+    """Check whether a value certainly counts where a comparison holds (`(guess == y).sum()`)."""
     value = plain(value) if value is not None else None
     if value is None or depth == 0:
         return False
@@ -243,7 +243,7 @@ def is_count(view: View, value: ast.expr | None, scope: Scope, depth: int = MAX_
 
 
 def is_compared(view: View, value: ast.expr | None, scope: Scope, depth: int) -> bool:
-    """Whether a value is a comparison, element by element."""
+    """Check whether a value is a comparison, element by element."""
     value = plain(value) if value is not None else None
     if isinstance(value, ast.Compare):
         return isinstance(value.ops[0], ast.Eq | ast.NotEq)

@@ -238,7 +238,7 @@ class _Planner:
         return steps, []
 
     def expression(self, root: ast.expr) -> list[Step]:
-        """The steps of a statement's expression, in the order in which its parts are worked out."""
+        """Return the steps of a statement's expression, in the order in which its parts are worked out."""
         if root not in self.inside:
             return []
         if root in self.scope.module.forked:

@@ -166,14 +166,14 @@ def stops(node: ast.AST) -> bool:
 
 
 def parts(stmt: ast.stmt) -> list[ast.AST]:
-    """The expressions of a statement, without the statements in it."""
+    """Return the expressions of a statement, without the statements in it."""
     if isinstance(stmt, BLOCKS):
         return [each for each in ast.iter_child_nodes(stmt) if isinstance(each, ast.expr)]
     return [stmt]
 
 
 def reads(node: ast.AST) -> set[str]:
-    """The names and attributes that are read in an expression, without those whose length alone is asked for."""
+    """Return the names and attributes that are read in an expression, without those whose length alone is asked for."""
     found: set[str] = set()
     lengths: set[ast.AST] = set()
     for each in walk(node):
@@ -186,7 +186,7 @@ def reads(node: ast.AST) -> set[str]:
 
 @kept
 def added(loop: ast.For, scope: Scope) -> frozenset[str]:
-    """What a loop adds to or fills: sums, lists, and tensors by index."""
+    """Return what a loop adds to or fills: sums, lists, and tensors by index."""
     found: set[str | None] = set()
     for stmt in scope.stmts:
         if isinstance(stmt, ast.Assign | ast.AugAssign) and inside(stmt, loop, scope.module):

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def exchanges(view: View, run: Run) -> bool:
-    """Whether the gradients of a program are exchanged in each backward."""
+    """Check whether the gradients of a program are exchanged in each backward."""
     kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
     return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or "accelerate" in view.frameworks
 

@@ -59,7 +59,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def missing_prepare(view: View) -> Iterator[Found]:
-    """The loaders that train in a program of Accelerate, and that it was not given to divide."""
+    """Yield the loaders that train in a program of Accelerate, and that it was not given to divide."""
     given = list(prepare_arguments(view))
     if not given or any(may_be_loader(view, value, scope) for value, scope in given):
         return
@@ -72,19 +72,19 @@ def missing_prepare(view: View) -> Iterator[Found]:
 
 
 def by_accelerator(event: Event) -> bool:
-    """Whether Accelerate computes the gradients of a backward."""
+    """Check whether Accelerate computes the gradients of a backward."""
     return event.mark.site is not None and ACCELERATOR.search(last(event.mark.site.receiver))
 
 
 def prepare_arguments(view: View) -> Iterator[tuple[ast.expr, Scope]]:
-    """What the programs of a file hand to Accelerate."""
+    """Yield what the programs of a file hand to Accelerate."""
     for member in view.project.family(view.module):
         for site in member.sites("prepare", "prepare_data_loader", "skip_first_batches"):
             yield from ((value, site.scope) for value in (*site.call.args, *(k.value for k in site.call.keywords)))
 
 
 def may_be_loader(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Whether an argument may be a loader that is not seen to be one: a list of all, or what nobody knows."""
+    """Check whether an argument may be a loader that is not seen to be one: a list of all, or what nobody knows."""
     kinds = view.kinds
     if isinstance(value, ast.Starred) or kinds.loader_call(value, scope) is not None:
         return isinstance(value, ast.Starred)
@@ -123,7 +123,7 @@ def samples(view: View, site: Site) -> bool:
 
 
 def wraps(view: View, run: Run) -> bool:
-    """Whether a program wraps its model in DDP or FSDP, or hands it to DeepSpeed."""
+    """Check whether a program wraps its model in DDP or FSDP, or hands it to DeepSpeed."""
     kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
     return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or ("deepspeed" in view.frameworks and by_deepspeed(view))
 

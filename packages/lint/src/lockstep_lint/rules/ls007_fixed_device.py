@@ -284,7 +284,7 @@ def one_gpu_each(view: View) -> bool:
 
 
 def by_default(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
-    """The option of a local rank that torchrun, for which a file is written, leaves at its default."""
+    """Yield the option of a local rank that torchrun, for which a file is written, leaves at its default."""
     text = view.module.source.text
     if "torchrun" not in text or "distributed.launch" in text or view.effects.mentioned(view.module, "LOCAL_RANK"):
         return

@@ -60,7 +60,7 @@ def never_accumulated(view: View) -> Iterator[Found]:
 
 
 def divided_again(view: View) -> Iterator[Found]:
-    """The losses that are divided by the number that an Accelerator is told, and divides by in its backward."""
+    """Yield the losses that are divided by the number that an Accelerator is told, and divides by in its backward."""
     if "accelerator" not in view.module.text:
         return
     makers = [site for member in view.project.family(view.module) for site in member.sites("Accelerator")]
@@ -89,7 +89,7 @@ def divisors(loss: ast.expr | None, site: Site) -> Iterator[ast.expr]:
 
 
 def same_number(divisor: ast.expr, told: ast.expr) -> bool:
-    """Whether a loss is divided by the number of micro-batches that an Accelerator is told, or has."""
+    """Check whether a loss is divided by the number of micro-batches that an Accelerator is told, or has."""
     if isinstance(constant(told), int):
         return constant(divisor) == constant(told) or last(divisor) == "gradient_accumulation_steps"
     return dotted(divisor) is not None and last(divisor) in (last(told), "gradient_accumulation_steps")
@@ -183,7 +183,7 @@ def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | 
 
 
 def of_ranks(value: ast.expr) -> ast.expr | None:
-    """The loss that a value is a multiple of by the number of ranks, which is no number of micro-batches."""
+    """Return the loss that a value is a multiple of by the number of ranks, which is no number of micro-batches."""
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
         return None
     for one, other in ((value.left, value.right), (value.right, value.left)):

@@ -105,7 +105,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def parted(view: View, run: Run, event: Event, site: Site) -> bool:
-    """Whether only some ranks step a schedule of an optimizer that all of them step."""
+    """Check whether only some ranks step a schedule of an optimizer that all of them step."""
     if not isinstance(site.stmt, ast.Expr) or site.stmt.value is not site.call or len(site.call.args) > 1:
         return False  # a sampler of noise gives a sample back
     parts = sides(view, event)
@@ -128,7 +128,7 @@ def parted(view: View, run: Run, event: Event, site: Site) -> bool:
 
 
 def sends_on(view: View) -> bool:
-    """Whether a file of the programs sends anything from one rank to the others."""
+    """Check whether a file of the programs sends anything from one rank to the others."""
     return any(SENDS.search(name) for member in view.project.family(view.module) for name in member.by_name)
 
 
@@ -152,14 +152,14 @@ def set_apart(view: View) -> Iterator[Found]:
 
 
 def is_group(target: ast.Subscript, scope: Scope) -> bool:
-    """Whether a subscript is of a group of an optimizer's parameters."""
+    """Check whether a subscript is of a group of an optimizer's parameters."""
     binds = scope.binds.get(dotted(target.value) or "", ())
     values = [target.value, *(bind.value for bind in binds if bind.value is not None)]
     return any("param_groups" in idents(value) for value in values)
 
 
 def steps_in(view: View, scope: Scope, arms: list[ast.stmt]) -> bool:
-    """Whether an optimizer is stepped in some arms: what only one rank trains."""
+    """Check whether an optimizer is stepped in some arms: what only one rank trains."""
     sites = [site for site in scope.sites if view.steps.steps_optimizer(site)]
     return any(inside(site.stmt, arm, scope.module) for site in sites for arm in arms)
 
@@ -323,7 +323,7 @@ def inner_turns(view: View, event: Event, of: ast.expr, home: Scope) -> int:
 
 
 def in_one_turn(test: ast.expr) -> bool:
-    """Whether a test picks a turn, or every n-th one."""
+    """Check whether a test picks a turn, or every n-th one."""
     return any(isinstance(node, ast.Eq | ast.Mod) for node in ast.walk(test))
 
 
@@ -340,7 +340,7 @@ def is_shared(view: View, event: Event, of: ast.expr, home: Scope, made: Made) -
 
 
 def prepared(view: View, node: ast.expr | None, scope: Scope) -> bool:
-    """Whether all that a name may be is what Accelerate prepared."""
+    """Check whether all that a name may be is what Accelerate prepared."""
     key = dotted(node)
     binds = view.origins.binds(key, scope, node.lineno) if key is not None and node is not None else []
     values = [bind.value for bind, _ in binds]
@@ -360,7 +360,7 @@ def of_engine(view: View, node: ast.expr | None, scope: Scope) -> Iterator[tuple
 
 
 def steps_with_engine(view: View, event: Event) -> bool:
-    """Whether a schedule is one that DeepSpeed gave back, or was given, and whose engine steps beside it."""
+    """Check whether a schedule is one that DeepSpeed gave back, or was given, and whose engine steps beside it."""
     if "deepspeed" not in view.frameworks:
         return False
     node, home = subject(event)
@@ -377,12 +377,12 @@ def steps_with_engine(view: View, event: Event) -> bool:
 
 
 def is_compared(test: ast.expr, node: ast.expr | None) -> bool:
-    """Whether a test asks whether there is such an object (`if scheduler is not None`)."""
+    """Check whether a test asks whether there is such an object (`if scheduler is not None`)."""
     return isinstance(test, ast.Compare) and dotted(test.left) == dotted(node)
 
 
 def handed(view: View, site: Site, node: ast.expr | None) -> bool:
-    """Whether DeepSpeed is handed a schedule under the very name."""
+    """Check whether DeepSpeed is handed a schedule under the very name."""
     full = view.full(site) == "deepspeed.initialize"
     return full and dotted(node) is not None and dotted(keyword(site.call, "lr_scheduler")) == dotted(node)
 
@@ -438,7 +438,7 @@ def is_arm(block: object) -> bool:
 
 
 def size_of_rank(size: ast.expr | None, batch: ast.expr) -> bool:
-    """Whether a loader of each rank takes batches of the very size that a length is divided by."""
+    """Check whether a loader of each rank takes batches of the very size that a length is divided by."""
     return size is not None and dotted(size) is not None and dotted(size) == dotted(batch)
 
 
@@ -509,7 +509,7 @@ def bounded(event: Event, horizon: ast.expr) -> bool:
 
 
 def as_long(event: Event, horizon: ast.expr) -> bool:
-    """Whether the loop around a step runs for just as many turns, each of which is an epoch without batches."""
+    """Check whether the loop around a step runs for just as many turns, each of which is an epoch without batches."""
     loop = event.loops[-1].node
     return isinstance(loop, Loop) and last(horizon) in idents(header(loop))
 

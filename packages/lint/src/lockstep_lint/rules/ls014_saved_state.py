@@ -99,7 +99,7 @@ def misfits(view: View, run: Run) -> Iterator[Found]:
 
 
 def of_wrapper(view: View, run: Run) -> Iterator[Found]:
-    """The bare models that load, by a resume, a state that the program saves from their wrapper alone."""
+    """Yield the bare models that load, by a resume, a state that the program saves from their wrapper alone."""
     text = view.module.text
     if not run.of("wrap") or "load_state_dict" not in text or any(word in text for word in STRIPS):
         return

@@ -130,7 +130,7 @@ def left_by_hooks(view: View) -> Iterator[Found]:
 
 
 def averaged(view: View) -> Iterator[Found]:
-    """The calls that put averaged weights into the model that a loop goes on to train, and is averaged from."""
+    """Yield the calls that put averaged weights into the model that a loop goes on to train, and is averaged from."""
     sites = [site for site in view.sites(*PUTS_IN) if site.receiver is not None and site.call.args]
     if not sites or any(True for member in view.project.family(view.module) for _ in member.sites("restore")):
         return
@@ -145,7 +145,7 @@ def averaged(view: View) -> Iterator[Found]:
 
 
 def weights_of(view: View, site: Site) -> str:
-    """The text of the weights that a call is handed, with the first name of a model that has two."""
+    """Return the text of the weights that a call is handed, with the first name of a model that has two."""
     given = site.call.args[0]
     model = given.func.value if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else given
     binds = view.origins.binds(dotted(model) or "", site.scope, site.line)
@@ -154,7 +154,7 @@ def weights_of(view: View, site: Site) -> str:
 
 
 def once_only(site: Site) -> bool:
-    """Whether a call is made in one turn of its loops, or the loop ends behind it."""
+    """Check whether a call is made in one turn of its loops, or the loop ends behind it."""
     tests = [guard.test for guard in guards(site.stmt, site.module)]
     asks = (node for test in tests for node in walk(test) if isinstance(node, ast.Compare))
     single = any(isinstance(node.ops[0], ast.Eq) and not isinstance(node.left, ast.BinOp) for node in asks)

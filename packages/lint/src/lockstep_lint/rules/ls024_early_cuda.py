@@ -84,7 +84,7 @@ def without_group(view: View, scope: Scope, groups: list[Site]) -> Iterator[Foun
 
 
 def ends(stmt: ast.stmt) -> bool:
-    """Whether a statement ends the function or the program, or may make the group elsewhere."""
+    """Check whether a statement ends the function or the program, or may make the group elsewhere."""
     call = stmt.value if isinstance(stmt, ast.Expr) else None
     plain = isinstance(call, ast.Call) and dotted(call.func) in ("print", "logging.info", "logger.info")
     return not (plain or (isinstance(stmt, ast.Assign) and not isinstance(stmt.value, ast.Call)))

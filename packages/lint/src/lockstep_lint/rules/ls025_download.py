@@ -63,7 +63,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def caches(view: View, run: Run) -> Iterator[Found]:
-    """The files that all ranks write where they have found none, as each does when they start together."""
+    """Yield the files that all ranks write where they have found none, as each does when they start together."""
     for event in run.of("save"):
         site, made = shown_at(view, event), event.mark.site
         if (
@@ -79,7 +79,7 @@ def caches(view: View, run: Run) -> Iterator[Found]:
 
 
 def absent(event: Event, block: ArmBlock) -> bool:
-    """Whether a test has found that there is no file under the path that is written."""
+    """Check whether a test has found that there is no file under the path that is written."""
     asked = {ast.dump(each) for each in absent_paths(block.node, block.when)}
     paths = ((event.mark.subject, event.scope), subject(event))
     return any(path is not None and scope is block.scope and ast.dump(path) in asked for path, scope in paths)

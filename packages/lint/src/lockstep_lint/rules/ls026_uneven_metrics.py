@@ -333,7 +333,7 @@ def parts_told(view: View, known: set[ast.AST]) -> Iterator[Found]:
 
 
 def brings(view: View, site: Site) -> bool:
-    """Whether a call may bring the ranks' values together."""
+    """Check whether a call may bring the ranks' values together."""
     return EXCHANGE.search(site.name) and not seen(view, site)
 
 

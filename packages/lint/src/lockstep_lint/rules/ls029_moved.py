@@ -130,7 +130,7 @@ def leading(view: View, rows: list[Moved]) -> set[ast.stmt]:
 
     @functools.cache
     def reached(full: str) -> frozenset[ast.stmt] | None:
-        """The statements that read what comes after a full name in a row's; None for all statements."""
+        """Return the statements that read what comes after a full name in a row's; None for all statements."""
         if any(full.startswith(row) for row in wanted):
             return None
         following = {row[len(full) :].partition(".")[0] for row in wanted if row.startswith(full)}
@@ -280,7 +280,7 @@ def left_over(view: View) -> bool:
 
 @kept
 def reads_options(module: Module) -> bool:
-    """Whether a file reads the launcher's flag, or all flags at once."""
+    """Check whether a file reads the launcher's flag, or all flags at once."""
     return OPTION.search(module.text) is not None
 
 

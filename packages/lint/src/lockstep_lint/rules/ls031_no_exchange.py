@@ -110,7 +110,7 @@ def by_hand(family: tuple[Module, ...]) -> bool:
 
 @kept
 def exchanges(module: Module) -> bool:
-    """Whether a file names what exchanges gradients beside DDP."""
+    """Check whether a file names what exchanges gradients beside DDP."""
     return module.names(OTHERS) or any(piece in module.bare for piece in PIECES)
 
 
@@ -133,7 +133,7 @@ def renamed(module: Module) -> bool:
 
 @functools.cache
 def wraps(full: str) -> bool:
-    """Whether what has a full name exchanges gradients."""
+    """Check whether what has a full name exchanges gradients."""
     parts = full.split(".")
     return any(DDP.search(part) or OTHERS.search(part) for part in parts) or any(piece in full for piece in PIECES)
 

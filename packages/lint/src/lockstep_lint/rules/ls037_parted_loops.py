@@ -180,7 +180,7 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
 
 
 def lone_continues(view: View, run: Run, block: LoopBlock) -> Iterator[Found]:
-    """The `continue` of some ranks alone, before what all others come to in the same turn."""
+    """Yield the `continue` of some ranks alone, before what all others come to in the same turn."""
     loop, scope = block.node, block.scope
     if not isinstance(loop, Loop) or scope.module is not view.module:
         return
@@ -198,7 +198,7 @@ def lone_continues(view: View, run: Run, block: LoopBlock) -> Iterator[Found]:
 
 
 def nests(event: Event, loop: Loop) -> bool:
-    """Whether an event's statement stands in a loop of its own function."""
+    """Check whether an event's statement stands in a loop of its own function."""
     return inside(event.mark.stmt, loop, event.module)
 
 

@@ -52,7 +52,7 @@ def steps_apart(view: View) -> Iterator[Found]:
 
 
 def of_wrapped(view: View, run: Run, event: Event) -> bool:
-    """Whether an optimizer was given the parameters of a model that a wrapper has."""
+    """Check whether an optimizer was given the parameters of a model that a wrapper has."""
     node, scope = subject(event)
     wraps = [things(view, *subject(wrap)) for wrap in run.of("wrap") if wrap.detail in ("ddp", "fsdp")]
     for call, home, _ in view.origins.calls_of(node, scope):
@@ -63,12 +63,12 @@ def of_wrapped(view: View, run: Run, event: Event) -> bool:
 
 
 def is_parameters(func: ast.expr) -> TypeGuard[ast.Attribute]:
-    """Whether a function is a model's `parameters`."""
+    """Check whether a function is a model's `parameters`."""
     return isinstance(func, ast.Attribute) and func.attr in ("parameters", "named_parameters")
 
 
 def parted_at(view: View, event: Event) -> Site | None:
-    """The call under the test of the rank that brings an event about: its own, or that of a helper."""
+    """Return the call under the test of the rank that brings an event about: its own, or that of a helper."""
     parts = sides(view, event)
     after = event.within(parts[-1][0]) if parts else ()
     return next((block.site for block in after if isinstance(block, CallBlock)), event.mark.site)

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import above, guards
 from lockstep_lint.analysis.flow import Fact, Read, Way, gaps, may_be_none, nones, undecided
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, idents, is_none, walk
+from lockstep_lint.analysis.nodes import Words, idents, is_none, own_expressions, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import operands
 from lockstep_lint.finding import Confidence, Severity
@@ -46,7 +46,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def without_run(view: View) -> Iterator[Found]:
-    """The calls that need a run of wandb, on ranks that never begin one."""
+    """Yield the calls that need a run of wandb, on ranks that never begin one."""
     if "wandb" not in view.module.text or view.effects.mentioned(view.module, "WANDB_", "wandb.log ="):
         return
     sites = [site for site in view.sites(*NEEDS_RUN) if view.full(site) == f"wandb.{site.name}"]
@@ -60,13 +60,13 @@ def without_run(view: View) -> Iterator[Found]:
 
 
 def flags(site: Site) -> set[str]:
-    """The tests around a call that may say whether something is tracked, as text."""
+    """Return the tests around a call that may say whether something is tracked, as text."""
     parts = (part for guard in guards(site.stmt, site.module) for part in operands(guard.test))
     return {ast.unparse(part) for part in parts if any(TRACKS.search(name) for name in idents(part))}
 
 
 def left_out(view: View, read: Read, scope: Scope) -> bool:
-    """Whether the other ranks come to a read by a way that gives its name no value."""
+    """Check whether the other ranks come to a read by a way that gives its name no value."""
     stmt, module = read.stmt, scope.module
     if not any(of_others(view, way, read.name, scope) for way in read.ways):
         return False
@@ -76,7 +76,7 @@ def left_out(view: View, read: Read, scope: Scope) -> bool:
 
 
 def emptied(view: View, scope: Scope) -> frozenset[str]:
-    """The names that are None, in one place, and get a value under a test of the rank."""
+    """Return the names that are None, in one place, and get a value under a test of the rank."""
     found: set[str] = set()
     for name, binds in scope.binds.items():
         if "." not in name and any(bind.value is not None and may_be_none(bind.value) for bind in binds):
@@ -87,7 +87,7 @@ def emptied(view: View, scope: Scope) -> frozenset[str]:
 
 
 def of_others(view: View, way: Way, name: str, scope: Scope) -> bool:
-    """Whether only the other ranks go a way, and a test of the rank is what leads past the value."""
+    """Check whether only the other ranks go a way, and a test of the rank is what leads past the value."""
     if any(fact.node is None or fact.scope is not scope for fact in way):
         return False
     sides = [side_of(view, fact, way) for fact in way]
@@ -99,7 +99,7 @@ def of_others(view: View, way: Way, name: str, scope: Scope) -> bool:
 
 
 def side_of(view: View, fact: Fact, way: Way) -> int:
-    """The ranks for which a test comes out so; a parameter is None where the calls of these ranks say so."""
+    """Return the ranks for which a test comes out so; a parameter is None where the calls of these ranks say so."""
     assert fact.node is not None
     found = view.ranks.tests.test(fact.node, fact.scope, fact.holds)
     name, _, rest = fact.key.partition(" ")
@@ -125,7 +125,7 @@ def hides(view: View, fact: Fact, scope: Scope) -> bool:
 
 @kept
 def absent(view: View, scope: Scope) -> dict[str, tuple[Way, ...]]:
-    """The parameters for which the calls of the other ranks, and only these, give None."""
+    """Return the parameters for which the calls of the other ranks, and only these, give None."""
     found: dict[str, tuple[Way, ...]] = {}
     callers = view.calls.callers(scope)[:MAX_CALLERS] if scope.kind == "function" else []
     for name in scope.params if len(callers) > 1 else ():
@@ -158,7 +158,7 @@ def shared(view: View) -> Iterator[Found]:
 
 
 def home_of(stmt: ast.stmt, name: str, view: View) -> Scope | None:
-    """The function that a statement stands in, if it says that a name is the file's."""
+    """Return the function that a statement stands in, if it says that a name is the file's."""
     return next((scope for scope in view.scopes if name in scope.globals and stmt in scope.stmts), None)
 
 
@@ -177,7 +177,7 @@ def tested(view: View, stmt: ast.stmt, scope: Scope) -> bool:
 
 def names(view: View, stmt: ast.stmt, name: str, scope: Scope) -> Iterator[ast.Name]:
     """The reads of a name in the parts of a statement that a test of the rank in it does not keep to some."""
-    stack: list[ast.AST] = [*own_parts(stmt)]
+    stack: list[ast.AST] = [*own_expressions(stmt)]
     while stack:
         node = stack.pop()
         if isinstance(node, ast.IfExp) and view.ranks.tests.test(node.test, scope):
@@ -191,15 +191,6 @@ def names(view: View, stmt: ast.stmt, name: str, scope: Scope) -> Iterator[ast.N
         if isinstance(node, ast.Name) and node.id == name and not is_store(node):
             yield node
         stack.extend(ast.iter_child_nodes(node))
-
-
-def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement, without the statements in it."""
-    for child in ast.iter_child_nodes(stmt):
-        if isinstance(child, ast.expr):
-            yield child
-        elif isinstance(child, ast.withitem):
-            yield child.context_expr
 
 
 def is_store(node: ast.Name) -> bool:

@@ -53,7 +53,7 @@ def without_mode(view: View, site: Site) -> Iterator[Found]:
 
 
 def in_forward(view: View, site: Site) -> bool:
-    """Whether a call stands in the forward of a module, or in a method that forward calls."""
+    """Check whether a call stands in the forward of a module, or in a method that forward calls."""
     owner = site.scope.owner
     if owner is None or site.scope.parent is not owner or not view.kinds.is_module_class(owner):
         return False
@@ -63,13 +63,13 @@ def in_forward(view: View, site: Site) -> bool:
 
 
 def asked(site: Site) -> bool:
-    """Whether a test of the mode, or of what the method is told, decides over a call."""
+    """Check whether a test of the mode, or of what the method is told, decides over a call."""
     tests = (guard.test for guard in (*guards(site.stmt, site.module), *choices(site)))
     return any(MODE.search(name) or name in site.scope.params[1:] for test in tests for name in idents(test))
 
 
 def used_at_once(site: Site) -> bool:
-    """Whether the function that makes a layer calls it, and does not give it the mode."""
+    """Check whether the function that makes a layer calls it, and does not give it the mode."""
     made = [bind.key for bind in site.scope.bound(site.stmt) if bind.value is site.call]
     if any(mentions(other.call.func, name) for name in made for other in site.scope.sites if other.name in SWITCHES):
         return False
@@ -103,7 +103,7 @@ def is_rate(view: View, rate: ast.expr, scope: Scope) -> bool:
 
 
 def kept(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
-    """What the methods of a class give an attribute of `self`."""
+    """Return what the methods of a class give an attribute of `self`."""
     methods = scope.owner.defs.values() if scope.owner is not None else ()
     return [(bind.value, method) for method in methods for bind in method.binds.get(key, [])]
 

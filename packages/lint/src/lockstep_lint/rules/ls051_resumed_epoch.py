@@ -49,7 +49,7 @@ def looped(view: View) -> Iterator[Scope]:
 
 
 def of_object(view: View, start: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-    """The values of an object's attribute, in the methods of its class (`trainer.epoch`)."""
+    """Return the values of an object's attribute, in the methods of its class (`trainer.epoch`)."""
     head, _, name = start.rpartition(".")
     if not head or head == "self":
         return []

@@ -64,7 +64,7 @@ def restores(analysis: Analysis, module: Module) -> bool:
 
 
 def is_optimizer(analysis: Analysis, node: ast.expr | None, scope: Scope) -> bool:
-    """Whether an object is an optimizer, by its name, by the list that it is of, or by what made it."""
+    """Check whether an object is an optimizer, by its name, by the list that it is of, or by what made it."""
     if node is None:
         return False
     made = analysis.origins.of(node, scope)
@@ -138,7 +138,7 @@ def goes_on(view: View, run: Run, event: Event) -> bool:
 
 
 def saves_optimizer(view: View) -> bool:
-    """Whether the program's checkpoints hold the state of its optimizer, which a resume then leaves out."""
+    """Check whether the program's checkpoints hold the state of its optimizer, which a resume then leaves out."""
     written = (pair for saved in saves(view.analysis, view.module) for pairs in saved.values.values() for pair in pairs)
     funcs = (value.func for value, _ in written if isinstance(value, ast.Call) and last(value) == "state_dict")
     return any(isinstance(func, ast.Attribute) and OPTIMIZER.search(last(func.value)) for func in funcs)

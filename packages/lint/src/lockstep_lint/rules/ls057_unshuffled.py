@@ -56,7 +56,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def measures(text: str) -> bool:
-    """Whether a file measures how fast it is."""
+    """Check whether a file measures how fast it is."""
     return "enable_timing" in text or ("profile(" in text and PROFILES.search(text) is not None)
 
 
@@ -114,7 +114,7 @@ def uses_index(method: Scope) -> bool:
 
 @kept
 def mixes(scope: Scope) -> bool:
-    """Whether a function, a class or a file's top level may give data another order."""
+    """Check whether a function, a class or a file's top level may give data another order."""
     return MIXED.search(part_of(scope)) is not None
 
 

@@ -42,7 +42,7 @@ def called_modules(view: View) -> Iterator[Found]:
 
 
 def only_modules(module: Module) -> set[str]:
-    """The names that every import of a file binds to a top package, which is a module for certain."""
+    """Return the names that every import of a file binds to a top package, which is a module for certain."""
     found: set[str] = set()
     others: set[str] = set()
     for stmt in (stmt for scope in module.scopes for stmt in scope.stmts if isinstance(stmt, IMPORTS)):

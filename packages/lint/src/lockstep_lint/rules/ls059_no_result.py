@@ -103,7 +103,7 @@ def misread(view: View) -> Iterator[Found]:
 
 
 def has_body(stmt: ast.stmt) -> bool:
-    """Whether other statements stand in a statement."""
+    """Check whether other statements stand in a statement."""
     return isinstance(getattr(stmt, "body", None), list)
 
 
@@ -121,7 +121,7 @@ def unpacked(view: View, scope: Scope, node: ast.For | ast.comprehension) -> str
 
 
 def is_method(view: View, node: ast.expr, scope: Scope, name: str) -> bool:
-    """Whether an expression calls a method of torch's own models, or optimizers, without arguments."""
+    """Check whether an expression calls a method of torch's own models, or optimizers, without arguments."""
     if not isinstance(node, ast.Call) or last(node) != name or node.args or node.keywords:
         return False
     if not isinstance(node.func, ast.Attribute) or view.calls.target(node, scope) is not None:

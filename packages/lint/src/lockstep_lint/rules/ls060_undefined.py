@@ -84,7 +84,7 @@ def undefined(view: View) -> Iterator[Found]:
 
 @kept
 def is_notebook(module: Module) -> bool:
-    """Whether a file is a notebook, or one that was written out as a script: magics may give it names."""
+    """Check whether a file is a notebook, or one that was written out as a script: magics may give it names."""
     return module.path.endswith(".ipynb") or CELLS.search(module.source.text) is not None
 
 
@@ -101,7 +101,7 @@ def _handled(module: Module) -> frozenset[str]:
 
 
 def file_names(view: View, module: Module, depth: int = 0) -> set[str] | None:
-    """The names that all of a file can see; None where a star import brings some that are out of sight."""
+    """Return the names that all of a file can see; None where a star import brings some that are out of sight."""
     found = {*module.top.binds, *module.top.defs, *module.imports, *BUILTIN}
     found |= {each.module.partition(".")[0] for each in module.imported if each.level}  # a package's own files
     if "except" in module.text or "match" in module.text:
@@ -126,12 +126,12 @@ def around(scope: Scope) -> Iterator[Scope]:
 
 @kept
 def bound_in(scope: Scope) -> frozenset[str]:
-    """The names that a function or class gives a value."""
+    """Return the names that a function or class gives a value."""
     return frozenset((*scope.binds, *scope.params, *scope.defs, *starred(scope), *scope.globals))
 
 
 def reads_of(name: str, stmt: ast.stmt) -> Iterator[ast.Name]:
-    """The reads of a name in a statement, if it is not a variable of a comprehension or a lambda there."""
+    """Yield the reads of a name in a statement, if it is not a variable of a comprehension or a lambda there."""
     if isinstance(stmt, ast.Raise) or is_bare(stmt):
         return  # it ends there in any case
     parts = own_parts(stmt)
@@ -144,12 +144,12 @@ def reads_of(name: str, stmt: ast.stmt) -> Iterator[ast.Name]:
 
 
 def is_bare(stmt: ast.stmt) -> bool:
-    """Whether a statement is a name alone."""
+    """Check whether a statement is a name alone."""
     return isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Name)
 
 
 def own_parts(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement that are worked out, without the statements in it."""
+    """Yield the expressions of a statement that are worked out, without the statements in it."""
     for name, value in ast.iter_fields(stmt):
         if name in ("annotation", "returns", "args"):
             continue
@@ -213,7 +213,7 @@ def not_there(view: View) -> Iterator[Found]:
 
 
 def certain(view: View, stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a run comes to an import, and nothing around it is there for one that fails."""
+    """Check whether a run comes to an import, and nothing around it is there for one that fails."""
     tried = any(isinstance(node, ast.Try) for node, _ in above(stmt, scope.module))
     typing = any("TYPE_CHECKING" in ast.unparse(guard.test) for guard in guards(stmt, scope.module))
     return not tried and not typing and ends_run(view, stmt, scope)
@@ -221,7 +221,7 @@ def certain(view: View, stmt: ast.stmt, scope: Scope) -> bool:
 
 @kept
 def lacks(view: View, module: Module, imported: Imported) -> bool:
-    """Whether the one file that an import can mean gives no such name."""
+    """Check whether the one file that an import can mean gives no such name."""
     paths, folder, level = view.project.paths, module.folder, imported.level
     first = imported.module.partition(".")[0]
     if (not level and first in EXTERNAL | KNOWN) or paths.where(folder, imported.full, level) is not None:
@@ -239,7 +239,7 @@ def lacks(view: View, module: Module, imported: Imported) -> bool:
 
 
 def starts_there(view: View, module: Module, imported: Imported, path: str) -> bool:
-    """Whether a file lies where Python looks first: beside a program that comes to the import, or in the root."""
+    """Check whether a file lies where Python looks first: beside a program that comes to the import, or in the root."""
     if ELSEWHERE.search(module.text) is not None:
         return False
     paths = view.project.paths
@@ -249,7 +249,7 @@ def starts_there(view: View, module: Module, imported: Imported, path: str) -> b
 
 
 def is_folder(target: Module, name: str) -> bool:
-    """Whether a package holds a folder of a name, or something that is built there."""
+    """Check whether a package holds a folder of a name, or something that is built there."""
     init = os.path.basename(target.path) == "__init__.py"
     return init and any(each.partition(".")[0] == name for each in os.listdir(target.folder))
 

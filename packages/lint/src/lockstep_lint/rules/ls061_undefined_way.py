@@ -42,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def cause(view: View, way: Way) -> Fact | None:
-    """The one test that leads past all values of a name, if nothing after it depends on it."""
+    """Return the one test that leads past all values of a name, if nothing after it depends on it."""
     tests = view.ranks.tests
     sides = [tests.test(fact.node, fact.scope, fact.holds) for fact in way if fact.node is not None]
     if len(sides) < len(way) or any(side < 0 for side in sides):
@@ -65,7 +65,7 @@ def cause(view: View, way: Way) -> Fact | None:
 
 
 def atoms(test: ast.expr) -> Iterator[str]:
-    """The names, attributes and keys that a test asks for."""
+    """Yield the names, attributes and keys that a test asks for."""
     stack: list[ast.AST] = [test]
     while stack:
         node = stack.pop()
@@ -76,7 +76,7 @@ def atoms(test: ast.expr) -> Iterator[str]:
 
 
 def made_of(view: View, fact: Fact) -> list[ast.expr]:
-    """The conditions that a flag of a way was given."""
+    """Return the conditions that a flag of a way was given."""
     key = dotted(fact.node)
     if key is None or fact.node is None:
         return []
@@ -88,7 +88,7 @@ def made_of(view: View, fact: Fact) -> list[ast.expr]:
 
 
 def is_flag(test: ast.expr, scope: Scope) -> bool:
-    """Whether a test is of an option that nothing in its function changes."""
+    """Check whether a test is of an option that nothing in its function changes."""
     if isinstance(test, ast.Compare):
         if len(test.ops) > 1 or constant(test.comparators[0]) is None:
             return False

@@ -61,7 +61,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def resumed(view: View, run: Run, event: Event) -> bool:
-    """Whether a run that comes to a save may have loaded the state of an optimizer before its epochs."""
+    """Check whether a run that comes to a save may have loaded the state of an optimizer before its epochs."""
     before = (each for each in run.of("load") if each.place < event.place and not apart(each, event))
     states = [each for each in before if OPTIMIZER.search(last(each.mark.subject))]
     return any(not set(each.loops) & set(event.loops) for each in states) and bool(event.loops)
@@ -106,14 +106,14 @@ def judged(view: View, key: str, scope: Scope) -> Iterator[tuple[ast.stmt, str]]
 
 
 def bound(view: View, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-    """The values that a name is given in its function, or in the methods of its class."""
+    """Return the values that a name is given in its function, or in the methods of its class."""
     owner = scope.owner if key.startswith("self.") else None
     homes = owner.defs.values() if owner is not None else [scope]
     return [(bind, home) for home in homes for bind in home.binds.get(key, [])]
 
 
 def begins(bind: Bind) -> bool:
-    """Whether a name is given a number, infinity or None."""
+    """Check whether a name is given a number, infinity or None."""
     value = value_of(bind)
     if value is None or bind.how != "assign":
         return False
@@ -123,32 +123,32 @@ def begins(bind: Bind) -> bool:
 
 
 def value_of(bind: Bind) -> ast.expr | None:
-    """The value of a name, also in a tuple that is written out."""
+    """Return the value of a name, also in a tuple that is written out."""
     return next(element_of(bind.value, bind.path), None)
 
 
 def updated(bind: Bind, key: str, home: Scope) -> bool:
-    """Whether a name is given a better score: under a test of it, or as the larger or smaller of two."""
+    """Check whether a name is given a better score: under a test of it, or as the larger or smaller of two."""
     if bind.value is not None and mentions(bind.value, key):
         return True
     return not begins(bind) and any(asks(guard.test, key, home) for guard in guards(bind.stmt, home.module))
 
 
 def asks(test: ast.expr, key: str, home: Scope) -> bool:
-    """Whether a test, or what its flag was given, asks for the best score."""
+    """Check whether a test, or what its flag was given, asks for the best score."""
     flags = [bind.value for bind in home.binds.get(dotted(test) or "", ()) if bind.value is not None]
     return any(mentions(each, key) for each in (test, *flags))
 
 
 def put_on(view: View, key: str) -> bool:
-    """Whether other code sets the attribute on an object (`trainer.best = ...`)."""
+    """Check whether other code sets the attribute on an object (`trainer.best = ...`)."""
     head, _, name = key.rpartition(".")
     found = (bind.key for m in view.project.family(view.module) for bind, _ in attributes(m).get(name, ()))
     return bool(head) and any(each != key for each in found)
 
 
 def asks_best(view: View, key: str) -> bool:
-    """Whether the programs read anything by the name of the best from a table, or fill objects out of sight."""
+    """Check whether the programs read anything by the name of the best from a table, or fill objects out of sight."""
     text = "\n".join(member.text for member in view.project.family(view.module))
     name = re.escape(key.rpartition(".")[2])
     read = rf"(\[|get\(|getattr\([^,\n]*,|pop\()\s*['\"](\w*best\w*|{name})['\"]"
@@ -156,7 +156,7 @@ def asks_best(view: View, key: str) -> bool:
 
 
 def latest(view: View, key: str, name: str) -> bool:
-    """Whether a best score is restored from a key under which each save puts the score of its own model."""
+    """Check whether a best score is restored from a key under which each save puts the score of its own model."""
     if not name or "best" in name.lower():
         return False
     found = [
@@ -171,13 +171,13 @@ def latest(view: View, key: str, name: str) -> bool:
 
 
 def kept(stmt: ast.stmt, scope: Scope, key: str) -> bool:
-    """Whether a save is under a test of the best score."""
+    """Check whether a save is under a test of the best score."""
     tests = [guard.test for guard in guards(stmt, scope.module)]
     return any(mentions(test, key) or "best" in ast.unparse(test).lower() for test in tests)
 
 
 def own_path(view: View, event: Event) -> bool:
-    """Whether a file is of its run or of its save alone: its path has the time, the epoch or the score in it."""
+    """Check whether a file is of its run or of its save alone: its path has the time, the epoch or the score in it."""
     queue, seen = [(event.mark.subject, event.scope)], set[object]()
     while queue and len(seen) < MAX_NAMES:
         node, scope = given_as(event, *queue.pop())

@@ -63,7 +63,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def holds_out(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop evaluates: over a loader whose name or function says so, without gradients, to its end."""
+    """Check whether a loop evaluates: over a loader whose name or function says so, without gradients, to its end."""
     over = view.kinds.iterated(loop.iter, scope)
     named = EVALUATION.search(scope.name) or any(map(EVALUATION.search, idents(over)))
     if not named or not view.kinds.is_loader(over, scope) or unit_test(scope.module):
@@ -74,7 +74,7 @@ def holds_out(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 def whole(view: View, loader: ast.expr, scope: Scope) -> bool:
-    """Whether one batch of a loader may hold all of its data (`batch_size=len(data)`)."""
+    """Check whether one batch of a loader may hold all of its data (`batch_size=len(data)`)."""
     made = view.kinds.loader_call(loader, scope)
     size = argument(made[0], 1, "batch_size") if made is not None else None
     found = [origin.node for origin in view.origins.of(size, made[1])] if made is not None else []
@@ -101,7 +101,7 @@ def last_batches(view: View, loop: ast.For, scope: Scope) -> Iterator[Found]:
 
 
 def gives_loss(value: ast.expr | None) -> bool:
-    """Whether a value is what a criterion gives for outputs and labels, by its name."""
+    """Check whether a value is what a criterion gives for outputs and labels, by its name."""
     value = plain(value) if value is not None else None
     return (
         isinstance(value, ast.Call) and len(value.args) > 1 and LOSSES.search(last(value)) and last(value)[0].islower()
@@ -109,7 +109,7 @@ def gives_loss(value: ast.expr | None) -> bool:
 
 
 def is_read(stmt: ast.stmt, key: str) -> bool:
-    """Whether a statement itself reads a name."""
+    """Check whether a statement itself reads a name."""
     parts = [each for each in ast.iter_child_nodes(stmt) if isinstance(each, ast.expr | ast.keyword)]
     return any(
         isinstance(node, ast.Name) and node.id == key and isinstance(node.ctx, ast.Load)
@@ -127,13 +127,13 @@ def follows(stmt: ast.stmt, loop: ast.For, binds: list[Bind], scope: Scope) -> b
 
 
 def takes(stmt: ast.stmt, key: str) -> bool:
-    """Whether a statement may keep a value, rather than only show it."""
+    """Check whether a statement may keep a value, rather than only show it."""
     call = stmt.value if isinstance(stmt, ast.Expr) else None
     return not isinstance(call, ast.Call) or last(call) not in SHOWS
 
 
 def compares(stmt: ast.stmt, key: str, loop: ast.For, scope: Scope) -> bool:
-    """Whether a statement compares what a name holds with another part of the last batch."""
+    """Check whether a statement compares what a name holds with another part of the last batch."""
     batch = {name for name, _ in targets(loop.target)}
     batch |= {b.key for s in scope.stmts if inside(s, loop, scope.module) for b in scope.bound(s)}
     for node in walk(stmt) if not isinstance(stmt, BLOCKS) else ():
@@ -146,7 +146,7 @@ def compares(stmt: ast.stmt, key: str, loop: ast.For, scope: Scope) -> bool:
 
 @kept
 def windowed(view: View) -> frozenset[str]:
-    """The properties of the project's meters that are means of a window (`deque(maxlen=20)`)."""
+    """Return the properties of the project's meters that are means of a window (`deque(maxlen=20)`)."""
     members = view.project.family(view.module) if "meters" in view.module.text else ()
     classes = [s for m in members if "maxlen" in m.text for s in m.scopes if s.kind == "class"]
     return frozenset(
@@ -160,7 +160,7 @@ def windowed(view: View) -> frozenset[str]:
 
 
 def held(owner: Scope) -> set[str]:
-    """The attributes of a class that hold so many values."""
+    """Return the attributes of a class that hold so many values."""
     begins = owner.defs.get("__init__")
     found = [bind for binds in begins.binds.values() for bind in binds] if begins is not None else []
     made = [bind for bind in found if isinstance(bind.value, ast.Call) and last(bind.value) == "deque"]
@@ -168,7 +168,7 @@ def held(owner: Scope) -> set[str]:
 
 
 def windows(view: View, scope: Scope) -> Iterator[Found]:
-    """What a function takes for the mean of a whole pass, though it is that of the last batches."""
+    """Yield what a function takes for the mean of a whole pass, though it is that of the last batches."""
     passes = [s for s in scope.stmts if isinstance(s, ast.For) and fills(view, s, scope)] if windowed(view) else []
     for node, stmt in scope.reads if passes else ():
         meter = node.value if node.attr in windowed(view) else None
@@ -180,7 +180,7 @@ def windows(view: View, scope: Scope) -> Iterator[Found]:
 
 
 def fills(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Whether a loop over batches fills meters."""
+    """Check whether a loop over batches fills meters."""
     return any(site.name == "update" for site in view.effects.block(loop, scope)) and view.kinds.is_loader(
         view.kinds.iterated(loop.iter, scope), scope
     )
@@ -188,7 +188,7 @@ def fills(view: View, loop: ast.For, scope: Scope) -> bool:
 
 @kept
 def added(scope: Scope) -> Sums:
-    """What loops of a function add to names: `total += x` in a loop."""
+    """Return what loops of a function add to names: `total += x` in a loop."""
     table: dict[str, list[tuple[ast.stmt, ast.expr]]] = {}
     for stmt in scope.stmts:
         holder, value = summed(stmt) if isinstance(stmt, ast.Assign | ast.AugAssign) else ("", None)
@@ -199,7 +199,7 @@ def added(scope: Scope) -> Sums:
 
 
 def quotients(stmt: ast.stmt) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
-    """The divisions of a statement, as they stand: without those that are scaled on."""
+    """Yield the divisions of a statement, as they stand: without those that are scaled on."""
     if isinstance(stmt, ast.AugAssign) and isinstance(stmt.op, ast.Div):
         yield stmt, stmt.target, stmt.value
     if isinstance(stmt, BLOCKS):
@@ -212,7 +212,7 @@ def quotients(stmt: ast.stmt) -> Iterator[tuple[ast.AST, ast.expr, ast.expr]]:
 
 
 def wrong(view: View, scope: Scope, stmt: ast.stmt, top: ast.expr, bottom: ast.expr, sums: Sums) -> str:
-    """What is wrong with a quotient, "" where nothing is for certain."""
+    """Return what is wrong with a quotient, "" where nothing is for certain."""
     name = dotted(plain(top)) or ""
     parts = reaching(sums.get(name, []), stmt, scope)
     if not parts:
@@ -231,7 +231,7 @@ def wrong(view: View, scope: Scope, stmt: ast.stmt, top: ast.expr, bottom: ast.e
 
 
 def reaching(found: list[tuple[ast.stmt, ast.expr]], stmt: ast.stmt, scope: Scope) -> list[tuple[ast.stmt, ast.expr]]:
-    """What the last loop before a statement, or around it, adds."""
+    """Return what the last loop before a statement, or around it, adds."""
     near = [each for each in found if each[0].lineno <= stmt.lineno]
     if not near:
         return []
@@ -240,7 +240,7 @@ def reaching(found: list[tuple[ast.stmt, ast.expr]], stmt: ast.stmt, scope: Scop
 
 
 def single(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Whether a loader certainly gives one sample a turn: by a literal, or by its default."""
+    """Check whether a loader certainly gives one sample a turn: by a literal, or by its default."""
     made = list(view.origins.calls_of(view.kinds.iterated(loop.iter, scope), scope))
     for call, home, full in made:
         if not full.endswith("DataLoader"):

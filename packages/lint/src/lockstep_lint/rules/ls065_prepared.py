@@ -40,7 +40,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def names(site: Site) -> list[ast.expr] | None:
-    """The targets of a call that an assignment unpacks, or its one target; None for anything else."""
+    """Return the targets of a call that an assignment unpacks, or its one target; None for anything else."""
     stmt = site.stmt
     if not isinstance(stmt, ast.Assign) or len(stmt.targets) != 1 or stmt.value is not site.call:
         return None
@@ -103,7 +103,7 @@ def replaced(site: Site, given: list[ast.expr], targets: list[ast.expr]) -> str:
 
 
 def is_used(view: View, site: Site, given: list[ast.expr]) -> bool:
-    """Whether a training, or a loop over a loader, goes on with the objects that were handed over."""
+    """Check whether a training, or a loop over a loader, goes on with the objects that were handed over."""
     kinds = (view.kinds.is_optimizer, view.kinds.is_loader)
     taken = [dotted(value) for value in given if any(ask(value, site.scope) for ask in kinds)]
     later = (stmt for stmt in site.scope.stmts if stmt.lineno > site.line)

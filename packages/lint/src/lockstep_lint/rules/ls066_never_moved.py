@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import withs
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, keyword, mentions, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, keyword, mentions, own_expressions, strings, walk
 from lockstep_lint.analysis.origins import SAME
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.marks import LAYERS
@@ -50,7 +50,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def stays(view: View, site: Site) -> bool:
-    """Whether a call makes a model of a class in sight that has parameters and says nothing of devices.
+    """Check whether a call makes a model of a class in sight that has parameters and says nothing of devices.
 
     Within a context, such as `with device:`, its parameters may be made elsewhere.
     """
@@ -60,7 +60,7 @@ def stays(view: View, site: Site) -> bool:
 
 @kept
 def plain(view: View, owner: Scope) -> bool:
-    """Whether a class is a model with layers, whose code and bases say nothing of devices."""
+    """Check whether a class is a model with layers, whose code and bases say nothing of devices."""
     if not view.kinds.is_module_class(owner) or owner.parent is not owner.module.top:
         return False
     family = [owner, *view.names.parents(owner)]
@@ -76,13 +76,13 @@ def plain(view: View, owner: Scope) -> bool:
 
 
 def lines_of(owner: Scope) -> list[str]:
-    """The lines of a class."""
+    """Return the lines of a class."""
     start, end = owner.node.lineno, owner.node.end_lineno  # type: ignore[attr-defined]
     return owner.module.lines[start - 1 : end]
 
 
 def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
-    """The calls of a model by all of its names; raises Escaped where its life is not in sight."""
+    """Return the calls of a model by all of its names; raises Escaped where its life is not in sight."""
     found: list[tuple[ast.Call, Scope]] = []
     queue = list(follow(view, made.call, made.stmt, made.scope, found))
     seen: set[tuple[str, Scope]] = set()
@@ -95,19 +95,19 @@ def forwards(view: View, made: Site) -> list[tuple[ast.Call, Scope]]:
             raise Escaped
         for stmt, home in dict.fromkeys(scope.module.named.get(name, [])):
             if home is scope or (name not in home.params and name not in home.binds and within(home, scope)):
-                for node in (part for part in own_nodes(stmt) if isinstance(part, ast.Name) and part.id == name):
+                for node in (part for part in nodes_of(stmt) if isinstance(part, ast.Name) and part.id == name):
                     queue += follow(view, node, stmt, home, found)
     return found
 
 
 def rebinds(name: str, scope: Scope, start: ast.stmt | None) -> bool:
-    """Whether a name is given another object too than at its start."""
+    """Check whether a name is given another object too than at its start."""
     binds = [bind for bind in scope.binds.get(name, []) if bind.stmt is not start]
     return any(bind.value is None or bind.how != "assign" or not mentions(bind.value, name) for bind in binds)
 
 
 def is_global(view: View, name: str, scope: Scope) -> bool:
-    """Whether another file imports a name of a file's own lines, or a function may set it for all."""
+    """Check whether another file imports a name of a file's own lines, or a function may set it for all."""
     module = scope.module
     if any(name in each.globals for each in module.scopes):
         return True
@@ -119,24 +119,23 @@ def is_global(view: View, name: str, scope: Scope) -> bool:
 
 
 def within(home: Scope, scope: Scope) -> bool:
-    """Whether a function stands in a scope."""
+    """Check whether a function stands in a scope."""
     while home.parent is not None and home is not scope:
         home = home.parent
     return home is scope
 
 
-def own_nodes(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of the expressions of a statement, without the statements in it."""
-    for child in ast.iter_child_nodes(stmt):
-        if isinstance(child, ast.expr | ast.withitem):
-            yield from walk(child)
+def nodes_of(stmt: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement's own expressions."""
+    for part in own_expressions(stmt):
+        yield from walk(part)
 
 
 def follow(
     view: View, node: ast.expr, stmt: ast.stmt, scope: Scope, found: list[tuple[ast.Call, Scope]]
 ) -> Iterator[Name]:
-    """The further names that a mention of a model gives it; its forwards are added to `found`."""
-    up = {child: parent for parent in (stmt, *own_nodes(stmt)) for child in ast.iter_child_nodes(parent)}
+    """Yield the further names that a mention of a model gives it; its forwards are added to `found`."""
+    up = {child: parent for parent in (stmt, *nodes_of(stmt)) for child in ast.iter_child_nodes(parent)}
     parent = up.get(node)
     if isinstance(getattr(node, "ctx", None), ast.Store):
         return
@@ -159,7 +158,7 @@ def follow(
 
 
 def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stmt) -> bool:
-    """Whether a method of a model leaves it where it is, and gives back nothing that it could be moved by."""
+    """Check whether a method of a model leaves it where it is, and gives back nothing that it could be moved by."""
     call = up[method]
     if (
         method.attr in MOVES
@@ -177,7 +176,7 @@ def stays_there(method: ast.Attribute, up: dict[ast.AST, ast.AST], stmt: ast.stm
 
 
 def parameter(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope: Scope) -> Iterator[Name]:
-    """The parameter that a call hands a model to, of a function in sight."""
+    """Yield the parameter that a call hands a model to, of a function in sight."""
     if not isinstance(call, ast.Call) or any(isinstance(value, ast.Starred) for value in call.args):
         raise Escaped
     full = view.names.qualify(call.func, scope) or (dotted(call.func) or "")
@@ -195,7 +194,7 @@ def parameter(view: View, node: ast.expr, call: ast.AST, parent: ast.AST, scope:
 
 
 def results(view: View, scope: Scope, place: int | None) -> Iterator[Name]:
-    """The names that the callers of a function give to what it returns, or to one part of it."""
+    """Yield the names that the callers of a function give to what it returns, or to one part of it."""
     callers = view.calls.callers(scope)
     if not callers:
         raise Escaped
@@ -209,12 +208,12 @@ def results(view: View, scope: Scope, place: int | None) -> Iterator[Name]:
 
 
 def inputs(call: ast.Call) -> list[ast.expr]:
-    """What a forward is given."""
+    """Return what a forward is given."""
     return [*call.args, *(item.value for item in call.keywords)]
 
 
 def on_gpu(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Whether an input was moved to a GPU, or to a device that may be one."""
+    """Check whether an input was moved to a GPU, or to a device that may be one."""
     if isinstance(value, ast.Name):
         binds = view.origins.binds(value.id, scope, value.lineno)
         moved = [bind for bind, home in binds if home is scope and bind.how == "assign"]
@@ -224,14 +223,14 @@ def on_gpu(view: View, value: ast.expr, scope: Scope) -> bool:
 
 
 def parts_of(value: ast.expr | None, path: tuple[int, ...]) -> list[ast.expr]:
-    """What a binding gives its name, where that is written out."""
+    """Return what a binding gives its name, where that is written out."""
     if len(path) == 1 and isinstance(value, ast.Tuple) and path[0] < len(value.elts):
         return [value.elts[path[0]]]
     return [value] if value is not None and not path else []
 
 
 def is_move(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Whether an expression moves a tensor to what may be a GPU."""
+    """Check whether an expression moves a tensor to what may be a GPU."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
     if value.func.attr == "cuda":
@@ -247,7 +246,7 @@ def is_move(view: View, value: ast.expr, scope: Scope) -> bool:
 
 
 def device_names(view: View, node: ast.expr, scope: Scope) -> list[str]:
-    """The devices that an expression may give, by their names."""
+    """Return the devices that an expression may give, by their names."""
     if isinstance(node, ast.Call) and view.names.qualify(node.func, scope) == "torch.device":
         return [
             word for value in node.args[:1] for origin in view.origins.of(value, scope) for word in strings(origin.node)

@@ -49,7 +49,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def for_each(view: View, scope: Scope) -> bool:
-    """Whether a function makes one sample or one batch, not of data that is only evaluated on."""
+    """Check whether a function makes one sample or one batch, not of data that is only evaluated on."""
     owner = scope.owner
     names = (scope.name, owner.name if owner is not None else "")
     if any(EVALUATION.search(name) or FIXED.search(name) for name in names):
@@ -60,7 +60,7 @@ def for_each(view: View, scope: Scope) -> bool:
 
 
 def seeds(view: View, scope: Scope) -> Iterator[Site]:
-    """The calls of a function that seed random numbers, whatever the sample is."""
+    """Yield the calls of a function that seed random numbers, whatever the sample is."""
     for site in scope.sites:
         if "seed" not in site.name and site.name not in ("RandomState", "default_rng", "Random"):
             continue
@@ -74,14 +74,14 @@ def seeds(view: View, scope: Scope) -> Iterator[Site]:
 
 
 def constant_seed(view: View, site: Site) -> bool:
-    """Whether a seed is a number, or what a class was given once: not of the sample, and not None."""
+    """Check whether a seed is a number, or what a class was given once: not of the sample, and not None."""
     given = next(iter(site.call.args), None) or keyword(site.call, "seed")
     found = view.origins.of(given, site.scope) if given is not None else []
     return bool(found) and all(is_number(view, site, origin) for origin in found)
 
 
 def is_number(view: View, site: Site, origin: Origin) -> bool:
-    """Whether a value certainly is one number for all samples."""
+    """Check whether a value certainly is one number for all samples."""
     node, scope = origin.node, origin.scope
     if isinstance(constant(node), int) and not isinstance(constant(node), bool):
         return True
@@ -96,14 +96,14 @@ def is_number(view: View, site: Site, origin: Origin) -> bool:
 
 
 def draws(view: View, seed: Site) -> bool:
-    """Whether random numbers are drawn after a seed in its function."""
+    """Check whether random numbers are drawn after a seed in its function."""
     return any(
         is_draw(view, seed, site) for site in seed.scope.sites if site.line > seed.line and not apart(seed, site)
     )
 
 
 def is_draw(view: View, seed: Site, site: Site) -> bool:
-    """Whether a call draws from what was seeded."""
+    """Check whether a call draws from what was seeded."""
     full, name = view.full(site), site.name
     if STATES.search(name):
         return False

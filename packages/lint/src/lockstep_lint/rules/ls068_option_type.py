@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.flow import own_expressions
 from lockstep_lint.analysis.index import Bind, Module, Scope, Site
-from lockstep_lint.analysis.nodes import constant, has_star, idents, keyword, last, walk
+from lockstep_lint.analysis.nodes import constant, has_star, idents, keyword, last, own_expressions, walk
 from lockstep_lint.analysis.options import PARSER, option_of
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -46,14 +45,14 @@ def check(view: View) -> Iterator[Found]:
 
 
 def destination(call: ast.Call) -> str | None:
-    """The attribute of the option that a call adds, if it is written out."""
+    """Return the attribute of the option that a call adds, if it is written out."""
     given = keyword(call, "dest")
     name = constant(given) if given is not None else option_of([constant(arg) for arg in call.args])
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
 def shown(call: ast.Call) -> str:
-    """The text by which an option is given."""
+    """Return the text by which an option is given."""
     texts = [text for text in map(constant, call.args) if isinstance(text, str)]
     return next((text for text in texts if text.startswith("--")), texts[0] if texts else "")
 
@@ -79,7 +78,7 @@ def is_bool(view: View, kind: ast.expr, scope: Scope) -> bool:
 
 
 def constant_name(node: ast.AST) -> str:
-    """The name that an expression is."""
+    """Return the name that an expression is."""
     return node.id if isinstance(node, ast.Name) else ""
 
 
@@ -129,7 +128,7 @@ def parses(view: View, site: Site) -> bool:
 
 
 def makers(view: View, site: Site) -> list[tuple[ast.Call, Scope]]:
-    """The calls that make the parser, or the parser of the group, that an option is added to."""
+    """Return the calls that make the parser, or the parser of the group, that an option is added to."""
     found: list[tuple[ast.Call, Scope]] = []
     queue = [(site.receiver, site.scope)]
     for node, scope in queue:
@@ -175,7 +174,7 @@ def needs_number(view: View, name: str, site: Site) -> bool:
 
 
 def bound(member: Module, name: str) -> list[Bind]:
-    """What a file gives the attribute of an option (`args.lr = float(args.lr)`)."""
+    """Return what a file gives the attribute of an option (`args.lr = float(args.lr)`)."""
     found = ((key, each) for scope in member.scopes for key, binds in scope.binds.items() for each in binds)
     return [bind for key, bind in found if key.endswith(f".{name}") and not key.startswith("self.")]
 
@@ -194,7 +193,7 @@ def is_option(view: View, node: ast.expr, scope: Scope, name: str, site: Site) -
 
 @kept
 def numbers(view: View, module: Module) -> list[tuple[ast.expr, Scope]]:
-    """The expressions of a file that are used as numbers."""
+    """Return the expressions of a file that are used as numbers."""
     found: list[tuple[ast.expr, Scope]] = []
     for scope in module.scopes:
         for stmt in dict.fromkeys(stmt for _, stmt in scope.reads):
@@ -206,7 +205,7 @@ def numbers(view: View, module: Module) -> list[tuple[ast.expr, Scope]]:
 
 
 def operands(node: ast.AST) -> list[ast.expr]:
-    """The operands of an operator that a text does not have."""
+    """Return the operands of an operator that a text does not have."""
     if isinstance(node, ast.BinOp):
         sides = [node.left, node.right]
         if isinstance(node.op, ast.Add):
@@ -224,7 +223,7 @@ def operands(node: ast.AST) -> list[ast.expr]:
 
 
 def numeric_arguments(view: View, site: Site) -> list[ast.expr]:
-    """The arguments of a call that have to be numbers."""
+    """Return the arguments of a call that have to be numbers."""
     call, name = site.call, site.name
     given = [*call.args, *(item.value for item in call.keywords)]
     if not given or not (name[:1].isupper() or name in OF_NUMBERS):

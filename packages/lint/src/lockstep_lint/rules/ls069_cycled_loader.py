@@ -37,19 +37,19 @@ def check(view: View) -> Iterator[Found]:
 
 
 def trains(view: View) -> bool:
-    """Whether a program of the file computes gradients."""
+    """Check whether a program of the file computes gradients."""
     return any(any(member.sites("backward")) for member in view.project.family(view.module))
 
 
 def evaluates(site: Site, made: ast.Call) -> bool:
-    """Whether a loader is held out, by any name that it, its data or its cycle has."""
+    """Check whether a loader is held out, by any name that it, its data or its cycle has."""
     targets = [bind.key for bind in site.scope.bound(site.stmt)]
     words = [*targets, site.scope.name, *idents(site.call), *idents(made)]
     return any(EVALUATION.search(word) for key in words for word in key.split("."))
 
 
 def repeated(view: View, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
-    """Whether a statement may run in each epoch, so that each has an order of its own."""
+    """Check whether a statement may run in each epoch, so that each has an order of its own."""
     if loops(stmt, scope.module) or depth > MAX_CALLS:
         return True
     callers = view.calls.callers(scope) if scope.kind == "function" else ()
