@@ -5,8 +5,9 @@
     engine.step(..., evaluate=passes.evaluation(step, micro, items, losses))
 
 Afterwards `.grad` has the step's gradient. A step is one or more passes over the same micro-batches, then one update.
-One pass is enough if the loss is a sum over its items. A loss over the whole step takes two forwards (see
-`lockstep.whole_step`); an optimizer that evaluates the loss several times takes a pass for each.
+One pass is enough if the loss is a sum or a mean over its items, or if the step has one micro-batch. A loss over the
+whole step takes two forwards (see `lockstep.whole_step`); an optimizer that evaluates the loss several times takes a
+pass for each.
 """
 
 import math
@@ -27,10 +28,11 @@ from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
-from lockstep.task import Task, has_mean_loss
+from lockstep.task import AVERAGED, UNDIVIDED, Task
 
 __all__ = [
     "NO_AUDIT",
+    "SURROGATE",
     "Audits",
     "Passes",
     "StepControl",
@@ -82,7 +84,44 @@ NO_AUDIT = _NoAudit()
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _NO_NUMBERS: Mapping[str, Any] = {}
 # (model, micro-batch) -> its loss and the task's own numbers; None: the numbers are collected elsewhere.
-LossFunction = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Number] | None]]
+LossFunction = Callable[[nn.Module, MicroBatch], tuple[Tensor, Mapping[str, Any] | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights:
+    """Factors by which the losses of a step's micro-batches become the loss of the step.
+
+    Attributes:
+        reduction: of the task; see `Task.reduction`.
+        items: of the step, over all ranks.
+    """
+
+    reduction: str
+    items: float
+
+    def share(self, batch: MicroBatch) -> float:
+        """Return the factor of a micro-batch's loss; exactly 1 for the only one of a step."""
+        if self.reduction in UNDIVIDED:
+            return 1.0
+        if self.reduction in AVERAGED:
+            return batch.items / (self.items or 1)
+        return 1 / (self.items or 1)
+
+    def in_items(self, loss: Tensor, batch: MicroBatch) -> Tensor:
+        """Return a loss times the step's items and its share, as records add losses up."""
+        if self.reduction in UNDIVIDED:
+            return loss.double() * self.items
+        return loss.double() * batch.items if self.reduction in AVERAGED else loss
+
+    def number(self, value: Any, batch: MicroBatch) -> Number:
+        """Return a micro-batch's part of a number that the task returns with its loss."""
+        if self.reduction == "total":
+            return number_of(value, batch.items, self.items)
+        factor = 1 if self.reduction == "sum" else batch.items
+        return number_of(value, batch.items, factor)
+
+
+SURROGATE = LossWeights("total", 0.0)  # of the parts of a loss over the whole step, whose gradients are added
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +163,7 @@ class Passes:
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
-        self._loss = _loss_function(task)
+        self._loss, self._reduction = _loss_function(task), task.reduction
         self._numbers = NumberCollector(control.world)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
@@ -175,14 +214,14 @@ class Passes:
         return Evaluation(self, step, micro, items, losses)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:
-        return self._backwards(step, micro, self._loss, 1 / (items or 1), counts=counts)
+        return self._backwards(step, micro, self._loss, LossWeights(self._reduction, items), counts=counts)
 
     def _backwards(
         self,
         step: int,
         micro: list[MicroBatch],
         loss_function: LossFunction,
-        share: float,
+        weights: LossWeights,
         *,
         counts: bool,
     ) -> list[Tensor]:
@@ -191,11 +230,11 @@ class Passes:
         Args:
             step, micro: of the step.
             loss_function: of a micro-batch.
-            share: factor of each loss.
+            weights: of each loss.
             counts: this is the first pass, which is audited and whose numbers are collected.
 
         Returns:
-            The losses of the micro-batches with weight.
+            The losses of the micro-batches with weight, as records add them up.
         """
         control, engine, clock = self._control, self._engine, self._control.clock
         audit = control.audit if counts else NO_AUDIT
@@ -210,12 +249,13 @@ class Passes:
                     loss, numbers = loss_function(engine.model, batch)
                     loss = observe(loss)
                 clock.lap("forward")
-                engine.backward(loss, batch.weight * share)
+                engine.backward(loss, batch.weight * weights.share(batch))
                 clock.lap("backward" if last else "backward/alone")  # the last backward contains the all-reduce
             if counts and numbers is not None:
-                self._numbers.add(step, batch.index, numbers, counts=bool(batch.weight))
+                parts = {name: weights.number(value, batch) for name, value in numbers.items()}
+                self._numbers.add(step, batch.index, parts, counts=bool(batch.weight))
             if batch.weight:
-                losses.append(loss.detach())
+                losses.append(weights.in_items(loss.detach(), batch))
         return losses
 
 
@@ -238,23 +278,19 @@ class Evaluation:
 
 
 def loss_of(task: Task) -> Callable[[nn.Module, MicroBatch], Tensor]:
-    """Return the task's loss as a sum over items, whatever its `reduction`; 0-dim."""
+    """Return the task's loss of a micro-batch, as `Task.loss` computes it; 0-dim."""
     loss_and_numbers = _loss_function(task)
     return lambda model, batch: loss_and_numbers(model, batch)[0]
 
 
 def _loss_function(task: Task) -> LossFunction:
     """Return the loss as `loss_of`, with the task's own numbers."""
-    mean = has_mean_loss(task)
 
-    def loss_and_numbers(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Number]]:
+    def loss_and_numbers(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Mapping[str, Any]]:
         loss = task.loss(model, batch.data)
         if type(loss) is Tensor and not loss.ndim and loss.requires_grad:
-            return loss * batch.items if mean else loss, _NO_NUMBERS
-        loss, returned = split_loss(loss)
-        factor = batch.items if mean else 1
-        parts = {name: number_of(value, batch.items, factor) for name, value in returned.items()}
-        return loss * batch.items if mean else loss, parts
+            return loss, _NO_NUMBERS
+        return split_loss(loss)
 
     return loss_and_numbers
 

@@ -311,7 +311,8 @@ class RunState:
         extended: the last extension of the plan.
         world_size: ranks that wrote the checkpoint.
         compile: the model is compiled.
-        reduction: "sum", "mean" or "micro-batch", as the trial detected; see `Task.reduction`.
+        reduction: "sum", "mean" or "micro-batch" as declared, or what the trial detected: "mean", "total" or "whole";
+            see `lockstep.task.UNDIVIDED`.
         evaluation_graph: an evaluation needs gradients, as the trial detected.
         gpt: settings of a built-in GPT, as `models.gpt.GPTConfig` has them.
         lora: adapters and their base; None: a whole model.

@@ -34,8 +34,10 @@ from lockstep.hooks import Hooks, OwnSteps
 from lockstep.tensors import collate_samples
 
 __all__ = [
+    "AVERAGED",
     "HALVES",
     "METHODS",
+    "UNDIVIDED",
     "VALUES",
     "Order",
     "Task",
@@ -52,6 +54,10 @@ __all__ = [
 
 HALVES = (torch.float16, torch.bfloat16)
 _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
+AVERAGED = ("mean", "micro-batch")  # losses of micro-batches are averaged, weighted by their items
+# Undeclared losses mean their value on the whole batch: "whole" if a step has one micro-batch, "total" if they are
+# proved to be sums, so that a step's loss is the sum of those of its micro-batches.
+UNDIVIDED = ("whole", "total")
 
 
 class Order(Protocol):
@@ -83,7 +89,9 @@ class Task(ABC):
     Every rank makes its own object; all must be equal.
 
     Attributes:
-        reduction: `loss` is the "sum" or the "mean" over the items of a batch; "auto": detected before step 1.
+        reduction: what `loss` returns. "auto": its value on a whole step is the loss of the step, as in a plain loop;
+            where a step is cut, a check before step 1 must prove that it is a sum or a mean over items. "mean": the
+            mean over the items of a batch. "sum": the sum over them, which is divided by the items of the step.
             "micro-batch": it is neither; the losses of the micro-batches are averaged, weighted by their items, as
             DistributedDataParallel averages over its ranks.
         items_per_sample: items of every sample, if all have the same number; the ranks then exchange no counts. None:
@@ -138,7 +146,7 @@ class Task(ABC):
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        """Compute the loss of a batch: its sum or mean over the items.
+        """Compute the loss of a batch: the sum or mean over its items, or any loss of a step that is not cut.
 
         Items are what `count` counts. `model` is the engine's: call it, and nothing inside it. If the loss covers all
         samples of a step together, write `outputs` and `step_loss` instead.
@@ -403,7 +411,7 @@ def _check_loss(task: Task, name: str) -> None:
 
 def has_mean_loss(task: Task) -> bool:
     """Whether the losses of micro-batches are averaged, weighted by items, and not added."""
-    return task.reduction in ("mean", "micro-batch")
+    return task.reduction in AVERAGED
 
 
 def needs_graph(task: Task) -> bool:

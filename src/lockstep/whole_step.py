@@ -30,7 +30,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.exact import Subtotals, Subtrees, TreeSpan, piece_of_sum
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.passes import NO_AUDIT, Passes, StepControl, describe_value, split_loss
+from lockstep.passes import NO_AUDIT, SURROGATE, Passes, StepControl, describe_value, split_loss
 from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
 
@@ -278,7 +278,7 @@ class WholeStepPasses(Passes):
             def surrogate(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, None]:
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
-            self._backwards(step, micro, surrogate, 1.0, counts=counts)
+            self._backwards(step, micro, surrogate, SURROGATE, counts=counts)
         return [loss.double() * items for loss in losses]  # since the record divides by the items
 
     def _collect_numbers(self, step: int, counts: bool) -> None:

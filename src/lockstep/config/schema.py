@@ -58,8 +58,10 @@ __all__ = [
     "SINK_FLAGS",
     "SPANS",
     "Config",
+    "choose_micro_batch_size",
     "default_micro_batch_size",
     "flag",
+    "has_fixed_cut",
     "is_auto",
     "lookup",
     "nearest_divisor",
@@ -194,8 +196,8 @@ class Config:
     )
     micro_batch_size: int = auto(
         0,
-        "samples per forward pass on one device; auto: the largest divisor of the batch size up to 1/8 of it, at "
-        "least 16 with BatchNorm",
+        "samples per forward pass on one device; auto: the step's samples divided by the ranks, with --exact or "
+        "--shares an eighth of them; a given size fixes the cut of a step for any number of ranks",
     )
     on_oom: str = option(
         "stop",
@@ -222,7 +224,11 @@ class Config:
     limit_train_batches: int = option(0, "steps per epoch, over the first samples of its shuffle; 0: all", share=True)
     eval_freq: int = option(0, "steps between evaluations; 0: only at the end", span=True)
     limit_eval_batches: int = option(0, "micro-batches of each evaluation set, from its start; 0: all", share=True)
-    eval_micro_batch_size: int = auto(0, "samples per forward pass in evaluation; auto: as in training")
+    eval_micro_batch_size: int = auto(
+        0,
+        "samples per forward pass in evaluation; auto: as in training where its cut is fixed, else the batch size (of "
+        "a language model an eighth), on any number of ranks",
+    )
     eval_workers: int = auto(-1, "loader processes per rank in evaluation; auto: as --data.workers")
     best_metric: str = option(
         "loss",
@@ -371,12 +377,10 @@ class Config:
             )
         _check_tokens(self.batch_tokens, self.micro_batch_tokens)
         _check_on_oom(self)
-        if self.batch_size % (self.micro_batch_size or 1):
-            near = nearest_divisor(self.batch_size, self.micro_batch_size)
+        if self.micro_batch_size > self.batch_size:
             batch, micro_batch = FieldName("batch_size"), FieldName("micro_batch_size")
-            multiple = f" {self.batch_size} is not a multiple of "
-            advice = (f" {self.micro_batch_size}; use ", micro_batch, f" {near}, or remove it")
-            raise FieldError(batch, multiple, micro_batch, *advice)
+            advice = f" {self.batch_size}, the samples of a step; lower it, or remove it"
+            raise FieldError(micro_batch, f" {self.micro_batch_size} is larger than ", batch, advice)
 
     @classmethod
     def from_args(cls, argv: Sequence[str] | None = None, **defaults: Any) -> Self:
@@ -411,13 +415,13 @@ class Config:
 
     @property
     def micro_size(self) -> int:
-        """Samples in one forward; if "auto", the default for a model without BatchNorm."""
-        return self.micro_batch_size or default_micro_batch_size(self.batch_size)
+        """Samples in one forward; if "auto", the default on one device for a model without BatchNorm."""
+        return self.micro_batch_size or choose_micro_batch_size(self)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step, over all ranks (M); see `micro_size`."""
-        return self.batch_size // self.micro_size
+        return -(-self.batch_size // self.micro_size)
 
 
 _SECTIONS: dict[str, Any] = {
@@ -484,6 +488,24 @@ def is_auto(config: Config, name: str) -> bool:
         return False
     value, marker = lookup(config, name), _AUTO_VALUES[name]
     return type(value) is type(marker) and bool(value == marker)  # 16 is not AutoInt(16)
+
+
+def has_fixed_cut(config: Config) -> bool:
+    """Whether the configuration cuts a step into the same micro-batches on any number of ranks."""
+    sized = bool(config.micro_batch_size or config.batch_tokens)
+    return sized or config.exact or config.shares != "equal"
+
+
+def choose_micro_batch_size(config: Config, ranks: int = 1, least: int = 1) -> int:
+    """Choose the samples of a forward for a configuration that leaves them open.
+
+    Args:
+        ranks: that share a step; each gets one micro-batch unless the cut is fixed.
+        least: smallest size of a fixed cut.
+    """
+    if has_fixed_cut(config):
+        return default_micro_batch_size(config.batch_size, least)
+    return -(-config.batch_size // ranks)
 
 
 def default_micro_batch_size(batch_size: int, least: int = 1) -> int:

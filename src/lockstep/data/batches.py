@@ -127,8 +127,9 @@ START = Origin(0, 0)
 class StepPlan:
     """Cuts the stream of positions into steps and micro-batches.
 
-    Each step has `size` samples, in micro-batches of `micro_size`, up to `total`. Only the run's last step can be
-    shorter: it ends at `total`. Steps before `origin` were cut differently; their positions are undefined here.
+    Each step has `size` samples, in micro-batches of `micro_size`, of which the last may be shorter. Only the run's
+    last step can be shorter: it ends at `total`. Steps before `origin` were cut differently; their positions are
+    undefined here.
     """
 
     size: int
@@ -163,8 +164,8 @@ class StepPlan:
 
     def positions(self, step: int, index: int) -> tuple[int, int]:
         """Return the first and past-the-last position of micro-batch `index` of `step`."""
-        start = self.start(step) + index * self.micro_size
-        return start, min(start + self.micro_size, self.total)
+        start, end = self.start(step) + index * self.micro_size, self.start(step + 1)
+        return min(start, end), min(start + self.micro_size, end)
 
 
 @runtime_checkable
@@ -400,7 +401,8 @@ class Batches:
                 own = slots(now, self.rank, step_plan.present(step)) if short else full
                 if not own:
                     continue
-                run = slice(begin - origin + own[0].micro * size, begin - origin + (own[-1].micro + 1) * size)
+                stop = min(begin + (own[-1].micro + 1) * size, end)
+                run = slice(begin - origin + own[0].micro * size, stop - origin)
                 own_epochs, own_samples = epochs[run].tolist(), samples[run].tolist()
                 for micro, weight in own:
                     a = (micro - own[0].micro) * size

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.files import await_results
 from lockstep.config import cli
-from lockstep.config.schema import SPANS, Config, flag, lookup
+from lockstep.config.schema import SPANS, Config, flag, lookup, nearest_divisor
 from lockstep.data.batches import Batches
 from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
 from lockstep.data.stream_adapters import is_stream, source_of
@@ -91,6 +91,12 @@ def check_stream(config: Config, task: Task, source: StreamSource | MixtureSourc
         raise ConfigError(
             f"--guards.bad-samples {config.guards.bad_samples}: a stream has no other sample in place of a bad one; "
             "leave it out, and let the stream itself pass over bad samples"
+        )
+    if config.micro_batch_size and config.batch_size % config.micro_batch_size:
+        near = nearest_divisor(config.batch_size, config.micro_batch_size)
+        raise ConfigError(
+            f"--batch-size {config.batch_size} is not a multiple of --micro-batch-size {config.micro_batch_size}, as a "
+            f"stream needs; use --micro-batch-size {near}, or remove it"
         )
     if config.guards.audit:
         raise ConfigError(

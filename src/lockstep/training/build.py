@@ -84,7 +84,7 @@ from lockstep.training.defaults import (
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
-from lockstep.training.resume import RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
+from lockstep.training.resume import FIXED, RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
 from lockstep.training.sharing import balancer_of, check_division, sharing_of
@@ -393,6 +393,7 @@ class BuildRequest(NamedTuple):
     """What a caller of `build` asks for, and its own checks.
 
     Attributes:
+        cut: see `StartFacts`; for a rollback, and for a process that joins.
         check_first: raises LockstepError before anything is made; may take any time.
         check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
     """
@@ -401,6 +402,7 @@ class BuildRequest(NamedTuple):
     steps: int = 0
     joining: bool = False
     min_steps: int = 0
+    cut: str = ""
     check_first: Callable[[], None] = lambda: None
     check_last: Callable[[RunParts], None] = lambda built: None
 
@@ -432,6 +434,8 @@ def build_together(
         steps=request.steps,
         min_steps=request.min_steps,
         micro_batch=facts.micro_batch if resume else 0,
+        ranks=world.size,
+        cut=request.cut,
     )
     start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
     draft = draft_of(requested, start)
@@ -522,7 +526,8 @@ def build_together(
 def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:
     """Add the largest micro-batch, if the configuration leaves it to the devices. Collective then."""
     draft = draft_of(requested, facts).config
-    resumes = facts.checkpoint is not None and facts.checkpoint.plan
+    plan = facts.checkpoint.plan if facts.checkpoint else {}
+    resumes = bool(plan) and plan.get("cut", FIXED) == FIXED
     if resumes or draft.micro_batch_size or user_task is not None:  # the process of `lockstep plan` cannot make it
         return facts
     return dataclasses.replace(

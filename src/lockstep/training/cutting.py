@@ -35,7 +35,7 @@ def is_additive(task: Task, model: nn.Module) -> bool:
 
     False while the trial has not detected the loss's reduction.
     """
-    return task.reduction in ("sum", "mean") and not batchnorm_names(model)
+    return task.reduction in ("sum", "mean", "total") and not batchnorm_names(model)
 
 
 def check_cuttable(config: Config, task: Task, model: nn.Module, *, is_stream: bool, is_grouped: bool) -> None:

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES
-from lockstep.config.schema import Config, default_micro_batch_size, is_auto
+from lockstep.config.schema import Config, choose_micro_batch_size, default_micro_batch_size, is_auto
 from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
@@ -95,7 +95,7 @@ def default_warmup(steps: int, shape: str = "") -> int:
 
 
 def describe_step(run_plan: RunPlan, ranks: int) -> str:
-    """Return a line about a step, such as `a step of 64 = 8 forwards of 8, over 2 ranks`."""
+    """Return a line about a step, such as `a step of 64 = 2 forwards of 32, over 2 ranks`."""
     config = run_plan.config
     count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
@@ -107,7 +107,10 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
         return f"a step of {count} list{'s' * (count > 1)} of the batch sampler, {run_plan.samples:,} in an epoch{over}"
     part = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
     over += part if run_plan.samples != run_plan.dataset_samples else ""
-    return f"a step of {config.batch_size} = {count} forward{'s' * (count > 1)} of {config.micro_batch_size}{over}"
+    if count == 1:
+        return f"a step of {config.batch_size} in 1 forward{over}"
+    most = "at most " if config.batch_size % config.micro_batch_size else ""
+    return f"a step of {config.batch_size} = {count} forwards of {most}{config.micro_batch_size}{over}"
 
 
 def prompt_defaults(samples: int) -> dict[str, int]:
@@ -311,7 +314,7 @@ def find_largest_micro_batch(
     if world.device.type != "cuda":
         return 0
     memory = min(world.gather(_device_memory(world.device) if plan is None else 0.0))  # collective
-    bound = memory_bound(config, default_micro_batch_size(config.batch_size))
+    bound = memory_bound(config, choose_micro_batch_size(config, world.size))
     if bound is not None and bound < _SAFE_SHARE * memory:
         return 0
     say(
@@ -321,7 +324,7 @@ def find_largest_micro_batch(
     own = (plan or plan_micro_batch)(config, world.size, memory) if world.is_main else 0
     size: int = world.gather(own)[0]  # collective
     if size:
-        say(f"--micro-batch-size auto: {size}, the largest that fits this device by `lockstep plan`; this run keeps it")
+        say(f"--micro-batch-size auto: {size}, the largest that fits this device by `lockstep plan`")
     return size
 
 

@@ -35,7 +35,7 @@ from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
 from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
-from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph
+from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step
@@ -305,7 +305,7 @@ def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Ma
     The numbers that `loss` returns are metrics too, unless one of the task's metrics has the same name. A mean over no
     items counts as 0.
     """
-    mean = has_mean_loss(task)
+    mean = task.reduction != "sum"  # an undeclared loss is averaged over batches, as in a plain loop
 
     def measure(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, metrics = task.evaluate(model, batch.data)

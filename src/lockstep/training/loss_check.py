@@ -443,6 +443,9 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
             does not add up.
     """
     task, measurements, places = trial.task, list[Measurement](), 0
+    if task.reduction in ("auto", "whole") and not is_cut(training, trial.config):
+        set_detected(task, "whole", needs_graph(task))
+        return
     if task.reduction == "micro-batch":
         if not task.framework:  # otherwise the line about the step reports it
             trial.say(
@@ -453,8 +456,8 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
         return
     if task.divisible:
         probe = _probe(trial)
-        for measurements, needs_graph in measure(trial, probe, training, samples, lambda m: _is_clean(trial, m)):
-            if needs_graph:
+        for measurements, takes_graph in measure(trial, probe, training, samples, lambda m: _is_clean(trial, m)):
+            if takes_graph:
                 set_detected(task, "", gradients=True)
             places += 1  # more than one, since a forward may branch on the batch's contents
             if places < MIN_PLACES:
@@ -462,7 +465,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
             kinds = classify(measurements, 0, trial.limit)
             if _is_decided(kinds) and min(kinds.values(), default=1.0) < _ROUNDING:
                 break
-    is_whole = training.step_plan.micro_batches == 1 and trial.config.on_oom == "stop"
+    is_whole = not is_cut(training, trial.config)
     kinds, evidence = classify(measurements, 0, trial.limit), describe_measurement(measurements, 0)
     if task.reduction == "auto":
         is_finite = all(math.isfinite(value) for each in measurements for value in each.values(0))
@@ -474,9 +477,15 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
         _set_reduction(trial, kinds, evidence, is_whole, alone=training.size == 1 and not has_own(task, "count"))
     else:
         _check_declaration(task, kinds, evidence, is_whole)
-    if not is_whole and task.reduction in (kinds or {}):
+    shown = "sum" if task.reduction == "total" else task.reduction
+    if not is_whole and shown in (kinds or {}):
         _check_count(measurements)
-        _warn_if_off(trial, (kinds or {})[task.reduction], evidence)
+        _warn_if_off(trial, (kinds or {})[shown], evidence)
+
+
+def is_cut(training: Batches, config: Config) -> bool:
+    """Whether a step may have several micro-batches, so that its loss must split into theirs."""
+    return training.step_plan.micro_batches > 1 or config.on_oom == "smaller"
 
 
 def classify(measurements: list[Measurement], index: int, limit: float) -> dict[str, float] | None:
@@ -582,7 +591,7 @@ def _set_reduction(trial: Trial, kinds: dict[str, float] | None, evidence: str, 
     if kinds is not None and "mean" in kinds and "sum" not in kinds:
         reduction, words = "mean", "a mean over its items"
     elif kinds is not None and "sum" in kinds and "mean" not in kinds:
-        reduction, words = "sum", "a sum over its items"
+        reduction, words = "total", "a sum over its items"
     elif is_whole:
         reduction, words = "micro-batch", "used as it is, since a step has one micro-batch"
     elif alone:

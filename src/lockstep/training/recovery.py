@@ -25,6 +25,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES, EngineOptions
+from lockstep.config.schema import has_fixed_cut
 from lockstep.distributed.exchange import REGROUP
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
@@ -35,10 +36,12 @@ from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
 from lockstep.tensors import local_of
 from lockstep.training.agreement import find_folders
-from lockstep.training.build import RunParts, build, build_batches, notify
+from lockstep.training.build import BuildRequest, RunParts, build_batches, build_together, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.open_run import lock_folder, open_sinks, open_uploads
+from lockstep.training.resume import BY_RANKS
+from lockstep.training.run_dir import RunFolder
 from lockstep.training.session import Session
 from lockstep.training.sharing import shares_for
 from lockstep.training.task_check import restore_findings
@@ -109,7 +112,13 @@ def build_joiner(session: Session, world: World, member: Member) -> RunParts:
     alone = dataclasses.replace(config, engine="auto", shares="equal")
     if ENGINES[name_of(config.engine, world)].places_model:
         alone = dataclasses.replace(alone, engine_options=EngineOptions())
-    built = build(alone, session.caller_task, world, session.caller_objects, joining=True, min_steps=session.min_steps)
+    # The run in progress chose its cut by the number of its ranks, which this process does not know.
+    cut = "" if has_fixed_cut(config) else BY_RANKS
+    size = RunFolder(config.local_dir, config.experiment_name).read_micro_size()
+    alone = dataclasses.replace(alone, micro_batch_size=size or alone.micro_batch_size)
+    request = BuildRequest(joining=True, min_steps=session.min_steps, cut=cut)
+    with world.together():
+        built = build_together(alone, session.caller_task, world, session.caller_objects, request)
     built.config = dataclasses.replace(
         built.config, engine=config.engine, shares=config.shares, engine_options=config.engine_options
     )

@@ -5,6 +5,8 @@
     resolution = resolve(config, Facts.of(task, model, samples, start=start))
     resolution.config, resolution.run_plan, resolution.extension
 
+A step is cut into one micro-batch per rank, unless the configuration, the data or a checkpoint fixes the cut.
+
 All functions here are pure: no collectives, no output, no changes of their arguments. `training/build.py: build`
 collects the facts. The numbers behind the defaults are in `training/defaults.py`.
 """
@@ -18,7 +20,16 @@ from torch import nn
 
 from lockstep.config import cli
 from lockstep.config.fields import in_steps, is_span
-from lockstep.config.schema import SPANS, Config, default_micro_batch_size, is_auto, lookup, nearest_divisor
+from lockstep.config.schema import (
+    SPANS,
+    Config,
+    choose_micro_batch_size,
+    default_micro_batch_size,
+    has_fixed_cut,
+    is_auto,
+    lookup,
+    nearest_divisor,
+)
 from lockstep.data.batches import START, Origin
 from lockstep.data.shard_order import Geometry
 from lockstep.errors import ConfigError, DataError
@@ -38,7 +49,7 @@ from lockstep.training.defaults import (
     is_device_default,
     prompt_defaults,
 )
-from lockstep.training.resume import RunPlan, samples_in_epoch
+from lockstep.training.resume import BY_RANKS, FIXED, RunPlan, samples_in_epoch
 
 __all__ = [
     "Facts",
@@ -98,6 +109,8 @@ class StartFacts:
         steps: length of the plan, in place of the configuration's; 0: the configuration's.
         min_steps: minimum length of the plan.
         micro_batch: the size that the run's folder records, with `--on-oom smaller`; 0: none.
+        ranks: that share a step; a cut that nothing fixes has a micro-batch for each.
+        cut: BY_RANKS: an earlier build of this run chose the micro-batch size; "": the configuration tells.
     """
 
     fast: bool = False
@@ -106,11 +119,13 @@ class StartFacts:
     steps: int = 0
     min_steps: int = 0
     micro_batch: int = 0
+    ranks: int = 1
+    cut: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that a configuration is resolved by; the same on all ranks, in any world.
+    """Facts that a configuration is resolved by; the same on all ranks.
 
     Attributes:
         start: facts that are known before the task is made.
@@ -121,6 +136,7 @@ class Facts:
         epoch: samples of an epoch in the task's order.
         grouped: micro-batches are groups of samples: a batch size counts these.
         longest: tokens of the longest sample, if they are made by tokens; else 0.
+        is_stream: the training set has no index; the cut decides what a step contains, so it is fixed.
         data: of a language model's data; None: of another task.
     """
 
@@ -132,6 +148,7 @@ class Facts:
     epoch: int
     grouped: bool = False
     longest: int = 0
+    is_stream: bool = False
     data: DataFacts | None = None
 
     @classmethod
@@ -145,7 +162,11 @@ class Facts:
         """
         per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
         sizes = samples, epoch or samples
-        return cls(start or StartFacts(), task.defaults, per_micro_batch, batchnorm, *sizes, data=task.data_facts)
+        stream = not samples
+        kind = task.defaults
+        return cls(
+            start or StartFacts(), kind, per_micro_batch, batchnorm, *sizes, is_stream=stream, data=task.data_facts
+        )
 
 
 # --- before the task is made
@@ -215,7 +236,7 @@ def _micro_batch_size(config: Config, facts: StartFacts) -> int:
     before = facts.checkpoint.plan if facts.checkpoint else {}
     if not is_auto(config, "micro_batch_size"):
         return config.micro_batch_size
-    if before:
+    if before.get("cut", FIXED) == FIXED and "micro_batch_size" in before:
         return int(before["micro_batch_size"]) if before.get("batch_size") == config.batch_size else 0
     return facts.max_micro_batch
 
@@ -223,10 +244,13 @@ def _micro_batch_size(config: Config, facts: StartFacts) -> int:
 def _limit(config: Config, facts: StartFacts) -> Config:
     """Apply what memory allowed before, with `--on-oom smaller`: the checkpoint's size, and the recorded one."""
     before = facts.checkpoint.plan if facts.checkpoint else {}
-    stored = before.get("micro_batch_size", 0) if before.get("batch_size") == config.batch_size else 0
+    is_kept = before.get("cut", FIXED) == FIXED and before.get("batch_size") == config.batch_size
+    stored = before.get("micro_batch_size", 0) if is_kept else 0
     sizes = [size for size in (stored, facts.micro_batch) if size]
     if config.on_oom != "smaller" or not sizes or 0 < config.micro_batch_size <= min(sizes):
         return config
+    if not config.micro_batch_size:
+        sizes.append(choose_micro_batch_size(config, facts.ranks))
     return with_micro_batch_size(config, nearest_divisor(config.batch_size, min(sizes)))
 
 
@@ -347,20 +371,32 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
 
 def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve the values that depend on task, model and number of steps."""
-    whole_step = config.batch_size if facts.per_micro_batch else 0
-    default = default_micro_batch_size(config.batch_size, MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1)
+    least = MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1
+    regular = config.batch_size if facts.per_micro_batch else default_micro_batch_size(config.batch_size, least)
+    # A checkpoint's cut and one that memory chose are in `micro_batch_size` already.
+    is_open = facts.start.cut == BY_RANKS or not has_fixed_cut(config)
+    cut = BY_RANKS if is_open and not facts.is_stream and not facts.grouped else FIXED
+    default = regular if cut == FIXED else choose_micro_batch_size(config, facts.start.ranks)
     if facts.grouped and config.micro_batch_size > 1:
         raise ConfigError(
             f"--micro-batch-size is {config.micro_batch_size}, but the task's `order` is a batch sampler, whose lists "
             "are the micro-batches; drop the flag: --batch-size counts lists"
         )
-    size = 1 if facts.grouped else config.micro_batch_size or whole_step or default
+    size = 1 if facts.grouped else config.micro_batch_size or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
     first = facts.start.checkpoint.plan.get("geometry") if facts.start.checkpoint else None
-    geometry = Geometry(*(first or (config.batch_size, config.micro_size)))
+    # The order of samples must not depend on the ranks.
+    geometry = Geometry(*(first or (config.batch_size, size if cut == FIXED else regular)))
     run_plan = RunPlan(
-        epoch, config, origin, 2 if facts.batchnorm else 1, facts.samples, geometry=geometry, grouped=facts.grouped
+        epoch,
+        config,
+        origin,
+        2 if facts.batchnorm else 1,
+        facts.samples,
+        geometry=geometry,
+        grouped=facts.grouped,
+        cut=cut,
     )
     steps, shape = run_plan.step_plan.steps, config.optim.schedule
     if not steps:
@@ -369,11 +405,26 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         **_optimizer_defaults(config, facts.kind, facts.data),
         "optim.warmup_steps": default_warmup(steps, shape),
         "optim.floor": LR_FLOORS.get(shape, LR_FLOOR),
-        "eval_micro_batch_size": max(1, config.micro_batch_tokens // facts.longest) if facts.longest else size,
+        "eval_micro_batch_size": _evaluation_size(config, facts, size if cut == FIXED else 0),
         "eval_workers": config.data.workers,
     }
     values = {name: value for name, value in defaults.items() if is_auto(config, name)} | _spans_in_steps(run_plan)
     return dataclasses.replace(run_plan, config=cli.build({**cli.flatten(config), **values}))
+
+
+def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:
+    """Choose the samples of a forward in an evaluation; the same for any number of ranks.
+
+    Args:
+        fixed: samples of a micro-batch in training, where the cut is fixed; else 0.
+    """
+    if facts.longest:
+        return max(1, config.micro_batch_tokens // facts.longest)
+    if fixed:
+        return fixed
+    if facts.kind in ("language-model", "fine-tuning"):  # the logits of a whole step may not fit
+        return default_micro_batch_size(config.batch_size)
+    return config.batch_size
 
 
 def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:

@@ -37,6 +37,8 @@ from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import criterion_of
 
 __all__ = [
+    "BY_RANKS",
+    "FIXED",
     "RunPlan",
     "check_extension",
     "check_longer",
@@ -98,6 +100,9 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 
 # --- plan
 
+# How a step is cut: into the same micro-batches on any number of ranks, or one for each rank.
+FIXED, BY_RANKS = "fixed", "by ranks"
+
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
     *("batch_size", "micro_batch_size", "batch_tokens", "micro_batch_tokens", "seed", "seq_len", "lr"),
@@ -122,6 +127,7 @@ class RunPlan:
         dataset_samples: of the training set.
         geometry: of the run's first start, for orders that depend on it.
         grouped: the task's order is a batch sampler; samples and sizes count its lists.
+        cut: FIXED, or BY_RANKS.
     """
 
     samples: int
@@ -131,6 +137,7 @@ class RunPlan:
     dataset_samples: int
     geometry: Geometry = ONE_LANE
     grouped: bool = False
+    cut: str = FIXED
 
     @property
     def step_plan(self) -> StepPlan:
@@ -144,7 +151,8 @@ class RunPlan:
             remaining = max(0, config.max_steps - origin.step) * config.batch_size
         else:
             remaining = max(0, config.num_epochs * self.samples - origin.position)
-            last = config.batch_size if config.data.drop_last else micro_size
+            # A cut by ranks must not decide which samples are left out.
+            last = micro_size if self.cut == FIXED and not config.data.drop_last else config.batch_size
             if config.data.drop_last or remaining % last < min(self.min_samples, micro_size):
                 remaining -= remaining % last
         return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
@@ -200,6 +208,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
         }
     return {
         **{name: options[name] for name in _FIXED_OPTIONS if name in options},
+        "cut": run_plan.cut,
         "steps": run_plan.step_plan.steps,
         "samples": run_plan.samples,
         "geometry": list(run_plan.geometry),
@@ -233,7 +242,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
     added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
-    added |= {"data.shuffle_shards": 0, "model.load_in": "full", "scheduler": {}}
+    added |= {"data.shuffle_shards": 0, "model.load_in": "full", "scheduler": {}, "cut": FIXED}
     added["dataset_samples"] = before.get("samples")
     before = {"geometry": now.get("geometry")} | before  # that of the first start
     before, now = defaults | added | before, defaults | now
@@ -292,11 +301,15 @@ def check_plan(
     if before is None:
         return []
     differences, lines = compare_plans(before, now), list[str]()
+    if before.get("cut", FIXED) == BY_RANKS:
+        line = _describe_cut(differences)
+        differences = [each for each in differences if each.key not in ("micro_batch_size", "cut")]
+        lines += [line] if line else []
     if is_additive and not config.exact:
         sizes = ("micro_batch_size", "eval_micro_batch_size")  # numbers of an evaluation add up in any task
         smaller = [each for each in differences if each.key in sizes and each.now < each.before]
         differences = [each for each in differences if each not in smaller]
-        lines = [
+        lines += [
             f"--micro-batch-size {each.now} in place of {each.before}: the loss adds up, so a step is the same up to "
             "rounding and the random numbers of the model"
             for each in smaller
@@ -310,6 +323,17 @@ def check_plan(
     _check_stream(before, now)
     changes = [_format_difference(each, user_config) for each in differences]
     return lines + [f"--resume-anyway continues with another setting: {change}" for change in changes]
+
+
+def _describe_cut(differences: list[PlanDifference]) -> str:
+    """Describe another cut of a step whose cut was not fixed; "" if it is the same."""
+    sizes = next((each for each in differences if each.key == "micro_batch_size"), None)
+    if sizes is None:
+        return ""
+    return (
+        f"a step is cut into forwards of {sizes.now} samples in place of {sizes.before}: samples, items and rates stay "
+        "as they were, random draws do not (--micro-batch-size and --exact fix the cut)"
+    )
 
 
 def _root_differences(differences: list[PlanDifference], user_config: Config) -> list[PlanDifference]:

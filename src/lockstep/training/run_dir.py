@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -553,6 +554,12 @@ class RunFolder:
         before = self._read(_MICRO_BATCH)
         cuts = [*before.get("cuts", []), line]
         self.write(_MICRO_BATCH, json.dumps({"micro_batch_size": size, "cuts": cuts}, indent=1) + "\n")
+
+    def read_micro_size(self) -> int:
+        """Read the samples of a forward in the run's resolved configuration; 0 if there is none."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return int(tomllib.loads(self._text("config.toml"))["micro_batch_size"])
+        return 0
 
     def read_micro_batch(self) -> int:
         """Read the size of the last `write_micro_batch`; 0 if there is none."""

@@ -80,6 +80,7 @@ class Session:
         initial_ranks: number of ranks before the first loss.
         uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
+        cut: of a step, as the last build chose it: `resume.FIXED` or `BY_RANKS`; "": nothing is built yet.
         trial_cut: why the trial needs smaller micro-batches, until the folder records it; "": it does not.
     """
 
@@ -118,6 +119,7 @@ class Session:
     lost_ranks: list[str] = field(default_factory=list)
     initial_ranks: int = 0
     uploader: Uploader | None = None
+    cut: str = ""
     trial_cut: str = ""
 
     @property

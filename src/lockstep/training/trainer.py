@@ -81,6 +81,7 @@ from lockstep.training.recovery import (
     run_digest,
 )
 from lockstep.training.resolve import with_micro_batch_size
+from lockstep.training.resume import FIXED
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
 from lockstep.training.session import HookContext, Session, update_best
@@ -272,6 +273,7 @@ def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
     free_frames(error)
     session.trial_cut = str(error)
     notify(world)(session.trial_cut)
+    session.cut = FIXED
     session.config = with_micro_batch_size(session.config, error.smaller)
 
 
@@ -285,6 +287,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
         world.defer_device_check()
     request = BuildRequest(
         min_steps=session.min_steps,
+        cut=session.cut,
         check_first=partial(_check_free, session) if is_new else lambda: None,
         check_last=_check_before_lock,
     )
@@ -301,6 +304,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
             "out of memory before (micro-batch.json in its folder), or was started so"
         )
     session.built, session.model, session.config = built, built.model, built.config
+    session.cut = built.run_plan.cut
     session.global_step, session.is_main = built.start, world.is_main
     if built.source is None and session.status == "running":
         session.restore_initial_tensors(built)
@@ -392,6 +396,7 @@ def _join(session: Session, member: Member) -> Training:
     with explained(None, session.world), translate_errors():
         built = build_joiner(session, session.world, member)
     session.built, session.model, session.config = built, built.model, built.config
+    session.cut = built.run_plan.cut
     session.status, session.digest = "running", run_digest(built)
     session.copy_initial_tensors(built.own_tensors)
     yield None

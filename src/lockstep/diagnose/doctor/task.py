@@ -27,6 +27,7 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import LockstepError
 from lockstep.guards.desync import Digests, leaves, of_digests
 from lockstep.loop import loss_of, seeder
+from lockstep.passes import LossWeights
 from lockstep.training.build import RunParts, build
 from lockstep.training.defaults import MisplacedTensor, find_misplaced
 
@@ -125,13 +126,13 @@ def _has_workers(built: RunParts) -> bool:
 
 def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:
     """Take a step as the training loop does."""
-    engine, loss_sum = built.engine, loss_of(built.task)
+    engine, loss_function = built.engine, loss_of(built.task)
     seed = seeder(built.config.seed, "micro", built.world.device)
     for batch in micro:
         seed(step, batch.index)
         with engine.accumulate(batch is micro[-1]):
-            loss = loss_sum(engine.model, batch)
-        engine.backward(loss, batch.weight / (items or 1))
+            loss = loss_function(engine.model, batch)
+        engine.backward(loss, batch.weight * LossWeights(built.task.reduction, items).share(batch))
     engine.step(built.lr_factor(step), momentum=built.momentum(step))
 
 
