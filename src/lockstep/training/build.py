@@ -393,7 +393,7 @@ class BuildRequest(NamedTuple):
     """What a caller of `build` asks for, and its own checks.
 
     Attributes:
-        cut: see `StartFacts`; for a rollback, and for a process that joins.
+        cut: see `StartFacts`; for a rollback, a process that joins, and `verify`.
         check_first: raises LockstepError before anything is made; may take any time.
         check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
     """

@@ -110,7 +110,8 @@ class StartFacts:
         min_steps: minimum length of the plan.
         micro_batch: the size that the run's folder records, with `--on-oom smaller`; 0: none.
         ranks: that share a step; a cut that nothing fixes has a micro-batch for each.
-        cut: BY_RANKS: an earlier build of this run chose the micro-batch size; "": the configuration tells.
+        cut: BY_RANKS: an earlier build of this run chose the micro-batch size; FIXED: cut as with `--exact`; "": the
+            configuration decides.
     """
 
     fast: bool = False
@@ -374,7 +375,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     least = MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1
     regular = config.batch_size if facts.per_micro_batch else default_micro_batch_size(config.batch_size, least)
     # A checkpoint's cut and one that memory chose are in `micro_batch_size` already.
-    is_open = facts.start.cut == BY_RANKS or not has_fixed_cut(config)
+    is_open = facts.start.cut == BY_RANKS or not (has_fixed_cut(config) or facts.start.cut == FIXED)
     cut = BY_RANKS if is_open and not facts.is_stream and not facts.grouped else FIXED
     default = regular if cut == FIXED else choose_micro_batch_size(config, facts.start.ranks)
     if facts.grouped and config.micro_batch_size > 1:

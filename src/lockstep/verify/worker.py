@@ -29,10 +29,11 @@ from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
 from lockstep.records import StepRecord
 from lockstep.task import Task, as_task, items_of_a_sample
-from lockstep.training.build import RunParts, build
+from lockstep.training.build import BuildRequest, RunParts, build_together
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
 from lockstep.training.named_task import make_task
+from lockstep.training.resume import FIXED
 from lockstep.training.sharing import shares_for
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
@@ -195,7 +196,9 @@ def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Run
         save_dir=str(spec.folder / "runs"),
     )
     task = on_all_ranks(world, lambda: _task(spec, config))
-    return build(config, spec.fault.task(task, context), world)
+    # The same cut in every run, so that random draws are the same too.
+    with world.together():
+        return build_together(config, spec.fault.task(task, context), world, None, BuildRequest(cut=FIXED))
 
 
 def _task(spec: RunSpec, config: Config) -> Task:

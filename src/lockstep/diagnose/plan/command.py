@@ -11,7 +11,7 @@ import torch
 
 from lockstep.adapters.lightning.convert import configured
 from lockstep.config import cli
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, choose_micro_batch_size, has_fixed_cut
 from lockstep.config.task_options import LIGHTNING
 from lockstep.diagnose.plan.devices import DEVICES, DeviceSpec, device_of
 from lockstep.diagnose.plan.estimate import Planner, check_size
@@ -163,6 +163,8 @@ def run(own: argparse.Namespace) -> int:
     for size in sizes:
         is_open = "batch_size" not in options  # a step has at least one micro-batch for each device
         sized = _widen(config, size) if is_open else config
+        micro = sized.micro_batch_size or choose_micro_batch_size(sized, size)
+        sized = dataclasses.replace(sized, micro_batch_size=micro)
         answers.append(_plan(sized, task, size, device, fast=own.fast, open_batch=is_open))
         if not own.json:
             print(("\n" if len(answers) > 1 else "") + described(answers[-1]), flush=True)
@@ -189,9 +191,9 @@ def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: boo
 
 def _widen(config: Config, size: int) -> Config:
     """Raise the batch size to a micro-batch for each device."""
-    micro = config.micro_size
-    if micro * size <= config.batch_size:
-        return config
+    micro = config.micro_batch_size or choose_micro_batch_size(config, size)
+    if micro * size <= config.batch_size or not has_fixed_cut(config):
+        return dataclasses.replace(config, batch_size=max(config.batch_size, size))
     return dataclasses.replace(config, batch_size=micro * size, micro_batch_size=micro)
 
 

@@ -28,7 +28,7 @@ from lockstep.config import cli
 from lockstep.config.cli import option_list
 from lockstep.config.engine_options import ENGINES, PLAIN
 from lockstep.config.fields import parse_shares
-from lockstep.config.schema import SINK_FLAGS, Config
+from lockstep.config.schema import SINK_FLAGS, Config, default_micro_batch_size, has_fixed_cut
 from lockstep.config.secrets import printable
 from lockstep.distributed.cpus import affinity_cores, cpu_quota
 from lockstep.errors import ConfigError, LockstepError
@@ -350,6 +350,8 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         setting, micro_batch_size = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
+        if not has_fixed_cut(request.config):  # all sizes must compute the same micro-batches to be compared
+            micro_batch_size = default_micro_batch_size(request.config.batch_size)
         started(
             request, setting, request.train_flags(setting, folder, micro_batch_size, windows=0), machine, Path(folder)
         )
@@ -486,7 +488,7 @@ def existing(paths: Sequence[Path], extrapolate: tuple[int, ...], per_node: int)
         if run.config["micro_batch_size"] != micro:
             raise ConfigError(
                 f"--runs: {_path_text(run.path)} has micro-batches of {run.config['micro_batch_size']} and "
-                f"{_path_text(first.path)} of {micro}: give runs with equal micro-batches"
+                f"{_path_text(first.path)} of {micro}: give runs with one --micro-batch-size"
             )
     log_freq = first.config["log_freq"]
     request = ScaleRequest(
