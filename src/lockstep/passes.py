@@ -26,6 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
+from lockstep.guards.loss_parameters import LossParameters
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
 from lockstep.task import AVERAGED, UNDIVIDED, Task
@@ -138,6 +139,7 @@ class StepControl:
         kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
             `training.build_engine.choose_kernels`.
         before_update: called before the engine's update changes anything.
+        check_empty: (step, micro-batch) -> None; checks the batch without items that a micro-batch replaces.
         world: the ranks.
         micro_batches: M, per step over all ranks; for a loss over the whole step.
         sharing: which of them each rank computes; None: the same number each.
@@ -152,6 +154,7 @@ class StepControl:
     audit: Audits = NO_AUDIT
     kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _NO_CONTEXT
     before_update: Callable[[], None] = lambda: None
+    check_empty: Callable[[int, MicroBatch], None] = lambda step, batch: None
     world: World = field(default_factory=World)
     micro_batches: int = 1
     sharing: ShareSchedule | None = None
@@ -165,6 +168,8 @@ class Passes:
         self._engine, self._control, self._hooks = engine, control, task.hooks
         self._loss, self._reduction = _loss_function(task), task.reduction
         self._numbers = NumberCollector(control.world)
+        # Looks at the graph of the first loss; manual optimization computes gradients by itself.
+        self._parameters = None if task.own_steps else LossParameters(engine.model, task)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
         """Compute forward and backward of each micro-batch, at the start of a step.
@@ -242,12 +247,17 @@ class Passes:
         for slot, batch in enumerate(micro):
             if self._hooks:
                 self._hooks.before_batch(step, batch.index, slot, len(micro), counts=bool(batch.weight))
+            if batch.replaced is not None and counts:
+                control.check_empty(step, batch)
             control.seed(step, batch.index)
             last = batch is micro[-1]
             with engine.accumulate(last, counts), audit.watch(step, batch) as observe:
-                with control.kernels(step, batch.index):
+                parameters, self._parameters = self._parameters, None
+                with control.kernels(step, batch.index), parameters.forward() if parameters else nullcontext():
                     loss, numbers = loss_function(engine.model, batch)
                     loss = observe(loss)
+                if parameters:
+                    parameters.look(loss)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * weights.share(batch))
                 clock.lap("backward" if last else "backward/alone")  # the last backward contains the all-reduce
@@ -256,6 +266,9 @@ class Passes:
                 self._numbers.add(step, batch.index, parts, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(weights.in_items(loss.detach(), batch))
+            if parameters:
+                del loss, numbers  # their graph
+                parameters.refuse()
         return losses
 
 

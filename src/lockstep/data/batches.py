@@ -53,6 +53,7 @@ class MicroBatch:
         index: m, its index in the step; its randomness depends on (seed, step, m).
         items: number of items that the loss sums over; an int if whole.
         weight: 1.0; 0.0 for an empty slot, which repeats a micro-batch only to keep collectives aligned.
+        replaced: a batch without items in whose place `held` is computed, with weight 0; None: there is none.
         move: moves `held` to the device; None if it is there.
     """
 
@@ -61,6 +62,7 @@ class MicroBatch:
     items: float
     weight: float
     move: Callable[[Any], Any] | None = None
+    replaced: Any = None
     _coming: Callable[[], Any] | None = field(default=None, repr=False, compare=False)
     _next: "MicroBatch | None" = field(default=None, repr=False, compare=False)
     _used: bool = field(default=False, repr=False, compare=False)
@@ -275,7 +277,9 @@ class Batches:
                     yield key.step, self._micro_batch(key, data, items)
                 else:
                     spare = self.with_items(key.step) if spare is None else spare
-                    yield key.step, self._micro_batch(key._replace(weight=0.0), spare, 0)
+                    batch = self._micro_batch(key._replace(weight=0.0), spare, 0)
+                    batch.replaced = data if key.weight else None
+                    yield key.step, batch
 
     def samples(self, step: int, index: int) -> list[int]:
         """Return the sample indices of micro-batch `index` of `step`."""

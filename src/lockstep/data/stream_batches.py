@@ -557,7 +557,7 @@ class StreamLoader(StepLoader):
                 missing -= 1
                 found.append(MicroBatch(batch, micro, items, 1.0, move))
             else:
-                found.append(MicroBatch(None, micro, 0, 0.0, move))
+                found.append(MicroBatch(None, micro, 0, 0.0, move, batch if samples else None))
         if not missing:
             return found
         if self._spare is None:

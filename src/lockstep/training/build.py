@@ -84,7 +84,16 @@ from lockstep.training.defaults import (
 from lockstep.training.evaluation import build_evaluation_batches
 from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
-from lockstep.training.resume import FIXED, RunPlan, check_extension, check_longer, check_plan, checkpoint_plan, plan_of
+from lockstep.training.resume import (
+    BY_RANKS,
+    FIXED,
+    RunPlan,
+    check_extension,
+    check_longer,
+    check_plan,
+    checkpoint_plan,
+    plan_of,
+)
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import check_criteria, depends_on_evaluations, plateau_drops
 from lockstep.training.sharing import balancer_of, check_division, sharing_of
@@ -482,7 +491,9 @@ def build_together(
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
     engine = build_engine(settings, task, model, world, groups, batches, say, state)
-    with explained(engine, world), cut_trial(settings, world):  # in the first forward most runs that do not fit end
+    is_open = run_plan.cut == BY_RANKS
+    # Most runs that do not fit end in the first forward.
+    with explained(engine, world), cut_trial(settings, world, is_open=is_open):
         on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         if trial_samples:
             trial = Trial(engine, model, task, world, settings, say)

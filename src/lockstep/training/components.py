@@ -32,6 +32,7 @@ from lockstep.records import Step, StepRecord, exact_sums, fill_numbers, flatten
 from lockstep.task import items_of_a_sample
 from lockstep.training.build import RunParts
 from lockstep.training.build_engine import choose_kernels
+from lockstep.training.empty_batches import EmptyBatchCheck
 from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter
 from lockstep.training.profiler import StepProfiler
@@ -129,6 +130,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         built.momentum,
         guards.audit,
         before_update=recorder.saver.order,
+        check_empty=EmptyBatchCheck(built, seed),
         kernels=choose_kernels(config.compile, step_plan),
         world=world,
         micro_batches=step_plan.micro_batches,

@@ -1,7 +1,7 @@
 """Decide whether and how a run's micro-batches can be cut in half: `--on-oom smaller`.
 
     check_cuttable(config, task, model, is_stream=False, is_grouped=False)      # before anything is written
-    with cut_trial(config, world):                  # out of memory: the error has the size for the next build
+    with cut_trial(config, world, is_open=False):   # out of memory: the error has the size for the next build
         ...
     size = smaller_size(config)                     # 0: a micro-batch has one sample already
 
@@ -77,19 +77,23 @@ def explain_smallest(rank: int) -> str:
 
 
 @contextmanager
-def cut_trial(config: Config, world: World) -> Iterator[None]:
-    """Turn a trial that ran out of memory into an error that asks all ranks for smaller micro-batches."""
+def cut_trial(config: Config, world: World, *, is_open: bool) -> Iterator[None]:
+    """Turn a trial that ran out of memory into an error that asks all ranks for smaller micro-batches.
+
+    Args:
+        is_open: the configuration leaves the cut of a step open, so memory decides it.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        if config.on_oom != "smaller":
+        if config.on_oom != "smaller" and not (is_open and smaller_size(config)):
             raise
         size = smaller_size(config)
         if not size:
             raise LockstepError(explain_smallest(world.rank)) from error
+        chooser = "--on-oom smaller starts" if config.on_oom == "smaller" else "the run starts"
         found = LockstepError(
-            f"the trial ran out of memory with --micro-batch-size {config.micro_size}; --on-oom smaller starts with "
-            f"{size}"
+            f"the trial ran out of memory with --micro-batch-size {config.micro_size}; {chooser} with {size}"
         )
         found.smaller = size
         raise found from error

@@ -1,0 +1,114 @@
+"""Find tensors that a loss trains although the model does not have them.
+
+    check = LossParameters(engine.model, task)
+    with check.forward():
+        loss = task.loss(engine.model, batch)
+    check.look(loss)            # before the backward
+    ...
+    del loss
+    check.refuse()              # after the backward
+
+Such tensors (learned loss weights, the centres of ArcFace) would get a gradient and no update.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import ConfigError
+from lockstep.task import Task, user_task
+from lockstep.tensors import is_dtensor
+
+__all__ = ["LossParameters"]
+
+_MAX_SHOWN = 3
+
+
+@final
+class LossParameters:
+    """A search for leaves of a loss's graph that do not belong to the model.
+
+    Args:
+        model: the engine's.
+        task: the run's.
+    """
+
+    def __init__(self, model: nn.Module, task: Task) -> None:
+        self._model, self._task = model, task
+        self._outputs: set[Any] = set()
+        self._leaves: list[weakref.ref[Tensor]] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Note where the graph of the model's outputs begins."""
+
+        def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor)]
+            self._outputs |= {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+
+        hook = self._model.register_forward_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def look(self, loss: Tensor) -> None:
+        """Collect the leaves of a loss that are not reached through the model."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        fixed = {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
+        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in own | fixed]
+        self._leaves = [weakref.ref(leaf) for leaf in leaves]
+        self._outputs = set()
+
+    def refuse(self) -> None:
+        """Raise ConfigError for leaves that outlive the loss, since nothing would train them.
+
+        A leaf that the loss made for itself, such as the factor of a gradient penalty, is gone with its graph.
+        """
+        leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
+        self._leaves = []
+        if not leaves:
+            return
+        names = dict(_own_tensors(user_task(self._task)))
+        if any(map(is_dtensor, self._model.parameters())):  # gathered parameters of a sharded model are leaves too
+            leaves = [leaf for leaf in leaves if id(leaf) in names]
+        found = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
+        if not found:
+            return
+        more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        uses = ", ".join(found[:_MAX_SHOWN]) + more
+        raise ConfigError(
+            f"the task's `loss` uses {uses}, which require gradients and are not in the model, so nothing would train "
+            "them: return them from model(), as a part of the module, or freeze them with requires_grad_(False)"
+        )
+
+    def _search(self, loss: Tensor) -> Iterator[Tensor]:
+        visited, queue = set(self._outputs), [loss.grad_fn]
+        while queue:
+            node: Any = queue.pop()
+            if node is None or node in visited:
+                continue
+            visited.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            queue += [following for following, _ in node.next_functions]
+
+
+def _own_tensors(owner: Any) -> Iterator[tuple[int, str]]:
+    """Yield the ids and names of tensors in the attributes of a task, and in their modules and containers."""
+    for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        if isinstance(value, nn.Module):
+            for path, parameter in value.named_parameters():
+                yield id(parameter), f"task.{name}.{path}"
+            continue
+        if isinstance(value, list | tuple):
+            entries = [(f"task.{name}[{index}]", each) for index, each in enumerate(value)]
+        elif isinstance(value, dict):
+            entries = [(f"task.{name}[{key!r}]", each) for key, each in value.items()]
+        else:
+            entries = [(f"task.{name}", value)]
+        yield from ((id(each), path) for path, each in entries if isinstance(each, Tensor))

@@ -1,0 +1,70 @@
+"""Check micro-batches without items, which a mean over items leaves out of a step.
+
+    check = EmptyBatchCheck(built, seed)
+    check(step, batch)          # raises DataError if such a batch has a loss or a gradient
+
+A mean over no items is 0 / 0, so another micro-batch is computed in its place with weight 0 (`Batches.trained`). That
+is wrong for a loss that `count` does not describe: a focal loss divided by at least one positive still trains on the
+negatives.
+"""
+
+import math
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from lockstep.data.batches import MicroBatch
+from lockstep.distributed.progress import rank_label
+from lockstep.errors import DataError
+from lockstep.passes import split_loss
+from lockstep.tensors import is_dtensor
+from lockstep.training.build import RunParts
+from lockstep.training.loss_check import preserve_state
+
+__all__ = ["EmptyBatchCheck"]
+
+
+@final
+class EmptyBatchCheck:
+    """A check of one rank's micro-batches without items.
+
+    It computes nothing where the parameters are sharded: a forward is collective there, and only this rank has such a
+    batch.
+
+    Args:
+        built: the run's parts.
+        seed: (step, micro-batch) -> None; seeds the generators.
+    """
+
+    def __init__(self, built: RunParts, seed: Callable[[int, int], None]) -> None:
+        self._built, self._seed = built, seed
+        engine_has_all = not any(map(is_dtensor, built.engine.model.parameters()))
+        self._is_local = engine_has_all and built.config.engine != "deepspeed" and built.task.own_steps is None
+
+    def __call__(self, step: int, batch: MicroBatch) -> None:
+        """Check the batch that `batch` replaces.
+
+        Raises:
+            DataError: it has a loss or a gradient.
+        """
+        if not self._is_local:
+            return
+        model, task = self._built.model, self._built.task
+        data = batch.replaced if batch.move is None else batch.move(batch.replaced)
+        with preserve_state(model, task, self._built.world.device, training=True):
+            self._seed(step, batch.index)
+            with torch.enable_grad():
+                loss, _ = split_loss(task.loss(model, data))
+            value = float(loss.detach())  # waits for the device; such batches are rare
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            # Waits for the device.
+            is_zero = all(not bool(each.count_nonzero()) for each in gradients if each is not None)
+        if not math.isfinite(value) or (not value and is_zero):
+            return
+        rank = rank_label(self._built.world.rank)
+        raise DataError(
+            f"{rank}, step {step + 1}: a micro-batch of 0 items by the task's `count` has a loss of {value:.4g}, which "
+            "a mean over the items leaves out: return the sum over the items from `loss`, with reduction = 'sum'"
+        )
