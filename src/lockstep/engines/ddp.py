@@ -226,6 +226,15 @@ class ReplicatedEngine:
             self._wrap(self._settings.options.find_unused_parameters == "true")
             self._sync_always = True
 
+    @contextmanager
+    def apart(self) -> Iterator[Callable[[Tensor, float], None]]:
+        """Yield a backward of the plain module's loss on this rank alone, which leaves no counts."""
+        try:
+            yield self.backward_alone
+        finally:
+            if self._usage:
+                self._usage.begin()
+
     def finish(self) -> None:
         """Exchange, before the update, the gradients that DDP did not."""
         if self._tree:
@@ -401,6 +410,9 @@ class DDP:
 
     def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
+
+    def apart(self) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+        return self._replicas.apart()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

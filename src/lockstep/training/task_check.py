@@ -31,8 +31,9 @@ from lockstep.passes import split_loss
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
+from lockstep.training.evidence import leaves
 from lockstep.training.loss_check import (
-    MIN_PLACES,
+    PLACES,
     HalvedSamples,
     Measurement,
     Trial,
@@ -266,9 +267,7 @@ def _does_not_add_up(trial: Trial, each: Measurement, index: int) -> bool:
 def _check_loss(trial: Trial, measurements: list[Measurement]) -> None:
     """Raise ConfigError if the loss of `evaluate` is reduced in another way than `loss`."""
     kinds, reduction = classify(measurements, 0, trial.limit), "mean" if has_mean_loss(trial.task) else "sum"
-    if trial.task.reduction == "whole":  # nothing is known of the loss, nor needed
-        return
-    if kinds is None or reduction in kinds:
+    if kinds is None or reduction in kinds or trial.task.reduction == "whole":
         return
     evidence = describe_measurement(measurements, 0)
     if kinds:
@@ -387,27 +386,13 @@ def _check_graph(trial: Trial, method: str, action: Any) -> None:
         loss, _ = split_loss(call_method(method, lambda _: action(), None), method)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
-    for leaf in _leaves(loss):
+    for leaf in leaves(loss):
         if leaf in names or isinstance(leaf, nn.Parameter):
             name = names.get(leaf, "a parameter")
             raise ConfigError(
                 f"the task's `{method}` uses {name} of the model, whose gradient would be counted on every rank: "
                 f"return it from `outputs`, as {name.rpartition('.')[2]}.repeat(samples)"
             )
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaf tensors of a loss's graph."""
-    leaves, visited, queue = list[Tensor](), set[Any](), [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        queue += [following for following, _ in node.next_functions]
-    return leaves
 
 
 # --- all methods
@@ -440,13 +425,14 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
     """
 
     divides = task.divisible and task.reduction != "micro-batch"
+    # A loss that is used whole needs no halves; `check_loss` loads them if the run may cut it later.
     has_numbers = has_own(task, "evaluate") or has_own(task, "metrics")
-    count = divides * (1 if has_step_loss(task) else MIN_PLACES)
+    count = divides * (1 if has_step_loss(task) else PLACES * (training.step_plan.micro_batches > 1))
 
     def load() -> TrialSamples:
         first, others = _load_first(task, training), {name: load_first(each) for name, each in evaluation.items()}
         return TrialSamples(
-            SetSamples(first, load_places(training, count)),
+            SetSamples(first, load_places(training, count, task)),
             {
                 name: SetSamples(others[name], load_places(each, int(divides and has_numbers)))
                 for name, each in evaluation.items()
@@ -460,7 +446,12 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
 
 
 def check_task(
-    trial: Trial, samples: TrialSamples, training: Batches, evaluation: Mapping[str, Batches], state: RunState
+    trial: Trial,
+    samples: TrialSamples,
+    training: Batches,
+    evaluation: Mapping[str, Batches],
+    state: RunState,
+    recorded: str = "",
 ) -> list[str] | None:
     """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
 
@@ -469,6 +460,7 @@ def check_task(
     Args:
         state: of the run; gets the findings: whether the loss is a sum or a mean, and whether an evaluation needs a
             graph.
+        recorded: the reduction with which a resumed run has trained so far; "": a new run.
 
     Returns:
         The names of the metrics, as in the record; None without an evaluation set.
@@ -489,7 +481,7 @@ def check_task(
         else:
             on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
             world.agree()  # collective
-            check_loss(trial, training, samples.training.places)  # collective
+            check_loss(trial, training, samples.training.places, recorded)  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         world.agree()  # collective
