@@ -138,6 +138,7 @@ class StepControl:
         audit: observes each micro-batch's loss and backward.
         kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
             `training.build_engine.choose_kernels`.
+        before_passes: (step, this rank's micro-batches) -> None; called at the start of a step.
         before_update: called before the engine's update changes anything.
         check_empty: (step, micro-batch) -> None; checks the batch without items that a micro-batch replaces.
         world: the ranks.
@@ -153,6 +154,7 @@ class StepControl:
     momentum: Callable[[int], float | None] = lambda step: None
     audit: Audits = NO_AUDIT
     kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _NO_CONTEXT
+    before_passes: Callable[[int, list[MicroBatch]], None] = lambda step, micro: None
     before_update: Callable[[], None] = lambda: None
     check_empty: Callable[[int, MicroBatch], None] = lambda step, batch: None
     world: World = field(default_factory=World)

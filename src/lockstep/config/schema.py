@@ -132,6 +132,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
     "guards.retries": (0, 1000, "a number from 0 to 1000"),
     "guards.bad_samples": (0, 10**9, "a number of samples"),
+    "guards.loss_check": (0, 10**12, "a step, or 0 for never"),
     "guards.audit": (0, 1, "a share from 0 (none) to 1"),
     **TASK_BOUNDS,
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},

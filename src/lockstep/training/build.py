@@ -49,7 +49,7 @@ from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
-from lockstep.task import Task, as_task, has_own
+from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training import resume
 from lockstep.training.agreement import (
     check_samples,
@@ -82,6 +82,7 @@ from lockstep.training.defaults import (
     plan_warnings,
 )
 from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.loss_check import check_loss, is_cut
 from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import (
@@ -403,6 +404,7 @@ class BuildRequest(NamedTuple):
 
     Attributes:
         cut: see `StartFacts`; for a rollback, a process that joins, and `verify`.
+        proves: a resume proves the loss again; a rollback in the same process need not.
         check_first: raises LockstepError before anything is made; may take any time.
         check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
     """
@@ -412,6 +414,7 @@ class BuildRequest(NamedTuple):
     joining: bool = False
     min_steps: int = 0
     cut: str = ""
+    proves: bool = True
     check_first: Callable[[], None] = lambda: None
     check_last: Callable[[RunParts], None] = lambda built: None
 
@@ -484,9 +487,14 @@ def build_together(
     notes = check_samples(settings, training.dataset, evaluation_sets, world, batches)  # grows with the next gather
     notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
+    cut = is_cut(settings, batches)
+    recorded = (state.reduction or "") if source else ""
+    if task.reduction == "whole" and cut:  # the run so far needed no proof of its loss, and needs one now
+        set_detected(task, "auto", needs_graph(task))
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
     trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
+    is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
     world.agree()  # collective
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
@@ -497,8 +505,11 @@ def build_together(
         on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         if trial_samples:
             trial = Trial(engine, model, task, world, settings, say)
-            check_criteria(settings, check_task(trial, trial_samples, batches, evaluation_batches, state))  # collective
+            names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
+            check_criteria(settings, names)
             on_all_ranks(world, cut_check)  # the trial knows whether the loss adds up
+        elif is_proved_again:  # the code of the loss may have changed
+            check_loss(Trial(engine, model, task, world, settings, say), batches, [], recorded)  # collective
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()

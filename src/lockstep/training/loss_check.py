@@ -453,7 +453,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
     if task.reduction in _NAMES or recorded in _NAMES:
         _check_known(trial, verdict, recorded)
     else:
-        _set_reduction(trial, verdict)
+        _set_reduction(trial, verdict, recorded)
     on_all_ranks(trial.world, lambda: _check_count(samples))  # collective
 
 
@@ -468,9 +468,15 @@ _REDUCTIONS = {"mean": "mean", "sum": "total"}  # what is shown -> the reduction
 _NAMES = {"mean": "a mean", "sum": "a sum", "total": "a sum"}
 
 
-def _set_reduction(trial: Trial, verdict: Verdict) -> None:
+def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
     """Set the reduction of a task that does not declare one. Raises ConfigError unless it is shown."""
     task = trial.task
+    if recorded == "whole" and verdict.kind not in _REDUCTIONS:
+        raise ConfigError(
+            "the run so far computed each step in one forward, so its loss was never proved, and now a step is cut: "
+            f"the task's `loss` is {verdict.kind} ({verdict.evidence}); resume on one rank, or start a new run with "
+            "`outputs` and `step_loss`"
+        )
     _check_usable(verdict)
     if verdict.kind == "not finite":
         raise ConfigError(
