@@ -28,6 +28,7 @@ from lockstep.errors import ConfigError
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
 from lockstep.task import Task, has_mean_loss
+from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
     "NO_AUDIT",
@@ -205,7 +206,7 @@ class Passes:
                 self._hooks.before_batch(step, batch.index, slot, len(micro), counts=bool(batch.weight))
             control.seed(step, batch.index)
             last = batch is micro[-1]
-            with engine.accumulate(last, counts), audit.watch(step, batch) as observe:
+            with engine.accumulate(last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
                 with control.kernels(step, batch.index):
                     loss, numbers = loss_function(engine.model, batch)
                     loss = observe(loss)

@@ -442,7 +442,8 @@ def build_together(
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     of_model = list[str]()
-    model = build_model(draft.config, task, world, state, say, note=of_model.append)
+    fixed_cut = not is_auto(requested, "micro_batch_size")
+    model = build_model(draft.config, task, world, state, say, note=of_model.append, fixed_cut=fixed_cut)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
@@ -680,7 +681,8 @@ def announce(built: RunParts) -> None:
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):
         _LOG.info(line)
-    for line in plan_warnings(built.run_plan, built.model, built.task.data_facts) if built.world.is_main else ():
+    run = built.run_plan, built.model, built.task.data_facts, built.world.size
+    for line in plan_warnings(*run) if built.world.is_main else ():
         _LOG.warning(line)
 
 

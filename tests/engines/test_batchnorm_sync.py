@@ -1,0 +1,193 @@
+"""BatchNorm over the samples of all ranks: equal to torch's own BatchNorm on one device with the whole batch."""
+
+import copy
+
+import pytest
+import torch
+from ranks import run
+from torch import nn
+
+from lockstep.transforms.batchnorm import Synchronised, empty_slot, synchronised
+
+DOUBLE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def fail(line):
+    raise AssertionError(line)
+
+
+def layer_of(kind, dtype, **settings):
+    """A layer of five channels whose affine part is not the identity."""
+    layer = kind(5, **settings).to(dtype)
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(0.5, 2.0, 5))
+            layer.bias.copy_(torch.linspace(-1.0, 1.0, 5))
+    return nn.Sequential(layer)
+
+
+SHAPES = {nn.BatchNorm1d: (5,), nn.BatchNorm2d: (5, 3, 2), nn.BatchNorm3d: (5, 2, 3, 2)}
+
+
+def inputs_of(kind, step, dtype, samples=11, mean=3.0):
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(samples, *SHAPES[kind], generator=generator, dtype=torch.float64)
+    return (values * (1 + step) + mean).to(dtype), torch.randn(values.shape, generator=generator).to(dtype)
+
+
+def cut_of(world, samples):
+    """The first and past-the-last sample of this rank: ragged, the last rank has fewest."""
+    size = -(-samples // world.size)
+    return slice(world.rank * size, min((world.rank + 1) * size, samples))
+
+
+def pass_through(model, inputs, gradients, own):
+    """Output and gradients of one training forward, and the running statistics after it."""
+    inputs = inputs[own].clone().requires_grad_()
+    model.zero_grad()
+    output = model(inputs)
+    (output * gradients[own]).sum().backward()
+    affine = [parameter.grad for parameter in model.parameters()]
+    return output.detach(), inputs.grad, affine, model
+
+
+def fold_in(model):
+    """What the engine does at a step's end (engines/buffers.py), for one forward."""
+    layer = model[0]
+    if layer.mean is None:
+        return
+    runs, share = int(layer.runs), layer.share
+    layer.num_batches_tracked += runs
+    decay = (1.0 - runs / int(layer.num_batches_tracked)) if share is None else (1.0 - share) ** runs
+    scale = 1.0 / int(layer.num_batches_tracked) if share is None else 1.0
+    layer.running_mean.mul_(decay).add_(layer.mean, alpha=scale)
+    layer.running_var.mul_(decay).add_(layer.var, alpha=scale)
+    for record in (layer.mean, layer.var, layer.runs):
+        record.zero_()
+
+
+LAYERS = [
+    (nn.BatchNorm1d, {}),
+    (nn.BatchNorm2d, {"momentum": None}),
+    (nn.BatchNorm2d, {"affine": False, "momentum": 0.3}),
+    (nn.BatchNorm3d, {"track_running_stats": False}),
+]
+
+
+def compare_layers(world, layers, dtype, within, mean):
+    for kind, settings in layers:
+        plain = layer_of(kind, dtype, **settings)
+        model = synchronised(copy.deepcopy(plain), fail)
+        assert isinstance(model[0], Synchronised)
+        assert isinstance(model[0], kind)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        if model[0].running_mean is not None:
+            model[0].bind()
+        for step in range(3):
+            inputs, gradients = inputs_of(kind, step, dtype, mean=mean)
+            own = cut_of(world, len(inputs))
+            output, of_inputs, affine, _ = pass_through(model, inputs, gradients, own)
+            for gradient in affine:
+                torch.distributed.all_reduce(gradient)
+            wanted = pass_through(plain, inputs, gradients, slice(None))
+            torch.testing.assert_close(output, wanted[0][own], **within)
+            torch.testing.assert_close(of_inputs, wanted[1][own], **within)
+            torch.testing.assert_close(affine, wanted[2], **within)
+            fold_in(model)
+            torch.testing.assert_close(model.state_dict(), plain.state_dict(), **within)
+        evaluated = model.eval()(inputs[own])
+        torch.testing.assert_close(evaluated, plain.eval()(inputs[own]), **within)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_kind_of_layer_is_torchs_own_on_the_whole_batch(ranks):
+    assert run(compare_layers, ranks, LAYERS, torch.float64, DOUBLE, 3.0) == [True] * ranks
+
+
+def test_a_large_mean_is_no_less_exact_in_float32_than_in_torchs_own():
+    within = {"rtol": 1e-3, "atol": 2e-3}  # float32 has steps of 5e-4 at 5e3
+    assert run(compare_layers, 3, LAYERS[:1], torch.float32, within, 5e3) == [True] * 3
+
+
+def compare_with_an_empty_slot(world, both_empty):
+    """Rank 1 repeats samples of rank 0 that count nothing; then every rank does."""
+    plain = layer_of(nn.BatchNorm1d, torch.float64)
+    model = synchronised(copy.deepcopy(plain), fail)
+    model[0].bind()
+    inputs, gradients = inputs_of(nn.BatchNorm1d, 1, torch.float64)
+    own = slice(0, 6) if world.rank == 0 else slice(2, 5)
+    is_empty = both_empty or world.rank == 1
+    with empty_slot(is_empty):
+        output, of_inputs, affine, _ = pass_through(model, inputs, gradients * (not is_empty), own)
+    for gradient in affine:
+        torch.distributed.all_reduce(gradient)
+    assert output.isfinite().all()
+    if both_empty:
+        assert int(model[0].runs) == 0
+        assert not model[0].mean.any()
+        assert not of_inputs.any()
+        return True
+    wanted = pass_through(plain, inputs, gradients, slice(0, 6))
+    torch.testing.assert_close(affine, wanted[2], **DOUBLE)
+    fold_in(model)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), **DOUBLE)
+    if world.rank:
+        assert not of_inputs.any()
+    else:
+        torch.testing.assert_close((output, of_inputs), wanted[:2], **DOUBLE)
+    return True
+
+
+@pytest.mark.parametrize("both_empty", [False, True])
+def test_an_empty_slot_counts_no_samples(both_empty):
+    assert run(compare_with_an_empty_slot, 2, both_empty) == [True] * 2
+
+
+def penalised(model, inputs, own):
+    """The gradients of a penalty on the gradient with respect to the inputs."""
+    inputs = inputs[own].clone().requires_grad_()
+    (slope,) = torch.autograd.grad((model(inputs) ** 3).sum(), inputs, create_graph=True)
+    (slope**2).sum().backward()
+    return inputs.grad, [parameter.grad for parameter in model.parameters()]
+
+
+def compare_penalties(world):
+    plain = layer_of(nn.BatchNorm2d, torch.float64)
+    model = synchronised(copy.deepcopy(plain), fail)
+    inputs, _ = inputs_of(nn.BatchNorm2d, 0, torch.float64)
+    own = cut_of(world, len(inputs))
+    found, affine = penalised(model, inputs, own)
+    for gradient in affine:
+        torch.distributed.all_reduce(gradient)
+    wanted, of_affine = penalised(plain, inputs, slice(None))
+    torch.testing.assert_close(found, wanted[own], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(affine, of_affine, rtol=1e-10, atol=1e-10)
+    return True
+
+
+def test_a_gradient_of_gradients_is_that_of_the_whole_batch():
+    assert run(compare_penalties, 2) == [True] * 2
+
+
+def halves(world, dtype):
+    plain = layer_of(nn.BatchNorm2d, torch.float32)
+    model = synchronised(copy.deepcopy(plain), fail)
+    model[0].bind()
+    inputs, gradients = inputs_of(nn.BatchNorm2d, 0, dtype)
+    own = cut_of(world, len(inputs))
+    with torch.autocast("cpu", dtype):
+        output, of_inputs, _, _ = pass_through(model, inputs, gradients, own)
+    assert (output.dtype, of_inputs.dtype) == (dtype, dtype)
+    wanted = pass_through(plain, inputs.float(), gradients.float(), slice(None))
+    torch.testing.assert_close(
+        (output, of_inputs), (wanted[0][own], wanted[1][own]), rtol=0.05, atol=0.05, check_dtype=False
+    )
+    fold_in(model)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inputs_in_half_precision_have_statistics_in_float32(dtype):
+    assert run(halves, 2, dtype) == [True] * 2
