@@ -1,12 +1,21 @@
 """BatchNorm over the samples of all ranks: equal to torch's own BatchNorm on one device with the whole batch."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from ranks import run
 from torch import nn
+from torch.nn import functional as F
+from toys import train
 
+import lockstep
+from lockstep.data.batches import Batches, StepPlan
+from lockstep.data.sampler import Shuffled
+from lockstep.engines.registry import engine
+from lockstep.optim.schedule import factor
+from lockstep.transforms import checkpointed
 from lockstep.transforms.batchnorm import Synchronised, empty_slot, synchronised
 
 DOUBLE = {"rtol": 1e-12, "atol": 1e-12}
@@ -191,3 +200,113 @@ def halves(world, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_inputs_in_half_precision_have_statistics_in_float32(dtype):
     assert run(halves, 2, dtype) == [True] * 2
+
+
+# --- training
+
+
+class Network(nn.Module):
+    """Convolutions and a vector, as in README's kind of network, and a part that runs twice in a forward."""
+
+    def __init__(self, momentum):
+        super().__init__()
+        self.features = nn.Sequential(
+            *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(4, 6, 2), nn.BatchNorm2d(6, affine=False), nn.ReLU(), nn.Flatten()),
+        )
+        self.twice = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.last(self.twice(self.twice(x).tanh()) + x)
+
+
+class Pictures(lockstep.Task):
+    items_per_sample = 1
+
+    def __init__(self, momentum=0.1, policy="none", compiled=False):
+        self.momentum, self.policy, self.compiled = momentum, policy, compiled
+
+    def model(self):
+        model = Network(self.momentum).double()
+        checkpointed(model, self.policy, [model.features, model.twice])
+        if self.compiled:
+            model.features.compile(backend="aot_eager")
+        return model
+
+    def dataset(self, split):
+        generator = torch.Generator().manual_seed(7)
+        inputs = torch.randn(60, 1, 6, 6, generator=generator, dtype=torch.float64) * 3 + 2
+        return torch.utils.data.TensorDataset(inputs, torch.randint(3, (60,), generator=generator))
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+SIZE, TOTAL = 12, 41  # three whole steps, and one of five samples: with a short cut, and an empty slot
+HORIZON = -(-TOTAL // SIZE)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def trained_by_hand(task):
+    """The weights and buffers after a plain loop over whole batches."""
+    torch.manual_seed(0)
+    model, dataset = task.model(), task.dataset("train")
+    optimizer, order = sgd(model), Shuffled(len(dataset), 0)
+    for step in range(HORIZON):
+        samples = order.at(step * SIZE, min((step + 1) * SIZE, TOTAL))[1].tolist()
+        inputs, labels = (torch.stack(column) for column in zip(*(dataset[i] for i in samples), strict=True))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * factor(step, HORIZON, 2, 0.1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.state_dict()
+
+
+def trained_together(world, name, settings):
+    """The weights and buffers after the same steps, each cut into one micro-batch for each rank."""
+    warnings.simplefilter("ignore" if settings.get("compiled") else "error")  # the compiler's own
+    task = Pictures(**settings)
+    torch.manual_seed(0)
+    model = synchronised(task.model(), fail)
+    made = engine(name, model, sgd, world, clip=1.0)
+    dataset = task.dataset("train")
+    step_plan = StepPlan(SIZE, -(-SIZE // world.size), TOTAL)
+    train(world, made, Batches(task, dataset, Shuffled(len(dataset), 0), step_plan, world, seed=0), task)
+    state = {name.removeprefix("model/"): t for name, t in made.state_dict().items() if name.startswith("model/")}
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).tolist() for name, t in state.items()}
+
+
+def compare(found, wanted, within=1e-10):
+    assert list(found) == list(wanted)
+    for name, values in wanted.items():
+        one = torch.tensor(found[name], dtype=values.dtype)
+        torch.testing.assert_close(one, values, rtol=within, atol=within, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("ddp", 2, {}),
+        ("ddp", 3, {"momentum": None}),
+        ("ddp", 2, {"policy": "full"}),
+        ("ddp", 2, {"policy": "selective"}),
+        ("ddp", 2, {"compiled": True}),
+        ("zero", 2, {}),
+        ("zero", 3, {}),
+        ("fsdp", 2, {}),
+        ("ddp", 1, {}),
+    ],
+    ids=str,
+)
+def test_steps_of_several_ranks_are_those_of_a_plain_loop_over_whole_batches(name, ranks, settings):
+    wanted = trained_by_hand(Pictures(momentum=settings.get("momentum", 0.1)))
+    assert int(wanted["twice.1.num_batches_tracked"]) == 2 * HORIZON
+    for found in run(trained_together, ranks, name, settings, timeout=120.0):
+        compare(found, wanted)

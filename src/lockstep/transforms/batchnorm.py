@@ -189,15 +189,18 @@ class Synchronised(Recording):
         if not self.training or (_count_ranks() == 1 and not _FORWARD.alone):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        return self._normalise(input)
+        output: Tensor = self._normalise(input)
+        return output
 
-    @torch.compiler.disable  # the compiler cannot trace collectives of an autograd function: it breaks the graph here
+    # The compiler cannot trace collectives of an autograd function: it breaks the graph here.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, input: Tensor) -> Tensor:
-        output, mean, var, total = _Normalise.apply(input, self.weight, self.bias, self.eps)
+        results: tuple[Tensor, ...] = _Normalise.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+        output, mean, var, total = results
         if self.mean is not None and self.var is not None and self.runs is not None:
             with torch.no_grad():
                 self._record(mean, var * (total / (total - 1.0).clamp(min=1.0)), total > 0.0)
-        return output  # type: ignore[no-any-return]
+        return output
 
     def _record(self, mean: Tensor, var: Tensor, counts: Tensor) -> None:
         """Add a forward's statistics, unless it was an empty slot on every rank.
@@ -249,7 +252,13 @@ class _RankSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _RankSum.apply(gradients[0])  # type: ignore[no-any-return]  # collective
+        return _sum_with_graph(gradients[0])  # collective
+
+
+def _sum_with_graph(values: Tensor) -> Tensor:
+    """Return the sum over all ranks, to be differentiated. Collective."""
+    total: Tensor = _RankSum.apply(values)  # type: ignore[no-untyped-call]  # collective
+    return total
 
 
 class _Normalise(torch.autograd.Function):
@@ -276,7 +285,8 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         input, weight, bias, mean, var, total = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient's own graph is asked for
-            return *_differentiable_gradients(ctx, gradients[0], input, weight, bias), None
+            found = _differentiable_gradients(ctx, gradients[0], input, weight, bias)  # collective
+            return found[0], found[1], found[2], None
         scale = _cast(weight, mean.dtype)
         # In evaluation the kernel takes mean and variance for constants; what flows through them is added below.
         direct, by_scale, by_shift = torch.ops.aten.native_batch_norm_backward(
@@ -338,10 +348,10 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
     dims, shape, wide = _summed_dims(input), _channel_shape(input), _widened(input)
     counted = 1.0 if _FORWARD.counts else 0.0
     count = wide.new_full((1,), counted * input.numel() / input.shape[1])
-    sums = _RankSum.apply(torch.cat([wide.sum(dims) * counted, count]))  # collective
+    sums = _sum_with_graph(torch.cat([wide.sum(dims) * counted, count]))  # collective
     total = sums[-1:].clamp(min=1.0)
     centred = wide - (sums[:-1] / total).view(shape)
-    var = _RankSum.apply((centred**2).sum(dims) * counted) / total  # collective
+    var = _sum_with_graph((centred**2).sum(dims) * counted) / total  # collective
     output = centred * torch.rsqrt(var + eps).view(shape)
     if weight is not None:
         output = output * weight.to(wide.dtype).view(shape)
