@@ -30,6 +30,7 @@ from lockstep.guards.loss_parameters import LossParameters
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
 from lockstep.task import AVERAGED, UNDIVIDED, Task
+from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
     "NO_AUDIT",
@@ -253,7 +254,7 @@ class Passes:
                 control.check_empty(step, batch)
             control.seed(step, batch.index)
             last = batch is micro[-1]
-            with engine.accumulate(last, counts), audit.watch(step, batch) as observe:
+            with engine.accumulate(last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
                 parameters, self._parameters = self._parameters, None
                 with control.kernels(step, batch.index), parameters.forward() if parameters else nullcontext():
                     loss, numbers = loss_function(engine.model, batch)

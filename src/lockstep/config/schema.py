@@ -293,10 +293,10 @@ class Config:
         "whole",
     )
     batchnorm: str = option(
-        "replay",
-        "running statistics of BatchNorm; replay: the same at every world size; sync: SyncBatchNorm; local: of "
-        "each rank",
-        *("replay", "sync", "local"),
+        "auto",
+        "statistics of BatchNorm; auto: sync where a step is one micro-batch for each rank, else replay; replay: each "
+        "forward's own; sync: of all ranks' forwards; local: each forward's own, running ones of each rank",
+        *("auto", "replay", "sync", "local"),
     )
     attention: str = option(
         "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"

@@ -31,7 +31,7 @@ from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
 from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.fields import AUTO, is_url
-from lockstep.config.schema import Config, is_auto, lookup
+from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
 from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, grouped_order
@@ -107,6 +107,7 @@ from lockstep.training.task_check import (
     restore_findings,
 )
 from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
+from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
 
 __all__ = [
@@ -458,7 +459,13 @@ def build_together(
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     of_model = list[str]()
-    model = build_model(draft.config, task, world, state, say, note=of_model.append)
+    open_data = training.order is not None and not isinstance(training.order, GroupOrder)
+    fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
+    of_ranks = draft.config
+    if joining and not fixed_cut:  # this process builds alone, and the run that it joins has several ranks
+        of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
+        of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
+    model = build_model(of_ranks, task, world, state, say, note=of_model.append, fixed_cut=fixed_cut)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
@@ -707,7 +714,8 @@ def announce(built: RunParts) -> None:
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):
         _LOG.info(line)
-    for line in plan_warnings(built.run_plan, built.model, built.task.data_facts) if built.world.is_main else ():
+    run = built.run_plan, built.model, built.task.data_facts, built.world.size
+    for line in plan_warnings(*run) if built.world.is_main else ():
         _LOG.warning(line)
 
 

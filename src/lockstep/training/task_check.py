@@ -49,6 +49,7 @@ from lockstep.training.loss_check import (
     suggest_fixes,
     try_loss,
 )
+from lockstep.transforms.batchnorm import Synchronised
 from lockstep.transforms.determinism import autotuned, pin_compiler
 from lockstep.whole_step import check_outputs
 
@@ -472,14 +473,14 @@ def check_task(
     """
     world, task = trial.world, trial.task
     first = samples.training.first
-    norms = _batchnorms(trial.plain, world)  # before eval mode
+    norms = _batchnorms(trial.plain, training, world)  # before eval mode
     with trial.sandbox():
         if has_step_loss(task):
-            with _check_batchnorms(norms, training):
+            with _check_batchnorms(norms):
                 _check_whole_step(trial, samples.training)  # collective
             set_detected(task, "sum", gradients=False)
         else:
-            on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
+            on_all_ranks(world, lambda: _try_first(trial, first, norms))  # collective
             world.agree()  # collective
             check_loss(trial, training, samples.training.places, recorded)  # collective
         samples.training.places.clear()
@@ -527,43 +528,56 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
     return first
 
 
-def _try_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
-    with _check_batchnorms(norms, training):
+def _try_first(trial: Trial, first: MicroBatch, norms: list["_Norm"]) -> None:
+    with _check_batchnorms(norms):
         loss, _ = try_loss(trial, first)
     if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
         _check_inputs(first, loss)
 
 
-def _batchnorms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
-    """Return the BatchNorm layers that normalise over one forward on one rank, with names."""
-    return [
-        (name or type(layer).__name__, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and layer.training
-        and not (isinstance(layer, nn.SyncBatchNorm) and world.size > 1)
-    ]
+class _Norm(NamedTuple):
+    """A BatchNorm layer in training mode.
+
+    Attributes:
+        samples: that it normalises over.
+        is_shared: these are the samples of all ranks, so that one value per channel on this rank may be enough.
+    """
+
+    name: str
+    layer: nn.Module
+    samples: int
+    is_shared: bool
+
+
+def _batchnorms(model: nn.Module, training: Batches, world: World) -> list[_Norm]:
+    """Return the model's BatchNorm layers in training mode."""
+    norms = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training:
+            is_shared = world.size > 1 and isinstance(layer, Synchronised | nn.SyncBatchNorm)
+            samples = training.step_plan.samples(0) if is_shared else training.own_samples(0)
+            norms.append(_Norm(name or type(layer).__name__, layer, samples, is_shared))
+    return norms
 
 
 @contextlib.contextmanager
-def _check_batchnorms(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
+def _check_batchnorms(norms: list[_Norm]) -> Iterator[None]:
     """Raise ConfigError if a layer of `norms` gets one value per channel.
 
     The trial runs in eval mode, where torch accepts that.
     """
-    samples = training.own_samples(0)
 
-    def check(name: str, values: Tensor | None = None) -> None:
-        if values is not None and values.ndim > 1 and values.numel() == values.shape[1]:
+    def check(norm: _Norm, values: Tensor | None = None) -> None:
+        enough = norm.is_shared and norm.samples > 1
+        if values is not None and values.ndim > 1 and values.numel() == values.shape[1] and not enough:
             raise ConfigError(
-                f"BatchNorm ({name}) gets one value per channel from a forward of {samples} sample"
-                f"{'s' * (samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train better), "
-                "with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or LayerNorm"
+                f"BatchNorm ({norm.name}) gets one value per channel from a forward of {norm.samples} sample"
+                f"{'s' * (norm.samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train "
+                "better), with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or "
+                "LayerNorm"
             )
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: check(name, *inputs)) for name, layer in norms
-    ]
+    hooks = [norm.layer.register_forward_pre_hook(lambda _, inputs, norm=norm: check(norm, *inputs)) for norm in norms]
     try:
         yield
     finally:

@@ -97,7 +97,7 @@ def prepare(  # noqa: PLR0913
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":
-        model = synchronised(model, device, say)
+        model = synchronised(model, say)
     dtype = PARAMETERS[precision]
     order = order_of(facts_of(device), masked=chosen.masked)
     line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
@@ -127,12 +127,12 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
             "--attention cudnn cannot run with --exact or --guards.audit: torch refuses cuDNN's attention in "
             "deterministic mode; use auto"
         )
-    twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm != "replay"
+    twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm == "local"
     norms = nn.modules.batchnorm._BatchNorm
     if twice and any(isinstance(module, norms) for block in blocks for module in block.modules()):
         raise ConfigError(
-            f"--activation-checkpointing with --batchnorm {chosen.batchnorm} would count each micro-batch twice in the "
-            "running statistics; use --batchnorm replay"
+            "--activation-checkpointing with --batchnorm local would count each micro-batch twice in the running "
+            "statistics; use --batchnorm auto"
         )
 
 
