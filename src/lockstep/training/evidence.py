@@ -608,8 +608,9 @@ def _generators(root: Any) -> list[Any]:
     """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     found, visited, level = list[Any](), {id(root)}, [root]
+    # By type: `isinstance` asks an object, and torch has one that answers with a warning.
     while level and len(visited) < _VISITED:
-        objects = [each for each in level if not isinstance(each, types.ModuleType)]
+        objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
         level = []
         for each in gc.get_referents(*objects):
             if id(each) not in visited:
