@@ -601,7 +601,7 @@ def leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
-_VISITED = 300_000  # most objects to look at
+_VISITED = 20_000  # most objects to look at, the nearest first
 
 
 def _generators(root: Any) -> list[Any]:
@@ -613,7 +613,7 @@ def _generators(root: Any) -> list[Any]:
         objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
         level = []
         for each in gc.get_referents(*objects):
-            if id(each) not in visited:
+            if id(each) not in visited and len(visited) < _VISITED:
                 visited.add(id(each))
                 level.append(each)
                 if issubclass(type(each), kinds) and not isinstance(each, random.SystemRandom):
