@@ -93,7 +93,8 @@ class Task(ABC):
             where a step is cut, a check before step 1 must prove that it is a sum or a mean over items. "mean": the
             mean over the items of a batch. "sum": the sum over them, which is divided by the items of the step.
             "micro-batch": it is neither; the losses of the micro-batches are averaged, weighted by their items, as
-            DistributedDataParallel averages over its ranks.
+            DistributedDataParallel averages over its ranks. The run itself sets "total" (an undeclared loss that was
+            shown to be a sum, and stays one) and "whole" (one that is used as it is, since a step has one micro-batch).
         items_per_sample: items of every sample, if all have the same number; the ranks then exchange no counts. None:
             `count` decides. For a task without its own `collate` and `count` it is 1: an item is a sample.
         item_name: name of an item in rates, such as "tokens".
@@ -109,7 +110,7 @@ class Task(ABC):
             ranks before step 1.
     """
 
-    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
+    reduction: Literal["auto", "sum", "mean", "micro-batch", "total", "whole"] = "auto"
     items_per_sample: int | None = None
     item_name: str = "items"
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"

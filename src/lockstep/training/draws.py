@@ -206,7 +206,8 @@ def _bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     schema = func._schema.arguments  # private: torch has no other way to an operation's argument names
     defaults = {each.name: each.default_value for each in schema if each.has_default_value() and each.name != "dtype"}
     values: dict[str, Any] = defaults | {each.name: value for each, value in zip(schema, args, strict=False)}
-    return values | kwargs
+    values.update(kwargs)
+    return values
 
 
 def _is_off(values: Mapping[str, Any]) -> bool:
@@ -258,9 +259,10 @@ def _permutation(draws: RowDraws, name: str, values: Values) -> Tensor:
 def _scaled_normal(draws: RowDraws, name: str, values: Values) -> Tensor:
     mean, std = values["mean"], values["std"]
     if "size" in values:
-        return _normal(draws, name, values) * std + mean
-    like = mean + std
-    return draws.numbers(name, values, _form(like), lambda t, g: t.normal_(generator=g)) * std + mean
+        numbers = _normal(draws, name, values)
+    else:
+        numbers = draws.numbers(name, values, _form(mean + std), lambda t, g: t.normal_(generator=g))
+    return numbers.mul_(std).add_(mean)
 
 
 def _below(draws: RowDraws, name: str, values: Values, like: Tensor, p: Any) -> Tensor:

@@ -30,6 +30,7 @@ import gc
 import math
 import pickle
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -364,7 +365,7 @@ class _Judgement:
 
     def explained(self) -> Finding:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
-        watch = _Watch(self._weighing.trial.world.device)
+        watch = _Watch(self._weighing.trial.task, self._weighing.trial.world.device)
         found = self._tried(lambda: self._watched(watch))
         if self._finding.is_against and watch.moved:
             self._finding = found
@@ -577,6 +578,8 @@ def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[N
     """Put back `.grad` of leaves of the loss's graph that are no parameters of the model."""
     own = set(parameters)
     before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in own]
+    for leaf, _ in before:
+        leaf.grad = None  # a backward adds in place
     try:
         yield
     finally:
@@ -598,22 +601,43 @@ def leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
+_VISITED = 20_000  # most objects to look at, the nearest first
+
+
+def _generators(root: Any) -> list[Any]:
+    """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    found, visited, level = list[Any](), {id(root)}, [root]
+    # By type: `isinstance` asks an object, and torch has one that answers with a warning.
+    while level and len(visited) < _VISITED:
+        objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
+        level = []
+        for each in gc.get_referents(*objects):
+            if id(each) not in visited and len(visited) < _VISITED:
+                visited.add(id(each))
+                level.append(each)
+                if issubclass(type(each), kinds) and not isinstance(each, random.SystemRandom):
+                    found.append(each)
+    return found
+
+
 class _Watch:
     """Context that sees which generators outside of the draws' keys a loss has used.
+
+    Args:
+        task: whose generators are watched.
+        device: whose default generator is.
 
     Attributes:
         moved: descriptions of them, at the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
         self.moved = list[str]()
 
     def __enter__(self) -> None:
-        # Any generator of the process: a loss may find its own anywhere.
-        kinds = (np.random.Generator, np.random.RandomState, random.Random)
-        found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-        self._own = [each for each in found if not isinstance(each, random.SystemRandom)]
+        self._own = _generators(self._task)
         self._before = self._states()
 
     def __exit__(self, *_: object) -> None:
