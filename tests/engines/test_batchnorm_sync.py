@@ -1,6 +1,10 @@
 """BatchNorm over the samples of all ranks: equal to torch's own BatchNorm on one device with the whole batch."""
 
+import contextlib
 import copy
+import dataclasses
+import io
+import json
 import warnings
 
 import pytest
@@ -11,14 +15,15 @@ from torch.nn import functional as F
 from toys import taken, train
 
 import lockstep
-from lockstep.config.sections import Optim
+from lockstep.config.sections import Guards, Optim
 from lockstep.data.batches import Batches, StepPlan
 from lockstep.data.sampler import Shuffled
 from lockstep.engines.registry import engine
+from lockstep.errors import LockstepError
 from lockstep.optim.schedule import factor
 from lockstep.training.resume import load_weights, select_checkpoint
 from lockstep.transforms import checkpointed, compiled, precision
-from lockstep.transforms.batchnorm import Synchronised, empty_slot, synchronised
+from lockstep.transforms.batchnorm import Synchronised, empty_slot, resolve_batchnorm, synchronised
 
 DOUBLE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -345,3 +350,83 @@ def test_a_run_stopped_on_two_ranks_goes_on_as_a_plain_loop_on_another_number(ra
     model = Configured().model()
     load_weights(select_checkpoint(tmp_path / "default", "last"), model)
     compare({name: tensor.tolist() for name, tensor in model.state_dict().items()}, trained_by_hand(Configured(), 48))
+
+
+class Cracked(Configured):
+    """One sample of the second step, on the second of two ranks, is NaN."""
+
+    def dataset(self, split):
+        dataset = super().dataset(split)
+        dataset.tensors[0][SPOILT] = torch.nan
+        return dataset
+
+
+SPOILT = int(Shuffled(60, 0).at(2 * SIZE - 2, 2 * SIZE - 1)[1][0])
+
+
+def stop_at_nan(world, folder):
+    config = lockstep.Config(
+        save_dir=folder, batch_size=SIZE, micro_batch_size=SIZE // 2, batchnorm="sync", max_steps=3, device="cpu"
+    )
+    config = dataclasses.replace(config, precision="float64", engine="ddp")
+    with pytest.raises(LockstepError) as caught:
+        taken(config, Cracked(), world)
+    return str(caught.value)
+
+
+def test_a_bad_sample_is_named_on_its_own_rank_although_all_losses_are_bad(tmp_path):
+    for message in run(stop_at_nan, 2, str(tmp_path)):
+        assert "micro-batch 1 (" in message
+        assert str(SPOILT) in message
+        assert "hardware" not in message
+
+
+def start(world, folder, fields):
+    """The kinds of the layers, what the plan records, and the lines, of a run that leaves BatchNorm open."""
+    config = lockstep.Config(save_dir=folder, max_steps=1, device="cpu", precision="float64", **fields)
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        run = lockstep.Run(config, Configured(), world)
+        for _ in run:
+            names = {type(layer).__name__ for layer in run.model.modules() if isinstance(layer, nn.BatchNorm1d)}
+    recorded = json.loads((run.result.folder / "state.json").read_text())["plan"]["batchnorm"]
+    return names, recorded, stderr.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "kind", "line"),
+    [
+        ({"batch_size": 2}, 2, "_Synchronised1d", ""),
+        ({"batch_size": 2}, 1, "BatchNorm1d", ""),
+        ({"batch_size": 4, "micro_batch_size": 2}, 2, "_Recording1d", ""),
+        ({"batch_size": 64, "exact": True}, 2, "_Recording1d", "--exact computes each micro-batch by itself"),
+    ],
+)
+def test_auto_is_resolved_anew_at_each_start_by_ranks_and_cut(fields, ranks, kind, line, tmp_path):
+    for names, recorded, shown in run(start, ranks, str(tmp_path), fields):
+        assert (names, recorded) == ({kind}, "auto")
+        assert line in shown or not shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "cut", "kind", "reason"),
+    [
+        ({}, 2, {"fixed_cut": True}, "replay", ""),
+        ({}, 1, {}, "local", ""),
+        ({"activation_checkpointing": "full"}, 1, {}, "replay", ""),
+        ({"exact": True}, 1, {}, "replay", ""),
+        ({}, 2, {}, "sync", ""),
+        ({"activation_checkpointing": "full", "compile": True}, 2, {}, "sync", ""),
+        ({"micro_batch_size": 3}, 2, {}, "replay", "4 micro-batches for 2 ranks"),
+        ({"guards": Guards(audit=0.5)}, 2, {}, "replay", "--guards.audit"),
+        ({"shares": "1,1"}, 2, {}, "replay", "--shares 1,1"),
+        ({"batchnorm": "sync", "micro_batch_size": 3}, 2, {}, "sync", ""),
+        ({"exact": True}, 2, {"has_batchnorm": False}, "replay", ""),
+    ],
+)
+def test_auto_is_sync_where_a_step_is_one_micro_batch_for_each_rank(fields, ranks, cut, kind, reason):
+    config = lockstep.Config(**{"batch_size": 12, "micro_batch_size": 6} | fields)
+    found = resolve_batchnorm(config, ranks, **cut)
+    assert found.kind == kind
+    assert reason in found.reason
+    assert bool(reason) == bool(found.reason)
