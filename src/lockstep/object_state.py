@@ -23,6 +23,8 @@ from typing import Any, Protocol, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["ObjectState", "same_bits"]
@@ -55,6 +57,9 @@ _LEFT_ALONE = (
         "deepspeed.ops",
     ),
 )
+_PACKAGE = __name__.partition(".")[0]
+# Parts of this package whose objects belong to a user's training; the others are not a task's to change.
+_OWN_PARTS = ("task", "tasks", "models", "adapters", "text", "optim", "hooks")
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _MISSING: Any = object()
 
@@ -96,7 +101,8 @@ class ObjectState:
 
     Args:
         roots: name -> object; the names begin the paths of `changes`.
-        untouched: tensors whose values the caller restores itself: they are watched, not copied.
+        untouched: tensors whose values the caller restores itself: they are watched, not copied, and so is the state
+            of their optimizers.
         skip: objects and classes that are left alone.
     """
 
@@ -197,7 +203,7 @@ class ObjectState:
             self._by_id[id(owner)] = record
 
     def _follow(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
-        kind = type(owner)
+        kind: Any = type(owner)
         if of_data and issubclass(kind, Tensor):
             self._data.add(id(owner))
         if id(owner) in self._by_id or id(owner) in self._skipped or issubclass(kind, (type, *self._skipped_types)):
@@ -222,6 +228,8 @@ class ObjectState:
 
     def _follow_plain(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
         kind = type(owner)
+        if issubclass(kind, Optimizer) and any(id(each) in self._untouched for each in owner.state):
+            self._untouched.update(map(id, _tensors_in(owner.state)))
         if issubclass(kind, functools.partial):
             for name in ("func", "args", "keywords"):
                 self._push(getattr(owner, name), place, f".{name}", of_data)
@@ -266,15 +274,15 @@ class ObjectState:
 
     def _follow_module(self, module: nn.Module, place: _Place, of_data: bool) -> None:
         """Follow a module; of a wrapper of torch, such as DistributedDataParallel, only what it wraps."""
-        names = ("_parameters", "_buffers", "_modules")
-        if _is_wrapper(type(module)):
-            names = ("_modules",)
-        else:
-            self._follow_attributes(module, place, of_data, _HOOKS | frozenset(names))
+        kind: Any = type(module)
+        is_wrapper = _is_wrapper(kind)
+        if not is_wrapper:
+            self._follow_attributes(module, place, of_data, _UNSAVED)
             for hooks in _HOOKS:
                 for hook in list((vars(module).get(hooks) or {}).values()):
-                    self._push(hook, place, f".{hooks}", of_data)
-        for name in names:
+                    if str(getattr(hook, "__module__", "")).partition(".")[0] not in ("torch", _PACKAGE):
+                        self._push(hook, place, f".{hooks}", of_data)
+        for name in ("_modules",) if is_wrapper else _MEMBERS:
             members = vars(module)[name]
             self._alive.append(members)
             self._keep(members, _Items(members, place, members=True))
@@ -282,6 +290,8 @@ class ObjectState:
                 self._push(value, place, f".{key}", of_data)
 
     def _follow_tensor(self, tensor: Tensor, place: _Place, of_data: bool) -> None:
+        if type(tensor) not in _PLAIN_TENSORS and id(tensor) in self._untouched:
+            return
         if type(tensor) in _PLAIN_TENSORS:
             record = _TensorValues(tensor, place)
             self._by_id[id(tensor)] = record
@@ -291,7 +301,7 @@ class ObjectState:
         elif hasattr(tensor, "__tensor_flatten__"):  # such as a DTensor: its parts are tensors
             for name in tensor.__tensor_flatten__()[0]:
                 self._push(getattr(tensor, name), place, "", of_data)
-        elif id(tensor) not in self._untouched:
+        else:
             self._push(tensor.as_subclass(Tensor), place, "", of_data)
 
     def _holder(self, record: "_TensorValues") -> Any:
@@ -309,6 +319,9 @@ class ObjectState:
 
 _NO_NAMES: frozenset[str] = frozenset()
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_called")))
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_UNSAVED = _HOOKS.union(_MEMBERS)
 
 
 @final
@@ -343,7 +356,8 @@ class _Attributes:
         self.saved: dict[str, Any] | None = None
         if self.present is not None:
             self.saved = {name: value for name, value in self.present.items() if name not in without}
-        self.slots = [(owner, name, slot, _read_slot(owner, slot)) for name, slot in _slots_of(type(owner))]
+        kind: Any = type(owner)
+        self.slots = [(owner, name, slot, _read_slot(owner, slot)) for name, slot in _slots_of(kind)]
 
     def values(self) -> Iterator[tuple[str, Any]]:
         yield from (self.saved or {}).items()
@@ -382,9 +396,6 @@ class _Attributes:
 
     def _path(self, name: str) -> str:
         return f"{self.place.path()}.{name}"
-
-
-_UNSAVED = _HOOKS | {"_parameters", "_buffers", "_modules"}
 
 
 def _present(value: Any) -> Any:
@@ -536,6 +547,9 @@ def _read_cell(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _is_left_alone(kind: type) -> bool:
+    package, _, rest = str(kind.__module__).partition(".")
+    if package == _PACKAGE and rest.partition(".")[0] not in _OWN_PARTS:
+        return True
     return any(_comes_from(base, _LEFT_ALONE) for base in kind.__mro__)
 
 
@@ -595,7 +609,7 @@ def _write_bits(generator: Any, state: Any) -> None:
 
 # class -> how its state is read and written
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
-    torch.Generator: (lambda each: each.get_state(), lambda each, state: each.set_state(state)),
+    torch.Generator: (lambda each: each.get_state().numpy(), lambda each, state: each.set_state(torch.tensor(state))),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (lambda each: each.bit_generator.state, _write_numpy),
     np.random.RandomState: (lambda each: each.get_state(), lambda each, state: each.set_state(state)),
@@ -713,6 +727,10 @@ class _TensorValues:
             self.tensor.requires_grad_(self._requires_grad)
         if self.values is not None and self.tensor.grad is not self._gradient:
             self.tensor.grad = self._gradient
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(dict(tree)) if isinstance(leaf, Tensor)]
 
 
 def _changed_tensors(records: list[_TensorValues]) -> list[_TensorValues]:
