@@ -45,8 +45,8 @@ from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.defaults import batchnorm_names
-from lockstep.training.loss_check import preserve_state
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
+from lockstep.training.trial_state import preserve_state
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.precision import eager, uncompiled

@@ -9,7 +9,7 @@ Where a step is cut, its loss must be a sum or a mean over items: `lockstep.trai
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -30,6 +30,7 @@ from lockstep.passes import split_loss
 from lockstep.task import Task, needs_graph, set_detected
 from lockstep.training.defaults import explain_device_error
 from lockstep.training.evidence import HalvedSamples, Verdict, cut_rows, have_same_tensors, weigh
+from lockstep.training.trial_state import preserve_state
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "load_places",
     "loss_value",
     "measure",
-    "preserve_state",
     "suggest_fixes",
     "try_loss",
 ]
@@ -340,38 +340,6 @@ def call_method(
         problem = blamed(method, error, "the first micro-batch, before step 1")
         reason = explain_device_error(error, model, task, data) if model is not None and task is not None else ""
         raise (DataError(f"{problem}; {reason}") if reason else problem) from error
-
-
-@contextlib.contextmanager
-def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
-    """Restore modes, buffers, the task's tensors and the generators at the end.
-
-    Args:
-        training: leave the modes as they are; False: run in eval mode.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers_of = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    own: Iterable[Tensor] = task.state_dict().values()
-    values = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
-    cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    if not training:
-        model.eval()
-    try:
-        with generators_kept():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        at_rest(model)
-        with torch.no_grad():
-            for module, buffers in buffers_of:  # a forward may replace a buffer by another tensor
-                module._buffers.update(buffers)
-            for tensor, before in values:
-                if tensor.shape != before.shape:
-                    tensor.resize_(before.shape)
-                tensor.copy_(before)
-        if cuda_generator is not None:
-            torch.cuda.set_rng_state(cuda_generator, device)
 
 
 # --- sum or mean
