@@ -65,6 +65,7 @@ class TrainerTask(Task):
     reduction = "micro-batch"
     item_name = "samples"
     gathers = True  # a `compute_loss` may gather what it logs
+    autocast_scope = "float32 outputs"  # as Accelerate prepares the model
     fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS  # those that change what is computed
     events: Events | None = None
 
