@@ -144,8 +144,8 @@ def test_what_runs_under_autocast_is_what_lightning_runs_in_it(tmp_path):
     given |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     package.Trainer(precision="bf16-mixed", **given).fit(theirs, loader(), loader())
     ours = Watched()
-    config, task = lockstep.from_lightning(ours, (loader(), loader()), precision="bf16-mixed", max_epochs=1)
-    changes = {"save_dir": str(tmp_path), "report": False, "compile": False}
+    config, task = lockstep.from_lightning(ours, (loader(), loader()))
+    changes = {"save_dir": str(tmp_path), "report": False, "precision": "bf16", "compile": False}
     with lockstep.Run(dataclasses.replace(config, **changes), task) as made:
         assert sum(1 for _ in made) == 4
     seen = {name: kinds if name.startswith("on_") else kinds - {False} for name, kinds in ours.found.items()}
