@@ -109,6 +109,7 @@ from lockstep.training.task_check import (
 from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
+from lockstep.transforms.precision import task_in_precision
 
 __all__ = [
     "BuildRequest",
@@ -574,7 +575,8 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 
     def make() -> Task:
         check(draft)
-        return make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+        made = make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+        return task_in_precision(made, draft.precision, world.device.type, notify(world))
 
     task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)

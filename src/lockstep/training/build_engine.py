@@ -237,6 +237,7 @@ def build_model(
         ),
         blocks=find_blocks(model).modules if task_blocks is None else list(task_blocks),
         from_task=task_blocks is not None,
+        float32_outputs=task.autocast_scope == "float32 outputs",
         keep_dtype=base,
         say=say,
         note=note,

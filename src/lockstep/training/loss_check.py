@@ -198,7 +198,7 @@ class Trial:
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
                 result = None
-                dtypes = contextlib.nullcontext() if narrow else without_autocast(self.plain)
+                dtypes = contextlib.nullcontext() if narrow else without_autocast()
                 with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
                     result = action()
                 results: list[Any] = self.world.gather(result)  # collective

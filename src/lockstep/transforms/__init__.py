@@ -65,6 +65,7 @@ def prepare(  # noqa: PLR0913
     chosen: Transforms | None = None,
     blocks: Sequence[nn.Module] = (),
     from_task: bool = True,
+    float32_outputs: bool = False,
     keep_dtype: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
     note: Callable[[str], None] | None = None,
@@ -80,6 +81,7 @@ def prepare(  # noqa: PLR0913
         chosen: the techniques; None: the defaults.
         blocks: the model's repeated blocks, in order; () if unknown.
         from_task: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
+        float32_outputs: under autocast, convert the model's outputs to float32.
         keep_dtype: tensors of the model that keep their dtype in any `precision`.
         say: reports a line to the user.
         note: takes the line on attention's kernel; None: `say`.
@@ -111,7 +113,7 @@ def prepare(  # noqa: PLR0913
     if chosen.weight_copies == "step":
         WeightCopies.of(model, AUTOCAST[precision], narrow=chosen.grad_dtype == "bf16", say=say)
     if precision in AUTOCAST:
-        model = autocast(model, AUTOCAST[precision], device.type)
+        model = autocast(model, AUTOCAST[precision], device.type, float32_outputs=float32_outputs)
     if compile_model:
         model = compiled(model, _to_compile(chosen.compile_scope, blocks, from_task))
     return model
