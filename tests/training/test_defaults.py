@@ -1,5 +1,6 @@
 """What "auto" becomes: by the kind of work, the model and the plan alone, seen in the run's folder, and said."""
 
+import copy
 import json
 import tomllib
 from dataclasses import fields
@@ -41,6 +42,7 @@ from lockstep.training.defaults import (
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
 from lockstep.training.sharing import check_division
+from lockstep.transforms.batchnorm import synchronised
 
 PLAIN = nn.Linear(2, 2)
 RAGGED = Ragged()
@@ -266,7 +268,18 @@ def test_what_is_warned_of():
     small = chosen(Config(max_steps=60, batch_size=4), Ragged(), NORMED)
     assert names(plan_warnings(small, NORMED)[0], "4 samples", "--batch-size 16", "--micro-batch-size 16")
     assert plan_warnings(chosen(Config(max_steps=60, batch_size=64), Ragged(), NORMED), NORMED) == []
-    assert plan_warnings(chosen(Config(max_steps=60, batch_size=64, batchnorm="sync"), Ragged(), NORMED), NORMED) == []
+
+
+def test_few_samples_of_all_ranks_together_are_warned_of():
+    together = synchronised(copy.deepcopy(NORMED), pytest.fail)
+    few = chosen(Config(max_steps=60, batch_size=64, micro_batch_size=4), Ragged(), NORMED)
+    assert plan_warnings(few, together, ranks=4) == []
+    (line,) = plan_warnings(few, together, ranks=2)
+    assert names(line, "8 samples of all ranks", "--micro-batch-size 8")
+    small = chosen(Config(max_steps=60, batch_size=4, micro_batch_size=2), Ragged(), NORMED)
+    (line,) = plan_warnings(small, together, ranks=2)
+    assert names(line, "4 samples of all ranks", "--batch-size 16")
+    assert "--micro-batch-size" not in line
 
 
 @pytest.mark.parametrize(
