@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run
+from ranks import RankError, run
 from small_runs import config
 from torch import nn
 from torch.nn import functional as F
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import checkpoint
 from lockstep.data.sampler import Sequential
+from lockstep.errors import ConfigError
 
 RATE, BATCH, SAMPLES, STEPS = 0.05, 10, 37, 4  # the last step has 7 samples
 WEIGHTS = torch.tensor([5.0, 1.0, 0.2], dtype=torch.float64)
@@ -168,7 +169,7 @@ def test_a_mean_and_a_sum_on_ranks_are_the_plain_loop(tmp_path, ranks, engines):
 def refused(world, folder):
     found = []
     for kind in ("Contrastive", "Weighted"):
-        with pytest.raises(lockstep.LockstepError) as error:
+        with pytest.raises(ConfigError) as error:
             lockstep.train(settings(folder, kind), KINDS[kind](), world)
         found.append(str(error.value))
     return found
@@ -182,7 +183,7 @@ def test_what_no_cut_can_compute_is_refused_on_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("micro", [0, 5])
-def test_a_run_on_one_rank_that_goes_on_on_two_and_back_is_the_plain_loop(tmp_path, micro):
+def test_a_run_on_one_rank_that_goes_on_on_two_and_back_is_the_plain_loop(tmp_path, capfd, micro):
     """At the defaults each start cuts for its own ranks; a size that was chosen stays."""
     kinds, sizes = ("Plain", "Sum"), []
     for ranks, stop in ((1, 1), (2, 3), (1, 0)):
@@ -193,9 +194,21 @@ def test_a_run_on_one_rank_that_goes_on_on_two_and_back_is_the_plain_loop(tmp_pa
     assert sizes == ([5, 5, 5] if micro else [10, 5, 10])
     for kind in kinds:
         assert_close(parameters(tmp_path, kind, KINDS[kind]()), by_hand(KINDS[kind]())[1])
-    log = (tmp_path / "Sum" / "logs" / "rank-00000.log").read_text()
-    assert ("a step is cut into forwards of 5 samples in place of 10" in log) is (not micro)
-    assert ("a step is cut into forwards of 10 samples in place of 5" in log) is (not micro)
+    said = capfd.readouterr().err
+    for cut in ("5 samples in place of 10", "10 samples in place of 5"):
+        assert said.count(f"a step is cut into forwards of {cut}") == (0 if micro else len(kinds))
+
+
+def test_a_run_whose_loss_was_never_proved_goes_on_where_it_needs_no_proof(tmp_path):
+    """On two ranks it is refused, and on one it is the plain loop still."""
+    run(trained, 1, tmp_path, [("Contrastive", "r", {"stop_at": 2})])
+    before = checkpoint.newest(tmp_path / "r", say=print)
+    with pytest.raises(RankError, match="the run so far computed each step in one forward"):
+        run(trained, 2, tmp_path, [("Contrastive", "r", {})])
+    assert checkpoint.newest(tmp_path / "r", say=print) == before
+    run(trained, 1, tmp_path, [("Contrastive", "r", {})])
+    found, weights = parameters(tmp_path, "r", Contrastive()), by_hand(Contrastive())[1]
+    assert all(torch.equal(mine, each) for mine, each in zip(found, weights, strict=True))
 
 
 class Tail(Plain):
@@ -208,7 +221,7 @@ class Tail(Plain):
         return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.BatchNorm1d(1), nn.Flatten(), nn.Linear(5, 3)).double()
 
     def loss(self, model, batch):
-        if model.training and torch.is_grad_enabled():
+        if model.training:
             self.seen += batch["index"].tolist()
         return super().loss(model, batch)
 

@@ -31,6 +31,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """
     _start(task)
     state = state_of(model, task)
+    modes = [(module, module.training) for module in model.modules()]  # an engine's wrapper is no user's object
     cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
@@ -41,6 +42,8 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
         at_rest(model)
         findings = {name: vars(task)[name] for name in _FINDINGS if name in vars(task)}
         state.restore()
+        for module, mode in modes:
+            module.training = mode
         vars(task).update(findings)
         if cuda_generator is not None:
             torch.cuda.set_rng_state(cuda_generator, device)
