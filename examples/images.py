@@ -32,12 +32,12 @@ class Digits(lockstep.Task):
         return TensorDataset(self.images[rows], self.labels[rows])
 
     def loss(self, model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return F.cross_entropy(model(batch[0]), batch[1])
 
     def evaluate(self, model, batch):
         logits = model(batch[0])
         self.f1.update(logits.cpu(), batch[1].cpu())
-        return F.cross_entropy(logits, batch[1], reduction="sum"), {"f1": self.f1}
+        return F.cross_entropy(logits, batch[1]), {"f1": self.f1}
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Discs(lockstep.Task):
     def evaluate(self, model, batch):
         scores, masks = model(batch[0]), batch[1]
         found, either = (scores.argmax(1) & masks).sum(), (scores.argmax(1) | masks).sum()
-        return F.cross_entropy(scores, masks, self.weights.to(scores), reduction="sum"), {"iou": (found, either)}
+        return F.cross_entropy(scores, masks, self.weights.to(scores)), {"iou": (found, either)}
 
     def loss(self, model, batch):
         return self.evaluate(model, batch)[0]

@@ -78,7 +78,7 @@ def test_the_file_written_is_the_config_read(config):
         (["--name", "a"], "unknown flag --name: here it is --experiment-name"),
         (["--epochs", "3"], "unknown flag --epochs: here it is --num-epochs"),
         (["--steps", "3"], "unknown flag --steps: here it is --max-steps"),
-        (["--gradient-accumulation-steps", "2"], "here it is --micro-batch-size, which divides --batch-size"),
+        (["--gradient-accumulation-steps", "2"], "here it is --micro-batch-size, which cuts --batch-size"),
         (["--per-device-train-batch-size", "2"], "here it is --micro-batch-size"),
         (["--nproc-per-node", "2"], "processes are started by `lockstep launch --nproc-per-node N -- train ...`"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
@@ -236,7 +236,7 @@ def test_what_the_hints_say_exists():
             assert value[2] in choices[value[1]], text
 
 
-PARTS = "--micro-batch-size, which divides --batch-size, the samples of a step over all ranks"
+PARTS = "--micro-batch-size, which cuts --batch-size, the samples of a step over all ranks"
 
 
 @pytest.mark.parametrize(

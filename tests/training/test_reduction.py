@@ -226,9 +226,8 @@ def assert_equal(found, wanted):
 @pytest.mark.parametrize("kind", RIGHT)
 def test_a_sum_and_a_mean_train_as_the_plain_loop(tmp_path, kind, batch):
     task = kind()
-    items = {Summed: batch, SummedTokens: batch * 8}.get(kind, 1)
-    assert_equal(trained(None, tmp_path, task, batch_size=batch, eval_freq=2), plain(kind(), batch, 1 / items))
-    assert task.reduction == ("mean" if items == 1 else "sum")
+    assert_equal(trained(None, tmp_path, task, batch_size=batch, eval_freq=2), plain(kind(), batch))
+    assert task.reduction == ("total" if kind in (Summed, SummedTokens) else "mean")
 
 
 @pytest.mark.parametrize("batch", [15, 16])
@@ -272,7 +271,7 @@ def test_one_micro_batch_a_step_needs_no_reduction(tmp_path):
         task = kind()
         folder = tmp_path / kind.__name__
         assert_equal(trained(None, folder, task, micro_batch_size=16), plain(kind(), 16))
-        assert task.reduction == "micro-batch"
+        assert task.reduction == "whole"
         # The next run of the same object, in another cut, looks for itself.
         with pytest.raises(UsageError):
             trained(None, folder / "again", task)
@@ -284,8 +283,8 @@ class DeclaredMicroBatch(InBatchNegatives):
 
 def test_a_loss_of_micro_batches_by_themselves_takes_the_whole_batch_by_default(tmp_path, capsys):
     assert_equal(trained(None, tmp_path / "whole", DeclaredMicroBatch()), plain(InBatchNegatives(), 16))
-    assert "micro-batch" in capsys.readouterr().err
     trained(None, tmp_path / "parts", DeclaredMicroBatch(), micro_batch_size=4)  # not checked
+    assert "micro-batch" in capsys.readouterr().err
 
 
 def test_a_resume_knows_what_was_found(tmp_path, monkeypatch):
@@ -319,36 +318,78 @@ class Noise(Vectors):
         return F.cross_entropy(out, batch[1], reduction="sum" if self.summed else "mean")
 
 
-class LoudNoise(Vectors):
+class Shuffled(Vectors):
+    """A permutation of the batch, which cannot be cut."""
+
     def loss(self, model, batch):
-        return super().loss(model, batch) + 100 * torch.randn(len(batch[0])).sum()
+        order = torch.randperm(len(batch[0]))
+        return F.cross_entropy(model(0.7 * batch[0] + 0.3 * batch[0][order]), batch[1])
 
 
-def test_a_loss_that_draws_is_known_by_its_factor(tmp_path):
+class DeclaredShuffled(Shuffled):
+    reduction = "mean"
+
+
+def test_a_loss_that_draws_is_compared_exactly(tmp_path):
     for summed in (True, False):
         task = Noise(summed)
         trained(None, tmp_path / str(summed), task)
-        assert task.reduction == ("sum" if summed else "mean")
-    with pytest.raises(UsageError, match="reduction"):
-        trained(None, tmp_path / "loud", LoudNoise())
+        assert task.reduction == ("total" if summed else "mean")
+    with pytest.raises(UsageError, match=r"randperm cannot be cut.*declare reduction = 'sum' or 'mean'"):
+        trained(None, tmp_path / "shuffled", Shuffled())
+    trained(None, tmp_path / "declared", DeclaredShuffled())
+
+
+class NoisyBatches(Vectors):
+    """An augmentation in the collate: the halves are rows of the collated whole."""
+
+    def __init__(self, weighted=False):
+        self.weighted = weighted
+
+    def collate(self, samples):
+        x, y = super().collate(samples)
+        return x + 0.3 * torch.randn_like(x), y
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], weight=WEIGHTS if self.weighted else None)
+
+
+class NoisySamples(Vectors):
+    """A data set that draws anew at each access, from a generator of its own."""
+
+    def dataset(self, split):
+        data, generator = super().dataset(split), torch.Generator().manual_seed(3)
+
+        class Drawn(torch.utils.data.Dataset):
+            def __len__(self):
+                return len(data)
+
+            def __getitem__(self, index):
+                x, y = data[index]
+                return x + 0.3 * torch.randn(8, generator=generator, dtype=torch.float64), y
+
+        return Drawn()
+
+
+def test_random_data_are_cut_by_rows(tmp_path):
+    for task in (NoisyBatches(), NoisySamples()):
+        trained(None, tmp_path / type(task).__name__, task)
+        assert task.reduction == "mean"
+    with pytest.raises(UsageError, match="count"):
+        trained(None, tmp_path / "weighted", NoisyBatches(weighted=True))
 
 
 class Router(Vectors):
     """A mean, and beside it a little that is of the whole micro-batch."""
 
-    def __init__(self, share):
-        self.share = share
-
     def loss(self, model, batch):
         out = model(batch[0])
-        return F.cross_entropy(out, batch[1]) + self.share * out.softmax(1).mean(0).pow(2).sum()
+        return F.cross_entropy(out, batch[1]) + 0.05 * out.softmax(1).mean(0).pow(2).sum()
 
 
-def test_a_small_part_of_the_whole_is_one_warning(tmp_path, capsys):
-    trained(None, tmp_path / "little", Router(0.5), batch_size=32)
-    assert capsys.readouterr().err.count("warning") == 1
+def test_a_small_part_of_the_whole_is_refused(tmp_path):
     with pytest.raises(UsageError, match="step_loss"):
-        trained(None, tmp_path / "much", Router(50.0), batch_size=32)
+        trained(None, tmp_path, Router(), batch_size=32)
 
 
 class Fixed(Vectors):
@@ -366,12 +407,27 @@ class Fixed(Vectors):
 
 
 def test_what_cannot_be_told_asks_for_the_reduction(tmp_path):
-    task = Fixed(1)
-    trained(None, tmp_path / "one", task, batch_size=2, micro_batch_size=1)  # of one sample both are the same
-    assert task.reduction == "sum"
-    with pytest.raises(UsageError, match="reduction"):
+    with pytest.raises(UsageError, match=r"cannot be halved.*reduction"):
+        trained(None, tmp_path / "one", Fixed(1), batch_size=2, micro_batch_size=1)
+    with pytest.raises(UsageError, match=r"gradient is zero.*reduction"):
         trained(None, tmp_path / "zero", Fixed(16, zero=True))
     assert not (tmp_path / "zero").exists()
+
+
+class NeedsMany(Vectors):
+    """A loss that fails on fewer than six samples: shown by places as large as the micro-batch."""
+
+    def loss(self, model, batch):
+        assert len(batch[0]) >= 6
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_needs_many_samples_is_tried_with_them(tmp_path):
+    task = NeedsMany()
+    trained(None, tmp_path / "many", task, batch_size=24, micro_batch_size=12)
+    assert task.reduction == "mean"
+    with pytest.raises(UsageError, match=r"AssertionError.*reduction"):
+        trained(None, tmp_path / "few", NeedsMany(), batch_size=16, micro_batch_size=8)
 
 
 class Gathered(Vectors):

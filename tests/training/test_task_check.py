@@ -82,8 +82,8 @@ class Broken(Ragged):
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("mean", r"`loss` looks like a mean: 4 samples give [\d.]+, and their two halves .*reduction = 'mean'"),
-        ("mean over samples", "`loss` looks like a mean"),
+        ("mean", "reduction = 'sum', but its `loss` is a mean: the gradient of 4 samples .*reduction = 'mean'"),
+        ("mean over samples", "`loss` is a mean over its samples, and `count` counts other items"),
         ("a float", "`loss` returned a float: it must return one number, a 0-dim float tensor"),
         ("whole", r"`loss` returned a int64 tensor of shape \[\]"),
         ("many", r"`loss` returned a float64 tensor of shape \[3\]"),
@@ -150,7 +150,7 @@ class DeclaredMean(Ragged):
 
 
 def test_a_sum_that_is_called_a_mean_is_refused(tmp_path):
-    assert "reduction = 'mean', but its `loss` looks like a sum" in refused(tmp_path, DeclaredMean())
+    assert "reduction = 'mean', but its `loss` is a sum" in refused(tmp_path, DeclaredMean())
 
 
 def test_what_a_task_lacks_is_named():
@@ -422,7 +422,7 @@ def told_and_stepped(world, folder):
     """Each engine's steps, after a run that all ranks refuse."""
     found = []
     for engine in ("ddp", "fsdp", "zero"):
-        with pytest.raises(LockstepError, match="`loss` looks like a mean"):
+        with pytest.raises(LockstepError, match="`loss` is a mean"):
             stepped(world, folder / f"{engine}-mean", "mean", engine)
         found.append(stepped(world, folder / engine, "", engine))
     return found

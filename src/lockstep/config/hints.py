@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 __all__ = ["FOREIGN", "hint"]
 
-_MICRO_BATCHES = "{micro_batch_size}, which divides {batch_size}, the samples of a step over all ranks"
+_MICRO_BATCHES = "{micro_batch_size}, which cuts {batch_size}, the samples of a step over all ranks"
 _PROCESSES = "processes are started by `lockstep launch --nproc-per-node N -- train ...`"
 
 _OTHER_NAME = "a run is never overwritten; use another {experiment_name}"

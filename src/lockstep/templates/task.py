@@ -28,7 +28,7 @@ class MyTask(lockstep.Task):
 
     def loss(self, model, batch):
         points, labels = batch
-        return F.cross_entropy(model(points), labels, reduction="sum")
+        return F.cross_entropy(model(points), labels)
 
     def metrics(self, model, batch):
         """name -> (sum, count); exact over any number of processes."""

@@ -187,7 +187,7 @@ def _describe(finding: Finding) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g}%" if error < 10 else "more than all of it"
+    return f"{100 * error:.3g}%" if error < 10 else "more than all of it"
 
 
 class _Pass(NamedTuple):
