@@ -364,8 +364,8 @@ class _TaskInContext:
         for name, value in (("_inner", inner), ("_context", context), ("_report", report)):
             object.__setattr__(self, name, value)
 
-    @property
-    def __class__(self) -> type[Any]:  # type: ignore[misc]  # by which isinstance takes it for the task
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # by which isinstance takes it for the task
         return type(self._inner)
 
     def __getattr__(self, name: str) -> Any:

@@ -7,6 +7,8 @@ it is a mean, their mean weighted by items. Values would prove less: with zero w
 has the same loss, and a large constant hides any difference.
 
 - The weights are moved a little first, and put back bit for bit: gradients at zero or symmetric weights are special.
+- At all places but the first all weights are four times as large: a mean over hard samples alone is a mean over all of
+  them before anything is learned.
 - The modules are in training mode, except BatchNorm, whose statistics are a matter of --batchnorm.
 - A half gets the random numbers that its samples had in the whole (see `lockstep.training.draws`).
 - Only sketches of gradients are compared, so memory is that of one micro-batch.
@@ -143,7 +145,10 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
     found = list[Finding]()
     with _Weighing(trial, seed).prepared() as weighing:
         for number, place in enumerate(places):
-            found += weighing.judge(place, seed + number)  # collective
+            own = weighing.judge_stretched(place, seed + number) if number else []  # collective
+            if not own or any(each.problem for each in own):  # large weights show nothing: they may overflow
+                own = weighing.judge(place, seed + number)  # collective
+            found += own
             if any(each.is_against for each in found):
                 break
     return _conclude(found)
@@ -252,6 +257,22 @@ class _Weighing:
         if self.is_sharded:  # no rank can tell alone
             found = [next((each for each in found if each.problem), found[0])]
         return found
+
+    def judge_stretched(self, place: HalvedSamples, seed: int) -> list[Finding]:
+        """Weigh one place with larger weights; return the findings of all ranks. Collective.
+
+        A gradient that rounding changes decides nothing there: large weights can amplify it without bound.
+        """
+        with stretched([local_of(p) for p in self._parameters]):
+            found = self.judge(place, seed)  # collective
+            if not any(each.is_against for each in found):
+                return found
+            judgement = _Judgement(self, place, seed)
+            unsteady = any(self.trial.world.gather(judgement.is_unsteady()))  # collective
+        if not unsteady:
+            return found
+        problem = "large weights amplify rounding"
+        return [each._replace(problem=problem) if each.is_against else each for each in found]
 
     def gather(self, action: Callable[[], Finding]) -> list[Finding]:
         """Return the findings of all ranks. Collective."""
@@ -362,6 +383,24 @@ class _Judgement:
                 self._place = replace(self._place, halves=halves)
         self._try_again(CONTIGUOUS)
         return self._finding
+
+    def is_unsteady(self) -> bool:
+        """Whether rounding changes the gradient of the whole. Collective with sharded parameters."""
+        weighing = self._weighing
+        weights = [local_of(p) for p in weighing._parameters]
+        changes = [math.inf]
+
+        def compare() -> Finding:
+            before = self._differentiate(self._place.whole, None)
+            with moved(weights, self._seed, first_bit=_LAST_BIT):
+                after = self._differentiate(self._place.whole, None)
+            changes[:] = weighing.relative_errors(
+                before.sketches, [before.sketches] * 2, [after.sketches]
+            )  # collective
+            return self._finding
+
+        self._tried(compare)
+        return bool(changes) and not changes[0] <= _STEADY
 
     def explained(self) -> Finding:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
@@ -672,24 +711,47 @@ _MANTISSAS = {
 }
 _MOVE = 1e-2  # of a tensor of zeros; others move by up to 2^-6 of each weight
 _FIRST_BIT = 7  # the first bit of a mantissa that moves weighs 2^-7
+_LAST_BIT = 20  # the same for moves like those of rounding
+_STRETCH = 4.0
+_STEADY = 1e-2  # largest relative change of a gradient by such moves
 _PATTERN = 65521  # a prime, so that the pattern meets the rows of a matrix at different places
 
 
 @contextmanager
-def moved(tensors: Sequence[Tensor], seed: int) -> Iterator[None]:
+def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Multiply weights by four, and put them back bit for bit. A tensor that would overflow stays."""
+    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    weights = [each.detach().data for each in reals if each.dtype in _MANTISSAS and each.numel()]
+    # Waits for the device.
+    large = [each for each in weights if bool(each.abs().amax() < torch.finfo(each.dtype).max / _STRETCH)]
+    try:
+        for weight in large:  # exact: a power of two
+            weight.mul_(_STRETCH)
+        yield
+    finally:
+        for weight in large:
+            weight.mul_(1 / _STRETCH)
+
+
+@contextmanager
+def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[None]:
     """Move weights a little, and put them back bit for bit, without copies.
 
     Low bits of the mantissas are flipped by a seeded pattern, and flipped back. A tensor of zeros gets normal numbers,
     and is zeroed at the end. Tensors of other dtypes stay.
+
+    Args:
+        first_bit: the first bit of a mantissa that moves; 0: the seventh.
     """
+    first_bit = first_bit or _FIRST_BIT
     reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     weights = [each.detach() for each in reals if each.dtype in _MANTISSAS and each.numel()]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for number, weight in enumerate(weights):
             data: Tensor = weight.data  # moves must not count as writes: torch's graphs and copies of weights look
             if bool(data.any()):  # waits for the device
-                _flip(data, seed + number)
-                stack.callback(_flip, data, seed + number)
+                _flip(data, seed + number, first_bit)
+                stack.callback(_flip, data, seed + number, first_bit)
             else:
                 signs = data.clone() if bool(data.signbit().any()) else None  # waits for the device; zeros below zero
                 stack.callback(_restore_zeros, data, signs)
@@ -701,11 +763,11 @@ def moved(tensors: Sequence[Tensor], seed: int) -> Iterator[None]:
             yield
 
 
-def _flip(data: Tensor, seed: int) -> None:
+def _flip(data: Tensor, seed: int, first_bit: int) -> None:
     """Flip seeded low bits of the mantissas; a second call flips them back."""
     integer, size = _MANTISSAS[data.dtype]
     generator = Generator().manual_seed(seed)
-    highest = 1 << (size - _FIRST_BIT + 1)
+    highest = 1 << max(size - first_bit + 1, 1)
     pattern = torch.randint(highest, (min(data.numel(), _PATTERN),), generator=generator, dtype=integer)
     for part, values in _tiles(data.view(integer), pattern.to(data.device)):
         part.bitwise_xor_(values)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
+from lockstep.data.stream_batches import StreamBatches
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.memory import is_out_of_memory
@@ -54,6 +55,7 @@ __all__ = [
 
 PLACES = 3  # places in the data
 _MIN_SAMPLES = 4  # two in each half, so that sum and mean differ
+_PLACE_SAMPLES = 8  # of places after the first
 
 # --- measurements
 
@@ -217,8 +219,8 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     """Load some samples of this rank and their halves; None if that is impossible.
 
     Args:
-        place: place in the data: 0 has this rank's first micro-batch, or four samples if it has fewer; 1, 2, ... four
-            samples each.
+        place: place in the data: 0 has this rank's first micro-batch, or four samples if it has fewer; 1 and 2 have at
+            most eight samples after a third and two thirds of an epoch, or of a stream those that follow.
         whole: all places are as large as the first.
         task: of the batches; a collation that draws random numbers is cut by rows. None: leave it.
 
@@ -226,8 +228,9 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
         SampleError: a sample cannot be loaded.
     """
     size = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
-    count = size if whole or not place else min(_MIN_SAMPLES, size)
-    half, start = count // 2, place * size if whole or not place else size + (place - 1) * count
+    count = size if whole or not place else min(_PLACE_SAMPLES, size)
+    stride = size if isinstance(batches, StreamBatches) else max(size, batches.size // PLACES)
+    half, start = count // 2, place * stride
     if not half:
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
