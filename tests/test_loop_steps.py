@@ -15,6 +15,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.errors import ConfigError
 from lockstep.loop import StepControl, check_scalar, loss_of, steps
+from lockstep.passes import LossWeights
 
 
 class Told:
@@ -95,10 +96,34 @@ def test_a_step_without_items_divides_by_one():
     assert "backward 0 1" in said
 
 
-@pytest.mark.parametrize(("reduction", "wanted"), [("sum", 3.0), ("mean", 12.0)])
-def test_a_mean_counts_with_its_items(reduction, wanted):
+@pytest.mark.parametrize(
+    ("reduction", "weights", "recorded"),  # of micro-batches of 3 and 1 of 4 items, with losses 3 and 5
+    [
+        ("sum", (0.25, 0.25), [3.0, 5.0]),
+        ("mean", (0.75, 0.25), [9.0, 5.0]),
+        ("micro-batch", (0.75, 0.25), [9.0, 5.0]),
+        ("total", (1, 1), [12.0, 20.0]),
+        ("whole", (1, 1), [12.0, 20.0]),
+    ],
+)
+def test_each_reduction_weighs_the_micro_batches_of_a_step(reduction, weights, recorded):
+    said, records = run(Task(reduction), [MicroBatch(3.0, 0, 3, 1.0), MicroBatch(5.0, 1, 1, 1.0)], 4)
+    backwards = [line for line in said if line.startswith("backward ")]
+    assert backwards == [f"backward 3 {weights[0]:g}", f"backward 5 {weights[1]:g}"] * 2
+    assert [[float(loss) for loss in record.losses] for record in records] == [recorded] * 2  # divided by the items
+
+
+@pytest.mark.parametrize("reduction", ["mean", "micro-batch", "total", "whole"])
+def test_the_only_micro_batch_of_a_step_is_weighted_by_exactly_1(reduction):
+    """A mean times its items and divided by them is not the same bits."""
+    for items in (3, 7, 49, 0.3):
+        assert LossWeights(reduction, items).share(MicroBatch(None, 0, items, 1.0)) == 1.0
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_is_that_of_the_task(reduction):
     batch = SimpleNamespace(data=3.0, items=4)
-    assert loss_of(Task(reduction))(torch.nn.Linear(1, 1), batch).item() == pytest.approx(wanted)
+    assert loss_of(Task(reduction))(torch.nn.Linear(1, 1), batch).item() == pytest.approx(3.0)
 
 
 def test_a_loss_that_is_no_tensor_is_one_line():
@@ -110,10 +135,9 @@ def test_a_loss_that_is_no_tensor_is_one_line():
 
 def test_a_loss_is_one_number_whatever_its_shape():
     model, batch = torch.nn.Linear(1, 1), SimpleNamespace(data=None, items=4)
-    for reduction, wanted in (("sum", 3.0), ("mean", 12.0)):
-        task = SimpleNamespace(reduction=reduction, loss=lambda model, data: (model.weight * 0 + 3.0).reshape(1))
-        loss = loss_of(task)(model, batch)
-        assert (loss.shape, loss.item(), loss.requires_grad) == ((), wanted, True)
+    task = SimpleNamespace(reduction="sum", loss=lambda model, data: (model.weight * 0 + 3.0).reshape(1))
+    loss = loss_of(task)(model, batch)
+    assert (loss.shape, loss.item(), loss.requires_grad) == ((), 3.0, True)
     for value in (torch.tensor(3), torch.tensor([3.0, 4.0]), torch.tensor(3j)):  # an evaluation's, without a graph
         with torch.no_grad(), pytest.raises(ConfigError, match="must return one number, a 0-dim float tensor"):
             check_scalar(value)

@@ -77,8 +77,9 @@ class Partial(Task):
 
 @dataclass
 class Ragged(Task):
-    """The task: summed cross entropy over the labelled tokens of `Sentences`."""
+    """The task: summed cross entropy over the labelled tokens of `Sentences`, divided by their number."""
 
+    reduction = "sum"
     samples: int = 40
     dropout: float = 0.0
     dtype: torch.dtype = torch.float64

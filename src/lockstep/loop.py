@@ -53,6 +53,7 @@ def steps(
     for step, micro in step_loader:
         items = exchange.global_items(step)
         clock.lap("data")
+        control.before_passes(step, micro)
         try:
             losses = passes.first(step, micro, items)
         except torch.OutOfMemoryError as error:

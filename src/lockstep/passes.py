@@ -30,6 +30,7 @@ from lockstep.guards.loss_parameters import LossParameters
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
 from lockstep.task import AVERAGED, UNDIVIDED, Task
+from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
     "NO_AUDIT",
@@ -138,6 +139,7 @@ class StepControl:
         audit: observes each micro-batch's loss and backward.
         kernels: (step, micro-batch) -> the context of its forward, compiled or eager; see
             `training.build_engine.choose_kernels`.
+        before_passes: (step, this rank's micro-batches) -> None; called at the start of a step.
         before_update: called before the engine's update changes anything.
         check_empty: (step, micro-batch) -> None; checks the batch without items that a micro-batch replaces.
         world: the ranks.
@@ -153,6 +155,7 @@ class StepControl:
     momentum: Callable[[int], float | None] = lambda step: None
     audit: Audits = NO_AUDIT
     kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: _NO_CONTEXT
+    before_passes: Callable[[int, list[MicroBatch]], None] = lambda step, micro: None
     before_update: Callable[[], None] = lambda: None
     check_empty: Callable[[int, MicroBatch], None] = lambda step, batch: None
     world: World = field(default_factory=World)
@@ -251,7 +254,7 @@ class Passes:
                 control.check_empty(step, batch)
             control.seed(step, batch.index)
             last = batch is micro[-1]
-            with engine.accumulate(last, counts), audit.watch(step, batch) as observe:
+            with engine.accumulate(last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
                 parameters, self._parameters = self._parameters, None
                 with control.kernels(step, batch.index), parameters.forward() if parameters else nullcontext():
                     loss, numbers = loss_function(engine.model, batch)

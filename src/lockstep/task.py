@@ -17,7 +17,8 @@ default. An object of another class with these methods works too: `as_task` adds
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -46,6 +47,7 @@ __all__ = [
     "has_mean_loss",
     "has_own",
     "has_step_loss",
+    "in_context",
     "items_of_a_sample",
     "needs_graph",
     "set_detected",
@@ -93,7 +95,8 @@ class Task(ABC):
             where a step is cut, a check before step 1 must prove that it is a sum or a mean over items. "mean": the
             mean over the items of a batch. "sum": the sum over them, which is divided by the items of the step.
             "micro-batch": it is neither; the losses of the micro-batches are averaged, weighted by their items, as
-            DistributedDataParallel averages over its ranks.
+            DistributedDataParallel averages over its ranks. The run itself sets "total" (an undeclared loss that was
+            shown to be a sum, and stays one) and "whole" (one that is used as it is, since a step has one micro-batch).
         items_per_sample: items of every sample, if all have the same number; the ranks then exchange no counts. None:
             `count` decides. For a task without its own `collate` and `count` it is 1: an item is a sample.
         item_name: name of an item in rates, such as "tokens".
@@ -109,7 +112,7 @@ class Task(ABC):
             ranks before step 1.
     """
 
-    reduction: Literal["auto", "sum", "mean", "micro-batch"] = "auto"
+    reduction: Literal["auto", "sum", "mean", "micro-batch", "total", "whole"] = "auto"
     items_per_sample: int | None = None
     item_name: str = "items"
     defaults: Literal["general", "language-model", "fine-tuning", "images"] = "general"
@@ -123,6 +126,7 @@ class Task(ABC):
     # For adapters and wrappers around a task; users do not set these.
     framework = ""  # the adapted library, whose batches are micro-batches
     gathers = False  # `loss` calls collectives, to log
+    autocast_scope = "loss"  # all that computes; or "forward", or "float32 outputs": it alone, see `task_in_precision`
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
     scheduler: Mapping[str, Any] = {}  # class and settings of one that the user made; a resume with another is refused
@@ -342,6 +346,112 @@ class _WrappedTask(Task):
         raise NotImplementedError
 
 
+class _TaskInContext:
+    """A task whose computing methods run in a context; all else is read from it and written to it.
+
+    It passes for the task (`isinstance`), and is pickled and copied as the task itself, which keeps no trace.
+
+    Args:
+        context: makes the context of a call.
+        report: called once with the dtype of a loss in half precision.
+    """
+
+    __slots__ = ("_context", "_inner", "_report")
+
+    def __init__(
+        self, inner: Task, context: Callable[[], AbstractContextManager[Any]], report: Callable[[torch.dtype], None]
+    ) -> None:
+        for name, value in (("_inner", inner), ("_context", context), ("_report", report)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def __class__(self) -> type[Any]:  # type: ignore[misc]  # by which isinstance takes it for the task
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _itself, (self._inner,)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self._loss(self._inner.loss, model, batch)
+
+    def step_loss(self, outputs: Any) -> Any:
+        return self._loss(self._inner.step_loss, outputs)
+
+    def step_loss_rows(self, own: Any, whole: Any, first: int) -> Any:
+        return self._loss(self._inner.step_loss_rows, own, whole, first)
+
+    def penalty(self, model: nn.Module) -> Any:
+        return self._loss(self._inner.penalty, model)  # a term of the loss, so a plain loop has it in the same context
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        with self._context():
+            return self._inner.outputs(model, batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        with self._context():
+            return _in_float32(self._inner.evaluate(model, batch))
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        with self._context():
+            return _in_float32(self._inner.metrics(model, batch))
+
+    def _loss(self, method: Callable[..., Any], *args: Any) -> Any:
+        with self._context():
+            loss = method(*args)
+        if isinstance(loss, Tensor) and loss.dtype not in HALVES:
+            return loss
+        value = loss[0] if isinstance(loss, tuple | list) and loss else loss
+        if isinstance(value, Tensor) and value.dtype in HALVES:
+            self._report(value.dtype)
+            object.__setattr__(self, "_report", lambda dtype: None)
+        return _in_float32(loss)
+
+
+def _itself(task: Task) -> Task:
+    return task
+
+
+def _in_float32(value: Any) -> Any:
+    """Convert tensors in half precision to float32, in plain tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALVES else value
+    if type(value) is dict:
+        return {key: _in_float32(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_in_float32(each) for each in value)
+    return value
+
+
+def in_context(
+    task: Task, context: Callable[[], AbstractContextManager[Any]], report: Callable[[torch.dtype], None]
+) -> Task:
+    """Return the task with its computing methods in a context, and losses in float32.
+
+    `loss`, `outputs`, `step_loss`, `step_loss_rows`, `penalty`, `evaluate` and `metrics` compute. The object itself is
+    not changed.
+
+    Args:
+        task: the run's.
+        context: makes the context of a call.
+        report: called once with the dtype of a loss that came in half precision.
+    """
+    return cast("Task", _TaskInContext(_inner(task), context, report))
+
+
+def _inner(task: Any) -> Any:
+    """Return the task within a context, or the task itself."""
+    return object.__getattribute__(task, "_inner") if type(task) is _TaskInContext else task
+
+
 def check_class(kind: type[Any]) -> None:
     """Check that a class lacks no method that would keep it from being made. Raises ConfigError."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
@@ -359,6 +469,7 @@ def as_task(task: Any) -> Task:
     """
     if isinstance(task, type):
         raise ConfigError(f"the task is the class {task.__name__}; give an object: {task.__name__}()")
+    task = _inner(task)
     name = type(task).__name__
     _check_names(type(task))
     for method, purpose in _REQUIRED.items():
@@ -440,12 +551,13 @@ def has_step_loss(task: Task) -> bool:
 
 def user_task(task: Task) -> Any:
     """Return the user's own object."""
+    task = _inner(task)
     return task.original if isinstance(task, _WrappedTask) else task
 
 
 def has_own(task: Task, method: str) -> bool:
     """Whether the task overrides `method`."""
-    return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
+    return getattr(getattr(_inner(task), method), "__func__", None) is not getattr(Task, method)
 
 
 def items_of_a_sample(task: Task) -> int | None:

@@ -33,6 +33,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.passes import NO_AUDIT, SURROGATE, Passes, StepControl, describe_value, split_loss
 from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
+from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
     "WHOLE_LOSS",
@@ -289,7 +290,7 @@ class WholeStepPasses(Passes):
         """Compute the outputs of a micro-batch without changing buffers; pass 2 changes them."""
         control, engine = self._control, self._engine
         control.seed(step, batch.index)
-        with engine.accumulate(False, False), control.kernels(step, batch.index):
+        with engine.accumulate(False, False), empty_slot(not batch.weight), control.kernels(step, batch.index):
             outputs = pytree.tree_map_only(Tensor, Tensor.detach, self._task.outputs(engine.model, batch.data))
         control.clock.lap("forward")
         return outputs
@@ -301,7 +302,7 @@ class WholeStepPasses(Passes):
             self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
         control.seed(step, batch.index)
         audit = control.audit if counts else NO_AUDIT
-        with engine.accumulate(True, counts), audit.watch(step, batch) as observe:
+        with engine.accumulate(True, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
             with control.kernels(step, batch.index):
                 outputs = self._task.outputs(engine.model, batch.data)
             control.clock.lap("forward")

@@ -88,41 +88,41 @@ def siamese(L):
     return Siamese
 
 
-def trained(folder, which, exact=False):
+def trained(folder, which, exact=False, batchnorm="auto", devices=MICRO):
     package = importlib.import_module("lightning.pytorch")
     norm = Own if which == "own" else nn.BatchNorm1d
     kind = siamese(package) if which == "siamese" else adversaries(package, which == "recomputing", norm)
-    data = DataLoader(TensorDataset(samples()), 4)
-    config, task = lockstep.from_lightning(kind(), data, devices=MICRO)
-    changes = {"save_dir": str(folder), "report": False, "precision": "float64", "exact": exact}
+    data = DataLoader(TensorDataset(samples()), 4 * MICRO // devices)
+    config, task = lockstep.from_lightning(kind(), data, devices=devices)
+    changes = {"save_dir": str(folder), "report": False, "precision": "float64", "exact": exact, "batchnorm": batchnorm}
     with lockstep.Run(dataclasses.replace(config, **changes), task) as made:
         assert sum(1 for _ in made) == STEPS
     return {name: tensor.tolist() for name, tensor in made.model.state_dict().items()}
 
 
-def on_ranks(world, folder, which, exact):
+def on_ranks(world, folder, which, *settings):
     world.leave()
     os.environ["OMP_NUM_THREADS"] = "1"
-    return trained(folder, which, exact)
+    return trained(folder, which, *settings)
 
 
-def plain(which):
+def plain(which, micro_batches=MICRO):
     """One process, torch's own layers, one micro-batch after the other before each optimizer's step."""
     maker, judge = networks()
     make, decide = torch.optim.SGD(maker.parameters(), lr=0.1), torch.optim.SGD(judge.parameters(), lr=0.2)
     for step in samples().split(4 * MICRO):
-        micro = step.split(4)
+        micro = step.split(4 * MICRO // micro_batches)
         if which == "siamese":
             for x in micro:
-                (F.mse_loss(maker(x[:, :4]), maker(2.0 * x[:, 2:])) / MICRO).backward()
+                (F.mse_loss(maker(x[:, :4]), maker(2.0 * x[:, 2:])) / micro_batches).backward()
         else:
             made = []
             for x in micro:
                 made.append(maker(x[:, :4]))
-                ((score(judge(x), 1.0) + score(judge(made[-1].detach()), 0.0)) / MICRO).backward()
+                ((score(judge(x), 1.0) + score(judge(made[-1].detach()), 0.0)) / micro_batches).backward()
             decide.step()
             for each in made:
-                (score(judge(each), 1.0) / MICRO).backward()
+                (score(judge(each), 1.0) / micro_batches).backward()
         make.step()
         make.zero_grad()
         decide.zero_grad()
@@ -152,6 +152,14 @@ def test_each_run_of_a_layer_counts_as_in_a_plain_loop_on_any_ranks(tmp_path, wh
     assert two[True] == [alone[True]] * 2
     for found in (*alone.values(), *two[False]):
         assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(torch.tensor(found[name], dtype=value.dtype), value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["adversaries", "recomputing", "siamese"])
+def test_two_ranks_together_are_one_device_with_the_whole_batch(tmp_path, which):
+    wanted = plain(which, micro_batches=1)
+    for found in run(on_ranks, 2, tmp_path, which, False, "sync", 2, timeout=120.0):
         for name, value in wanted.items():
             torch.testing.assert_close(torch.tensor(found[name], dtype=value.dtype), value, rtol=1e-10, atol=1e-12)
 

@@ -100,3 +100,54 @@ def test_a_forward_after_an_optimizers_step_has_the_new_weights(tmp_path, micro)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_what_runs_under_autocast_is_what_lightning_runs_in_it(tmp_path):
+    """Steps and forwards do; hooks do not. The weights are Lightning's."""
+    package = importlib.import_module("lightning.pytorch")
+
+    class Watched(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = networks()[1]
+            self.found = {}
+
+        def note(self, name):
+            self.found.setdefault(name, set()).add(torch.is_autocast_enabled("cpu"))
+
+        def forward(self, x):
+            return self.net(self.net[0].weight.new_zeros(()) + x)
+
+        def training_step(self, batch, batch_idx):
+            self.note("training_step")
+            return (self(batch[0][:, :6]) @ torch.ones(1, 1) - 1.0).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.note("validation_step")
+            self.log("error", (self(batch[0]) - 1.0).square().mean())
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.note("on_train_batch_start")
+
+        def on_after_batch_transfer(self, batch, place):
+            self.note("on_after_batch_transfer")
+            return batch
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.25)
+
+    def loader():
+        return DataLoader(TensorDataset(samples(4)), 8)
+
+    theirs = Watched()
+    given = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    given |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    package.Trainer(precision="bf16-mixed", **given).fit(theirs, loader(), loader())
+    ours = Watched()
+    config, task = lockstep.from_lightning(ours, (loader(), loader()))
+    changes = {"save_dir": str(tmp_path), "report": False, "precision": "bf16", "compile": False}
+    with lockstep.Run(dataclasses.replace(config, **changes), task) as made:
+        assert sum(1 for _ in made) == 4
+    seen = {name: kinds if name.startswith("on_") else kinds - {False} for name, kinds in ours.found.items()}
+    assert seen == theirs.found  # in the trial before step 1 steps run in the parameters' dtype
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in made.model.state_dict().items())

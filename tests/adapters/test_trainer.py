@@ -90,6 +90,40 @@ def test_losses_of_trls_trainer_are_its_own(tmp_path, more):
         lockstep.from_trainer(offloading)
 
 
+@pytest.mark.parametrize("kind", ["causal", "text classification"])
+def test_losses_and_weights_under_bf16_are_the_trainers(tmp_path, kind):
+    trainer = KINDS[kind](tmp_path / "theirs", bf16=True)
+    theirs = their_losses(trainer)
+    ours, _, run = trained(KINDS[kind](tmp_path / "ours", bf16=True))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in weights(trainer.model).items())
+
+
+def test_a_loss_function_gets_what_the_trainer_hands_it(tmp_path):
+    """Under bf16 outputs in float32, outside autocast: Accelerate prepares the model so."""
+    found = {}
+
+    def losses_of(name):
+        def loss(outputs, labels, num_items_in_batch=None):
+            logits = outputs["logits"]
+            forms = (type(outputs), list(outputs), logits.dtype, logits.shape)
+            items = (num_items_in_batch.item(), num_items_in_batch.dtype, num_items_in_batch.shape)
+            in_autocast = torch.is_autocast_enabled("cpu")
+            found.setdefault(name, []).append((forms, labels.tolist(), items, in_autocast, outputs.get("loss")))
+            rows = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            return torch.nn.functional.cross_entropy(*rows, reduction="sum") / num_items_in_batch
+
+        return loss
+
+    trainer = causal(tmp_path / "theirs", bf16=True, compute_loss_func=losses_of("theirs"))
+    theirs = their_losses(trainer)
+    ours, _, run = trained(causal(tmp_path / "ours", bf16=True, compute_loss_func=losses_of("ours")))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in weights(trainer.model).items())
+    assert all(each in found["ours"] for each in found["theirs"])  # ours has those of the trial and an evaluation too
+    assert all(each[0][2] is torch.float32 and not each[3] for each in found["ours"][-4:])
+
+
 def test_epochs_follow_the_trainers_order_and_its_schedule(tmp_path):
     """Two and a half epochs of whole steps, where an epoch of the Trainer's has no seam either."""
     more = {"max_steps": -1, "num_train_epochs": 2.5, "lr_scheduler_type": "cosine", "data_seed": 7}

@@ -40,11 +40,6 @@ class Unreadable(torch.utils.data.Dataset):
         raise OSError("no such image")
 
 
-class Normed(Ragged):
-    def model(self):
-        return nn.Sequential(super().model(), nn.BatchNorm1d(29).double())
-
-
 @pytest.fixture
 def by_fields(by_flags, monkeypatch):
     monkeypatch.setattr(SETTINGS, "flags", False)
@@ -57,7 +52,10 @@ CASES = {
         *({"batch_size": 64, "data.drop_last": True}, Ragged, DataError),
         ["data.drop_last", "batch_size", "data.drop_last False"],
     ),
-    "batchnorm": ({"batchnorm": "sync"}, Normed, ConfigError, ["batchnorm sync", "batchnorm replay"]),
+    "batchnorm": (
+        *({"batchnorm": "sync", "guards.audit": 1}, Ragged, ConfigError),
+        ["guards.audit", "batchnorm sync", "batchnorm replay"],
+    ),
     "engine option": (
         *({"engine": "ddp", "engine_options.prefetch": 2}, Ragged, ConfigError),
         ["engine_options.prefetch", "engine ddp", "engine_options.find_unused_parameters"],

@@ -19,7 +19,7 @@ from lockstep.engines.buffers import with_buffers
 from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
-from lockstep.transforms import Transforms, checkpointed, prepare, recorders, recording, synchronised
+from lockstep.transforms import Transforms, checkpointed, prepare, recorders, recording
 
 CPU = torch.device("cpu")
 
@@ -385,18 +385,7 @@ def test_a_derived_class_is_left_and_named():
     assert "1 (Own)" in said[0]
 
 
-def test_sync_is_refused_on_a_cpu_and_says_its_price():
-    with pytest.raises(ConfigError, match="--batchnorm sync needs a GPU.*use --batchnorm replay"):
-        synchronised(Classify().model(), CPU, fail)
-    said = []
-    model = synchronised(nn.Sequential(nn.BatchNorm1d(3)), torch.device("cuda"), said.append)
-    assert isinstance(model[0], nn.SyncBatchNorm)
-    assert "world size" in said[0]
-    assert "fewer than about 16 samples" in said[0]
-    assert synchronised(nn.Linear(2, 2), CPU, fail)
-
-
-def test_local_and_sync_do_not_go_with_recomputation():
+def test_local_does_not_go_with_recomputation():
     task = Classify(convert=False)
     model = task.model()
     chosen = Transforms(batchnorm="local", activation_checkpointing="full")

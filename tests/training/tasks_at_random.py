@@ -268,6 +268,10 @@ def _mean(model, batch):
     return F.nll_loss(F.log_softmax(model(batch["x"]), 1), batch["label"])
 
 
+def _sum(model, batch):
+    return F.nll_loss(F.log_softmax(model(batch["x"]), 1), batch["label"], reduction="sum")
+
+
 def _token_mean(model, batch):
     kept = batch["tokens"].flatten() >= 0
     return F.cross_entropy(_by_tokens(model(batch["x"]))[kept], batch["tokens"].flatten()[kept])
@@ -294,14 +298,12 @@ def _slopes(model, batch):
     return _mean(model, batch) + 0.5 * slope.square().sum() / len(x)
 
 
-_WHOLE = dict.fromkeys(("sum", "declared-sum", "mean", "beside"), _mean)
+_WHOLE = {"sum": _sum} | dict.fromkeys(("declared-sum", "mean", "beside"), _mean)
 _WHOLE |= dict.fromkeys(("negatives", "step-loss", "rows"), _negatives)
 _WHOLE |= dict.fromkeys(("weighted", "uncounted"), _weighted)
 _WHOLE |= {"tokens": _token_mean, "dice": _overlap, "overlap": _overlap, "slopes": _slopes}
-_WHOLE |= {"penalty": lambda model, batch: _mean(model, batch) + _size(model)}
+_WHOLE |= dict.fromkeys(("penalty", "size-in-sum"), lambda model, batch: _sum(model, batch) + _size(model))
 _WHOLE |= {"penalty-of-step": lambda model, batch: _negatives(model, batch) + _size(model)}
-# What a user means by it cannot be known: one step is all samples, and the size of the weights is added to their sum.
-_WHOLE |= {"size-in-sum": lambda model, batch: _mean(model, batch) + _size(model) / len(batch["x"])}
 
 
 def _whole(case, model, batch):

@@ -1,5 +1,6 @@
 """What "auto" becomes: by the kind of work, the model and the plan alone, seen in the run's folder, and said."""
 
+import copy
 import json
 import tomllib
 from dataclasses import fields
@@ -41,6 +42,7 @@ from lockstep.training.defaults import (
 from lockstep.training.resolve import CheckpointFacts, Facts, StartFacts, resolve
 from lockstep.training.resume import RunPlan
 from lockstep.training.sharing import check_division
+from lockstep.transforms.batchnorm import synchronised
 
 PLAIN = nn.Linear(2, 2)
 RAGGED = Ragged()
@@ -55,8 +57,8 @@ class Tuned(Ragged):
     defaults = "fine-tuning"
 
 
-def chosen(config, task=RAGGED, model=PLAIN, samples=1000):
-    return resolve(config, Facts.of(task, model, samples)).run_plan
+def chosen(config, task=RAGGED, model=PLAIN, samples=1000, ranks=1):
+    return resolve(config, Facts.of(task, model, samples, start=StartFacts(ranks=ranks))).run_plan
 
 
 class Chats(Tuned):
@@ -69,7 +71,7 @@ def test_prompts_have_their_own_batch_epochs_and_rate_unless_given():
     found = chosen(Config(), Chats(), samples=300)
     config = found.config
     assert (config.batch_size, config.num_epochs, config.seq_len, config.data.packing) == (4, 3, 512, "padded")
-    assert (config.lr, config.micro_batch_size, found.step_plan.steps) == (5e-5, 1, 225)  # 2e-5 * 2 ** (4 / 3)
+    assert (config.lr, config.micro_batch_size, found.step_plan.steps) == (5e-5, 4, 225)  # 2e-5 * 2 ** (4 / 3)
     assert describe_data(found, Chats.data_facts) == "300 conversations; 75 steps an epoch, 225 in the run"
     assert not plan_warnings(found, PLAIN, Chats.data_facts)
     given = chosen(Config(batch_size=16, num_epochs=1, lr=1e-5, seq_len=64), Chats(), samples=300).config
@@ -103,7 +105,9 @@ def test_few_steps_over_prompts_are_warned_of(config, advice):
 def test_the_values_are_those_of_the_tasks_kind(task, kind):
     values = flatten(chosen(Config(max_steps=700), task).config)
     assert TASK_DEFAULTS[kind].items() <= values.items()
-    assert (values["optim.warmup_steps"], values["micro_batch_size"]) == (35, 2)
+    assert (values["optim.warmup_steps"], values["batch_size"], values["micro_batch_size"]) == (35, 16, 16)
+    evaluation = 16 if kind == "general" else 2  # the logits of a whole step of a language model may not fit
+    assert values["eval_micro_batch_size"] == evaluation
     assert [name for name in TASK_DEFAULTS[kind] if not is_auto(Config(), name)] == []
     assert [name for name in values if is_auto(chosen(Config(), task).config, name)] == []
 
@@ -135,7 +139,7 @@ def test_what_is_given_is_kept_and_auto_may_be_written(tmp_path):
     config = parse(["--config", str(tmp_path / "a.toml"), "--micro-batch-size", "auto", "--max-steps", "40"])
     assert config == Config(max_steps=40, optim=Optim(beta2=0.5))
     found = chosen(config, Language()).config
-    assert (found.lr, found.micro_batch_size, found.optim.warmup_steps, found.optim.beta2) == (2e-3, 2, 2, 0.5)
+    assert (found.lr, found.micro_batch_size, found.optim.warmup_steps, found.optim.beta2) == (2e-3, 16, 2, 0.5)
     assert (found.eval_micro_batch_size, found.eval_workers) == (2, 0)
     (tmp_path / "b.toml").write_text(to_toml(found))
     assert parse(["--config", str(tmp_path / "b.toml")]) == found
@@ -205,10 +209,22 @@ def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
             Config(optim=optim)
 
 
+@given(st.integers(1, 5000), st.integers(1, 9), st.booleans())
+def test_a_step_has_one_forward_for_each_rank(batch_size, ranks, normed):
+    found = chosen(Config(batch_size=batch_size, max_steps=1), model=NORMED if normed else PLAIN, ranks=ranks)
+    assert found.config.micro_batch_size == -(-batch_size // ranks)
+    assert found.config.eval_micro_batch_size == batch_size  # numbers of an evaluation do not depend on the ranks
+    assert found.config.micro_batches <= ranks
+    step_plan = found.step_plan
+    places = [step_plan.positions(0, index) for index in range(step_plan.present(0))]
+    assert [start for start, _ in places] + [batch_size] == [0] + [stop for _, stop in places]
+
+
 @given(st.integers(1, 5000))
-def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_without(batch_size):
-    size = chosen(Config(batch_size=batch_size, max_steps=1), Ragged(), NORMED).config.micro_batch_size
-    plain = chosen(Config(batch_size=batch_size, max_steps=1)).config.micro_batch_size
+def test_with_batchnorm_an_exact_forward_takes_16_or_the_batch_and_no_fewer_than_without(batch_size):
+    config = Config(batch_size=batch_size, max_steps=1, exact=True)
+    size = chosen(config, Ragged(), NORMED).config.micro_batch_size
+    plain = chosen(config).config.micro_batch_size
     assert batch_size % size == 0
     assert size >= min(16, batch_size)
     assert size >= plain == default_micro_batch_size(batch_size)
@@ -217,16 +233,20 @@ def test_with_batchnorm_a_forward_takes_16_or_the_batch_and_no_fewer_than_withou
 
 def test_batchnorm_that_is_not_trained_does_not_count():
     frozen = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
-    horizon = chosen(Config(batch_size=64), Ragged(), frozen, samples=65)
+    horizon = chosen(Config(batch_size=64, exact=True), Ragged(), frozen, samples=65)
     assert (horizon.config.micro_batch_size, horizon.min_samples, horizon.step_plan.total) == (8, 1, 65)
     assert plan_warnings(horizon, frozen) == []
 
 
 def test_what_is_said_at_the_start():
     horizon = chosen(Config(batch_size=64, max_steps=60))
-    assert describe_step(horizon, 1) == "a step of 64 = 8 forwards of 8"
-    assert describe_step(horizon, 2) == "a step of 64 = 8 forwards of 8, over 2 ranks"
-    assert describe_step(chosen(Config(batch_size=1, max_steps=60)), 1) == "a step of 1 = 1 forward of 1"
+    assert describe_step(horizon, 1) == "a step of 64 in 1 forward"
+    two, three = (chosen(Config(batch_size=64, max_steps=60), ranks=ranks) for ranks in (2, 3))
+    assert describe_step(two, 2) == "a step of 64 = 2 forwards of 32, over 2 ranks"
+    assert describe_step(three, 3) == "a step of 64 = 3 forwards of at most 22, over 3 ranks"
+    exact = chosen(Config(batch_size=64, max_steps=60, exact=True), ranks=2)
+    assert describe_step(exact, 2) == "a step of 64 = 8 forwards of 8, over 2 ranks"
+    assert describe_step(chosen(Config(batch_size=1, max_steps=60)), 1) == "a step of 1 in 1 forward"
     assert describe_optimizer(horizon) == (
         "adamw: lr 0.001, cosine to 0.1 after 3 of 60 steps of warm-up, weight decay 0.01, betas 0.9 and 0.999"
     )
@@ -248,7 +268,18 @@ def test_what_is_warned_of():
     small = chosen(Config(max_steps=60, batch_size=4), Ragged(), NORMED)
     assert names(plan_warnings(small, NORMED)[0], "4 samples", "--batch-size 16", "--micro-batch-size 16")
     assert plan_warnings(chosen(Config(max_steps=60, batch_size=64), Ragged(), NORMED), NORMED) == []
-    assert plan_warnings(chosen(Config(max_steps=60, batch_size=64, batchnorm="sync"), Ragged(), NORMED), NORMED) == []
+
+
+def test_few_samples_of_all_ranks_together_are_warned_of():
+    together = synchronised(copy.deepcopy(NORMED), pytest.fail)
+    few = chosen(Config(max_steps=60, batch_size=64, micro_batch_size=4), Ragged(), NORMED)
+    assert plan_warnings(few, together, ranks=4) == []
+    (line,) = plan_warnings(few, together, ranks=2)
+    assert names(line, "8 samples of all ranks", "--micro-batch-size 8")
+    small = chosen(Config(max_steps=60, batch_size=4, micro_batch_size=2), Ragged(), NORMED)
+    (line,) = plan_warnings(small, together, ranks=2)
+    assert names(line, "4 samples of all ranks", "--batch-size 16")
+    assert "--micro-batch-size" not in line
 
 
 @pytest.mark.parametrize(
@@ -281,9 +312,9 @@ def test_a_plan_of_no_steps_stands_at_its_begin():
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 3), st.booleans(), st.booleans())
-def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
+def test_where_a_run_with_a_fixed_cut_ends(samples, batch_size, epochs, drop_last, normed):
     """With drop-last every step is full; with BatchNorm no forward has a single sample; nothing else is left out."""
-    config = Config(batch_size=batch_size, num_epochs=epochs, data=Data(drop_last=drop_last))
+    config = Config(batch_size=batch_size, num_epochs=epochs, data=Data(drop_last=drop_last), exact=True)
     model = NORMED if normed else PLAIN
     try:
         horizon = chosen(config, Ragged(), model, samples)
@@ -301,6 +332,26 @@ def test_where_a_run_ends(samples, batch_size, epochs, drop_last, normed):
         assert min(stop - start for start, stop in ends) >= 2
     place = horizon.place(cut.steps)
     assert (place.num_batches_remaining, place.position) == (0, cut.total)
+
+
+@given(st.integers(2, 300), st.integers(2, 40), st.integers(1, 3), st.booleans(), st.booleans())
+def test_where_a_run_ends_does_not_depend_on_the_ranks(samples, batch_size, epochs, drop_last, normed):
+    """With BatchNorm no step has a single sample, as on one rank."""
+    config = Config(batch_size=batch_size, num_epochs=epochs, data=Data(drop_last=drop_last))
+    whole = samples * epochs
+    if drop_last and whole < batch_size:
+        return
+    alone = normed and whole % batch_size == 1
+    left = whole % batch_size if drop_last else int(alone)
+    for ranks in (1, 2, 3, 7):
+        cut = chosen(config, Ragged(), NORMED if normed else PLAIN, samples, ranks).step_plan
+        assert (cut.total, cut.steps) == (whole - left, -(-(whole - left) // batch_size))
+        for step in range(cut.steps):
+            places = [cut.positions(step, index) for index in range(cut.present(step))]
+            ends = [cut.start(step), *(stop for _, stop in places)]
+            assert [start for start, _ in places] == ends[:-1]  # each sample once
+            assert ends[-1] == min(cut.start(step) + batch_size, cut.total)
+            assert all(start < stop for start, stop in places)
 
 
 def test_nothing_left_is_refused():
@@ -404,9 +455,8 @@ def test_the_folder_and_the_log_show_what_was_chosen(tmp_path):
     found = tomllib.loads((tmp_path / "r" / "config.toml").read_text())
     assert (found["lr"], found["micro_batch_size"]) == (1e-3, 20)
     assert (found["optim"]["beta2"], found["optim"]["weight_decay"], found["optim"]["warmup_steps"]) == (0.999, 0.01, 2)
-    assert flatten(resolve(config, Facts.of(task, task.model(), 400)).config, own_task=True) == read_toml(
-        tmp_path / "r" / "config.toml"
-    )
+    chosen_config = chosen(config, task, task.model(), 400, ranks=2).config
+    assert flatten(chosen_config, own_task=True) == read_toml(tmp_path / "r" / "config.toml")
     log = log_of(tmp_path, "r")
     assert "a step of 40 = 2 forwards of 20, over 2 ranks" in log
     assert "adamw: lr 0.001, cosine to 0.1 after 2 of 50 steps of warm-up" in log

@@ -76,6 +76,16 @@ def test_it_is_pure_and_idempotent_and_leaves_nothing_open(config, facts):
     assert found.run_plan.step_plan.steps >= facts.start.min_steps
 
 
+def test_batchnorm_stays_open_in_the_plan_but_keeps_what_a_run_was_started_with():
+    facts = Facts(StartFacts(), "general", False, True, 500, 500)
+    assert resolve(Config(), facts).config.batchnorm == "auto"
+    for stored, wanted in (("replay", "replay"), ("auto", "auto")):
+        start = StartFacts(checkpoint=CheckpointFacts(9, 144, PLAN | {"batchnorm": stored}))
+        assert resolve(Config(), Facts(start, "general", False, True, 500, 500)).config.batchnorm == wanted
+        explicit = Facts(start, "general", False, True, 500, 500)
+        assert resolve(Config(batchnorm="local"), explicit).config.batchnorm == "local"
+
+
 @given(CONFIGS, FACTS)
 def test_what_is_given_wins(config, facts):
     names = ("lr", "micro_batch_size", "eval_micro_batch_size", "eval_workers", "precision", "compile")

@@ -132,6 +132,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),
     "guards.retries": (0, 1000, "a number from 0 to 1000"),
     "guards.bad_samples": (0, 10**9, "a number of samples"),
+    "guards.loss_check": (0, 10**12, "a step, or 0 for never"),
     "guards.audit": (0, 1, "a share from 0 (none) to 1"),
     **TASK_BOUNDS,
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},
@@ -292,10 +293,10 @@ class Config:
         "whole",
     )
     batchnorm: str = option(
-        "replay",
-        "running statistics of BatchNorm; replay: the same at every world size; sync: SyncBatchNorm; local: of "
-        "each rank",
-        *("replay", "sync", "local"),
+        "auto",
+        "statistics of BatchNorm; auto: sync where a step is one micro-batch for each rank, else replay; replay: each "
+        "forward's own; sync: of all ranks' forwards; local: each forward's own, running ones of each rank",
+        *("auto", "replay", "sync", "local"),
     )
     attention: str = option(
         "auto", "kernel of scaled_dot_product_attention", "auto", "flash", "math", "cudnn", "efficient"

@@ -283,6 +283,10 @@ class Guards:
     straggler: float = option(1.2, "ratio to the other ranks' busy time at which a rank is reported as slow; 0: never")
     retries: int = option(2, "retries of a sample that fails to load, or of a loader process that died")
     bad_samples: int = option(0, "samples that each rank may skip because they fail to load")
+    loss_check: int = option(
+        10,
+        "step at which a loss that was proved to split is proved again, and at 10, 100, ... times it; 0: never",
+    )
     audit: float = option(
         0.0, "share of the micro-batches that another rank recomputes, to find a device that computes wrongly"
     )

@@ -21,7 +21,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,9 +31,10 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import threadpoolctl
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep.counts import check_count, describe_count, samples_in
+from lockstep.data.rows import Rows, never_draws, rows_of
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import DataError, LockstepError, SampleError, error_line
@@ -49,6 +50,7 @@ __all__ = [
     "Loading",
     "blamed",
     "check_dataset",
+    "collate_draws",
     "draws",
     "failure",
     "generators_kept",
@@ -83,7 +85,18 @@ class Reseeding(Protocol):
 
 def draws(dataset: Any) -> bool:
     """Whether a dataset may draw random numbers: unless it declares, or is known, not to."""
-    return bool(getattr(dataset, "draws_random", not isinstance(dataset, TensorDataset)))
+    declared = getattr(dataset, "draws_random", None)
+    if declared is None and type(dataset) is Subset:
+        return draws(dataset.dataset)
+    return not never_draws(dataset) if declared is None else bool(declared)
+
+
+def collate_draws(dataset: Any) -> bool:
+    """Whether the collate function of a dataset may draw random numbers: unless the dataset declares that none does."""
+    declared = getattr(dataset, "collation_draws", getattr(dataset, "draws_random", None))
+    if declared is None and type(dataset) is Subset:
+        return collate_draws(dataset.dataset)
+    return declared is None or bool(declared)
 
 
 def check_dataset(dataset: Any, split: str, name: str = "") -> None:
@@ -112,31 +125,55 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         )
 
 
+class _Batch(NamedTuple):
+    """Samples that were loaded as one batch, as torch collates them."""
+
+    data: Any
+
+
 class Fetch:
     """Builds micro-batches: Key -> (collated batch, items).
 
     All random draws depend on (seed, epoch, sample) alone. A dataset whose attribute `draws_random` is False promises
     that neither it nor the collate function draws; then nothing is seeded, which saves a few microseconds a sample.
+    Samples of a known kind of dataset are indexed all at once (see `lockstep.data.rows`).
+
+    Attributes:
+        draws: samples or their collation may draw random numbers, and are seeded.
     """
 
     def __init__(self, dataset: Any, task: Task, seed: int, rank: int = 0) -> None:
         self._dataset, self._collate, self._seed, self._rank = dataset, task.collate, seed, rank
         self._count = task.count
-        self.draws = draws(dataset)
+        self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
+        self._draws = draws(dataset)
+        self._seeds_collate = self._draws or (self._collates and collate_draws(dataset))
+        self.draws = self._draws or self._seeds_collate
+        self._rows: Rows | None = None if self._draws else getattr(dataset, "known_rows", None) or rows_of(dataset)
         self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._seed_and_load
         self._many = getattr(dataset, "__getitems__", None)
         self._each = items_of_a_sample(task)
-        self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         return self.finish(self.load(key), key)
 
     def load(self, key: Key) -> Any:
         """Load the samples of a micro-batch, and seed what its collation draws."""
-        if self.draws:
-            samples = [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
+        samples = self._load_samples(key)
+        if self._seeds_collate:
             seed_everything(derive(self._seed, "collate", key.step, key.micro))
-            return samples
+        return samples
+
+    def _load_samples(self, key: Key) -> Any:
+        """Load the samples of a micro-batch: a list of them, or a `_Batch`."""
+        if self._draws:
+            return [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
+        if self._rows:
+            with suppress(Exception):  # a sample cannot be read: the way below retries, skips or names it
+                if not self._collates and (batch := self._rows.batch(key.samples)) is not None:
+                    return _Batch(batch)
+                if self._collates and (found := self._rows.samples(key.samples)) is not None:
+                    return found
         samples = self._many(key.samples) if self._many else [self._dataset[sample] for sample in key.samples]
         if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
             raise DataError(
@@ -147,6 +184,8 @@ class Fetch:
 
     def finish(self, loaded: Any, key: Key) -> tuple[Any, float]:
         """Make the batch of what `load` returned, and count its items."""
+        if type(loaded) is _Batch:
+            return loaded.data, self._items(loaded.data, [], len(key.samples), key)
         return self.collate(loaded, len(key.samples), key)
 
     def collate(self, samples: list[Any], count: int, key: Key) -> tuple[Any, float]:

@@ -16,8 +16,9 @@ from typing import Any, final
 import numpy as np
 import xxhash
 
-from lockstep.data.loader import check_dataset, draws
+from lockstep.data.loader import check_dataset, collate_draws, draws
 from lockstep.data.mixture_schedule import UNIT, Draws, Schedule
+from lockstep.data.rows import rows_of
 from lockstep.data.sampler import Indices, Shuffled
 from lockstep.data.shard_order import ONE_LANE, Geometry, PlacedOrder, ShardOrder, lanes_of
 from lockstep.data.stream_adapters import is_stream, source_of
@@ -122,13 +123,16 @@ class Mixture:
         sources: the datasets by name.
         points: (step, shares in millionths) of a curriculum; one point: constant.
         draws_random: whether a sample must be seeded.
+        collation_draws: whether the collation must be.
     """
 
     def __init__(self, sources: dict[str, Any], points: list[tuple[int, list[int]]]) -> None:
         self.sources, self.points = sources, points
         self._datasets = list(sources.values())
         self._starts = np.cumsum([0, *(len(each) for each in self._datasets)])
-        self.draws_random = any(draws(each) for each in self._datasets)
+        self._rows = [rows_of(each) for each in self._datasets]
+        self.draws_random = any(map(draws, self._datasets))
+        self.collation_draws = any(map(collate_draws, self._datasets))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -146,8 +150,10 @@ class Mixture:
         for source in np.unique(which).tolist():
             places, dataset = np.flatnonzero(which == source).tolist(), self._datasets[source]
             own = [indices[place] - int(self._starts[source]) for place in places]
-            many = getattr(dataset, "__getitems__", None)
-            loaded = many(own) if many else [dataset[index] for index in own]
+            known, many = self._rows[source], getattr(dataset, "__getitems__", None)
+            loaded = known.samples(own) if known else None
+            if loaded is None:
+                loaded = many(own) if many else [dataset[index] for index in own]
             for place, sample in zip(places, loaded, strict=True):
                 samples[place] = sample
         return samples

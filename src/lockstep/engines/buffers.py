@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.engines.moving import Moving, Own
 from lockstep.errors import ConfigError
-from lockstep.transforms.batchnorm import Recording, recorders
+from lockstep.transforms.batchnorm import Recording, Synchronised, recorders
 
 __all__ = [
     "Buffered",
@@ -60,6 +60,8 @@ class Replay:
         self._decay = torch.tensor([1.0 - (layer.share or 0.0) for layer in layers], dtype=torch.float64, device=device)
         self._average = torch.tensor([layer.share is None for layer in layers], device=device)
         self._rows: list[Tensor] = []
+        # Each rank has the statistics of all: nothing to gather, and an empty slot counts where others have samples.
+        self._is_shared = world.size > 1 and isinstance(layers[0], Synchronised)
 
     def begin(self) -> None:
         """Begin a step: discard statistics left by forwards outside a step."""
@@ -68,12 +70,15 @@ class Replay:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Update the running statistics after the step's last micro-batch. One gather; does not wait."""
+        """Update the running statistics after the step's last micro-batch.
+
+        At most one gather; does not wait.
+        """
         rows = torch.stack(self._rows)
         most = max(self._sharing.now.slots) if self._sharing else 0
         if len(rows) < most:  # rows of zeros: no layer counts
             rows = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
-        if self._world.size > 1:
+        if self._world.size > 1 and not self._is_shared:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
             dist.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
@@ -85,11 +90,11 @@ class Replay:
         """Store the statistics of a micro-batch after its forwards.
 
         Args:
-            weight: 0 for an empty slot, which counts nothing.
+            weight: 0 for an empty slot, which counts nothing of its own.
             row: the result of `row` after the forwards; None: computed now.
         """
         row = self.row() if row is None else row
-        self._rows.append(row if weight else torch.zeros_like(row))
+        self._rows.append(row if weight or self._is_shared else torch.zeros_like(row))
 
     def clear(self) -> None:
         """Discard the statistics of forwards since the last `clear`."""

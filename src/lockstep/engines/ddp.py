@@ -195,19 +195,19 @@ class ReplicatedEngine:
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss`; DDP exchanges in the step's last micro-batch."""
         if self._tree or self._usage:
-            loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
+            self._roots.backward(loss, scale)
             self._backwards += 1
             if self._tree:
                 self._tree.push()
             return
         # Starting from the world size undoes DDP's division at no cost.
-        loss.backward(self._roots(loss, scale if self._settings.loss_scaling else scale * self._world.size))  # type: ignore[no-untyped-call]
+        self._roots.backward(loss, scale if self._settings.loss_scaling else scale * self._world.size)
         if self._last:
             self._check_reduction()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
-        loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
+        self._roots.backward(loss, scale)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -225,6 +225,15 @@ class ReplicatedEngine:
         if ddp is not None and self._settings.options.static_graph:  # it has counted the backward as its first
             self._wrap(self._settings.options.find_unused_parameters == "true")
             self._sync_always = True
+
+    @contextmanager
+    def apart(self) -> Iterator[Callable[[Tensor, float], None]]:
+        """Yield a backward of the plain module's loss on this rank alone, which leaves no counts."""
+        try:
+            yield self.backward_alone
+        finally:
+            if self._usage:
+                self._usage.begin()
 
     def finish(self) -> None:
         """Exchange, before the update, the gradients that DDP did not."""
@@ -401,6 +410,9 @@ class DDP:
 
     def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
+
+    def apart(self) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+        return self._replicas.apart()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._update.state_dict(self._module)

@@ -10,10 +10,11 @@ gathered, summed = exchanged(name, options, parameters, trained)
 import dataclasses
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
@@ -39,6 +40,7 @@ from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = [
+    "backward_apart",
     "check_audit",
     "check_copies",
     "check_planned",
@@ -300,6 +302,21 @@ def undo_step(engine: Engine) -> None:
         inner = engine.engine
     if isinstance(inner, EMAEngine | Buffered):
         inner.undo_step()
+
+
+def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+    """Return a context with a backward (loss, weight) outside of steps, which leaves no trace but `.grad`.
+
+    With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
+    """
+    bare: Any = engine.engine if isinstance(engine, Remade) else engine
+    while isinstance(bare, EMAEngine | Buffered | Hooked | Copied):
+        bare = bare._engine
+    return bare.apart() if hasattr(bare, "apart") else nullcontext(_backward)
+
+
+def _backward(loss: Tensor, weight: float) -> None:
+    loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
 
 def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:

@@ -82,6 +82,9 @@ class Zero:
     def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
 
+    def apart(self) -> AbstractContextManager[Callable[[Tensor, float], None]]:
+        return self._replicas.apart()
+
     def _check_groups(self) -> None:
         if len(self._plain.param_groups) != len(self._zero.param_groups):
             raise LockstepError("--engine zero does not support parameter groups added later; rebuild the engine")

@@ -27,6 +27,7 @@ from lockstep.engines.buffers import unmoved
 from lockstep.errors import LockstepError
 from lockstep.files import retry_io, write_whole
 from lockstep.records import StepRecord, fill_numbers, flatten_numbers
+from lockstep.transforms.batchnorm import normalised_alone
 from lockstep.transforms.precision import eager
 
 __all__ = [
@@ -262,7 +263,8 @@ def origin(
     """
     own_finding: list[Any] | None = None
     losses = iter(step.losses)
-    with unmoved(plain.buffers()):
+    # Alone: in statistics of all ranks, one micro-batch that is not finite would make those of the others so.
+    with unmoved(plain.buffers()), normalised_alone():
         for batch in step.micro:  # all, on every rank: their forwards may have collectives
             seed(step.record.step, batch.index)
             module, finite = _first_nonfinite(plain, loss_of, batch)
@@ -275,7 +277,8 @@ def origin(
         return "the outputs of all micro-batches are finite: the loss over the whole step, or a backward, is not"
     if not findings:
         return "the losses are finite: the backward is not"
-    index, module, finite, chosen, rank = min(findings)
+    # Losses may share statistics: one that is still not finite when recomputed comes before the others.
+    index, module, finite, chosen, rank = min(findings, key=lambda each: (not each[1] and each[2], each))
     sample_list = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
     cause = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
     if module:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep.data.loader import Loader, draws
+from lockstep.data.loader import Loader, collate_draws, draws
+from lockstep.data.rows import rows_of
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import SampleError
 
@@ -37,12 +38,14 @@ class RetryingDataset(Dataset[Any]):
     Attributes:
         counts: [retries, skips] so far on this rank, including loader processes.
         draws_random: whether a sample must be seeded.
+        collation_draws: whether the collation must be.
+        known_rows: reads samples of a known kind all at once, without retries; None: another kind.
     """
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
         self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
         self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self.draws_random = draws(inner)
+        self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many
 

@@ -31,7 +31,7 @@ from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
 from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.fields import AUTO, is_url
-from lockstep.config.schema import Config, is_auto, lookup
+from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
 from lockstep.data.batches import Batches, Loading, MicroBatchCosts
 from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, grouped_order
@@ -49,7 +49,7 @@ from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
-from lockstep.task import Task, as_task, has_own
+from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training import resume
 from lockstep.training.agreement import (
     check_samples,
@@ -82,6 +82,7 @@ from lockstep.training.defaults import (
     plan_warnings,
 )
 from lockstep.training.evaluation import build_evaluation_batches
+from lockstep.training.loss_check import check_loss, is_cut
 from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import (
@@ -106,7 +107,9 @@ from lockstep.training.task_check import (
     restore_findings,
 )
 from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
+from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
+from lockstep.transforms.precision import task_in_precision
 
 __all__ = [
     "BuildRequest",
@@ -403,6 +406,7 @@ class BuildRequest(NamedTuple):
 
     Attributes:
         cut: see `StartFacts`; for a rollback, a process that joins, and `verify`.
+        proves: a resume proves the loss again; a rollback in the same process need not.
         check_first: raises LockstepError before anything is made; may take any time.
         check_last: raises LockstepError before anything is written; may be collective, the same on every rank.
     """
@@ -412,6 +416,7 @@ class BuildRequest(NamedTuple):
     joining: bool = False
     min_steps: int = 0
     cut: str = ""
+    proves: bool = True
     check_first: Callable[[], None] = lambda: None
     check_last: Callable[[RunParts], None] = lambda built: None
 
@@ -455,7 +460,13 @@ def build_together(
     world.agree()  # collective
     check_extension(requested, resumes=start.checkpoint is not None)
     of_model = list[str]()
-    model = build_model(draft.config, task, world, state, say, note=of_model.append)
+    open_data = training.order is not None and not isinstance(training.order, GroupOrder)
+    fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
+    of_ranks = draft.config
+    if joining and not fixed_cut:  # this process builds alone, and the run that it joins has several ranks
+        of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
+        of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
+    model = build_model(of_ranks, task, world, state, say, note=of_model.append, fixed_cut=fixed_cut)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
@@ -484,9 +495,14 @@ def build_together(
     notes = check_samples(settings, training.dataset, evaluation_sets, world, batches)  # grows with the next gather
     notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
+    cut = is_cut(settings, batches)
+    recorded = (state.reduction or "") if source else ""
+    if task.reduction == "whole" and cut:  # the run so far needed no proof of its loss, and needs one now
+        set_detected(task, "auto", needs_graph(task))
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
     trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
+    is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
     world.agree()  # collective
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
@@ -497,8 +513,11 @@ def build_together(
         on_all_ranks(world, lambda: check_in_optimizer(engine.model, groups.optimizer, unfrozen))
         if trial_samples:
             trial = Trial(engine, model, task, world, settings, say)
-            check_criteria(settings, check_task(trial, trial_samples, batches, evaluation_batches, state))  # collective
+            names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
+            check_criteria(settings, names)
             on_all_ranks(world, cut_check)  # the trial knows whether the loss adds up
+        elif is_proved_again:  # the code of the loss may have changed
+            check_loss(Trial(engine, model, task, world, settings, say), batches, [], recorded)  # collective
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()
@@ -556,7 +575,8 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 
     def make() -> Task:
         check(draft)
-        return make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+        made = make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+        return task_in_precision(made, draft.precision, world.device.type, notify(world))
 
     task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)
@@ -696,7 +716,8 @@ def announce(built: RunParts) -> None:
         built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
     ):
         _LOG.info(line)
-    for line in plan_warnings(built.run_plan, built.model, built.task.data_facts) if built.world.is_main else ():
+    run = built.run_plan, built.model, built.task.data_facts, built.world.size
+    for line in plan_warnings(*run) if built.world.is_main else ():
         _LOG.warning(line)
 
 

@@ -44,9 +44,11 @@ from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, has_own
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
-from lockstep.training.loss_check import preserve_state
+from lockstep.training.defaults import batchnorm_names
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
+from lockstep.training.trial_state import preserve_state
 from lockstep.transforms import Transforms, prepare
+from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.precision import eager, uncompiled
 
 __all__ = [
@@ -167,6 +169,7 @@ def build_model(
     say: Say,
     sizes_only: bool = False,
     note: Say | None = None,
+    fixed_cut: bool = True,
 ) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
@@ -178,6 +181,7 @@ def build_model(
         say: called with a line for the user.
         sizes_only: do not read weights, as in `lockstep plan`.
         note: called with a line for the log alone; None: `say`.
+        fixed_cut: the number of ranks does not decide how a step is cut; see `resolve_batchnorm`.
 
     Raises:
         ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
@@ -216,6 +220,9 @@ def build_model(
         more = f" and {len(frozen) - 1} more parameters" if len(frozen) > 1 else ""
         say(f"frozen by --optim.groups: {frozen[0]}{more}")
     task_blocks = task.blocks(model)
+    batchnorm = resolve_batchnorm(config, world.size, bool(batchnorm_names(model)), fixed_cut=fixed_cut)
+    if batchnorm.reason:
+        say(batchnorm.reason)
     return prepare(
         model,
         precision=config.precision,
@@ -223,13 +230,14 @@ def build_model(
         device=world.device,
         move=move,
         chosen=Transforms(
-            *(config.batchnorm, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
+            *(batchnorm.kind, config.attention, config.activation_checkpointing, config.compile_scope, config.exact),
             masked=task.attention_mask,
             weight_copies=config.weight_copies,
             grad_dtype=config.grad_dtype,
         ),
         blocks=find_blocks(model).modules if task_blocks is None else list(task_blocks),
         from_task=task_blocks is not None,
+        float32_outputs=task.autocast_scope == "float32 outputs",
         keep_dtype=base,
         say=say,
         note=note,

@@ -35,6 +35,7 @@ from lockstep.training.build_engine import choose_kernels
 from lockstep.training.empty_batches import EmptyBatchCheck
 from lockstep.training.evaluation import all_numbers
 from lockstep.training.guards import RunGuards, ShareReporter
+from lockstep.training.loss_watch import LossWatch
 from lockstep.training.profiler import StepProfiler
 from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
 from lockstep.training.session import HookContext, ReadNumbers, Session, update_best
@@ -122,6 +123,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
     )
     session.saver = recorder.saver
     guards = RunGuards(built, exchange, step_loader, seed, clock)
+    watch = LossWatch(built, lambda done: save(components, done))
     control = StepControl(
         built.lr_factor,
         seed,
@@ -129,6 +131,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         guards.limit,
         built.momentum,
         guards.audit,
+        before_passes=watch,
         before_update=recorder.saver.order,
         check_empty=EmptyBatchCheck(built, seed),
         kernels=choose_kernels(config.compile, step_plan),
@@ -138,7 +141,8 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         gradients=built.groups.gradients,
     )
     parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
-    return StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)
+    components = StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)
+    return components
 
 
 def record_step(session: Session, built: RunParts, components: StepComponents, record: StepRecord) -> Step:
@@ -155,12 +159,7 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
     components.guards.after_step(record)
     if not late:
         components.recorder.log(record)
-    return Step(
-        record,
-        components.epochs(global_step),
-        built.lr * record.factor,
-        session.read_numbers,
-    )
+    return Step(record, components.epochs, built.lr * record.factor, session.read_numbers)
 
 
 def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:

@@ -31,6 +31,7 @@ from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
 from lockstep.task import DataFacts, Task, user_task
 from lockstep.training.resume import RunPlan
+from lockstep.transforms.batchnorm import Synchronised
 
 __all__ = [
     "ADAM_DEFAULTS",
@@ -53,6 +54,7 @@ __all__ = [
     "find_largest_micro_batch",
     "find_misplaced",
     "fine_tuning_rate",
+    "has_synchronised",
     "is_device_default",
     "plan_warnings",
     "prompt_defaults",
@@ -170,11 +172,12 @@ def describe_optimizer(run_plan: RunPlan) -> str:
     )
 
 
-def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None = None) -> list[str]:
+def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None = None, ranks: int = 1) -> list[str]:
     """Return a line for each warning about warm-up, few steps, the adapters' rate and BatchNorm.
 
     Args:
         facts: of a language model's data.
+        ranks: number of them.
     """
     config, steps = run_plan.config, run_plan.step_plan.steps
     lines = []
@@ -194,19 +197,34 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
             f"--lr {config.lr:g} is {'low' if config.lr < low else 'high'} for adapters, which need about ten times "
             f"the rate of the whole model: leave it out for {LORA_DEFAULTS['lr']:g}"
         )
-    norms, micro_size = batchnorm_names(model), config.micro_batch_size
-    if norms and micro_size < MIN_BATCHNORM_SAMPLES and config.batchnorm != "sync":
-        size = default_micro_batch_size(max(config.batch_size, MIN_BATCHNORM_SAMPLES), MIN_BATCHNORM_SAMPLES)
-        more = f"--batch-size {MIN_BATCHNORM_SAMPLES} and " if config.batch_size < MIN_BATCHNORM_SAMPLES else ""
-        layers = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
-        lines.append(
-            f"BatchNorm ({layers}) normalises over the {micro_size} sample{'s' * (micro_size > 1)} of a forward, and "
-            f"{MIN_BATCHNORM_SAMPLES} or more train better: set {more}--micro-batch-size {size}"
-        )
+    norms = batchnorm_names(model)
+    if line := _batchnorm_warning(config, norms, ranks if has_synchronised(model) else 1):
+        lines.append(line)
     missing = config.num_epochs * run_plan.samples - run_plan.step_plan.total
     if norms and not (config.max_steps or config.data.drop_last) and missing == 1:
         lines.append("the last sample of the last epoch is left out: BatchNorm cannot normalise a single sample")
     return lines
+
+
+def _batchnorm_warning(config: Config, norms: list[str], ranks: int) -> str:
+    """Return a line if BatchNorm layers normalise over few samples; "" otherwise.
+
+    Args:
+        norms: names of the layers.
+        ranks: that normalise together.
+    """
+    samples = min(config.micro_batch_size * ranks, config.batch_size)
+    if not norms or samples >= MIN_BATCHNORM_SAMPLES:
+        return ""
+    size = default_micro_batch_size(max(config.batch_size, MIN_BATCHNORM_SAMPLES), MIN_BATCHNORM_SAMPLES)
+    micro = f"--micro-batch-size {size}" if ranks == 1 else ""
+    batch = f"--batch-size {MIN_BATCHNORM_SAMPLES}" if config.batch_size < MIN_BATCHNORM_SAMPLES else ""
+    layers = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
+    return (
+        f"BatchNorm ({layers}) normalises over the {samples} sample{'s' * (samples > 1)} of "
+        f"{'a forward' if ranks == 1 else 'all ranks'}, and {MIN_BATCHNORM_SAMPLES} or more train better: set "
+        f"{' and '.join(filter(None, (batch, micro))) or f'--micro-batch-size {-(-size // ranks)}'}"
+    )
 
 
 def describe_idle_ranks(config: Config, ranks: int) -> str:
@@ -220,6 +238,11 @@ def describe_idle_ranks(config: Config, ranks: int) -> str:
         f"{ranks} ranks leave{'s' * (count == 1)} {ranks - count} of them idle; for {batch} on each device: "
         f"--batch-size {batch * ranks} and --micro-batch-size {batch}"
     )
+
+
+def has_synchronised(model: nn.Module) -> bool:
+    """Whether BatchNorm layers normalise over the samples of all ranks."""
+    return any(isinstance(layer, Synchronised | nn.SyncBatchNorm) for layer in model.modules())
 
 
 def batchnorm_names(model: nn.Module) -> list[str]:

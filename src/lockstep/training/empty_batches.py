@@ -20,7 +20,7 @@ from lockstep.errors import DataError
 from lockstep.passes import split_loss
 from lockstep.tensors import is_dtensor
 from lockstep.training.build import RunParts
-from lockstep.training.loss_check import preserve_state
+from lockstep.training.trial_state import preserve_state
 
 __all__ = ["EmptyBatchCheck"]
 

@@ -54,7 +54,7 @@ from lockstep.training.run_dir import RunFolder, read_sources
 from lockstep.training.task_check import restore_findings
 from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
-from lockstep.transforms.precision import is_fast
+from lockstep.transforms.precision import is_fast, task_in_precision
 
 __all__ = [
     "ExportRequest",
@@ -173,6 +173,7 @@ def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, wor
     source = on_all_ranks(world, lambda: select_checkpoint(path, request.which))
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source))
     task = on_all_ranks(world, lambda: _make_task(path, config, request, state, notify(world)))
+    task = task_in_precision(task, config.precision, world.device.type, notify(world))
     restore_findings(task, state)
     model = build_model(config, task, world, dataclasses.replace(state), notify(world), note=lambda line: None)
     without = base_tensor_names(model, state)

@@ -1,23 +1,20 @@
-"""Detect whether a task's loss is a sum or a mean over its items.
+"""Decide how the losses of a step's micro-batches are put together.
 
     check_loss(trial, training, samples)    # sets task.reduction if it is "auto"; refuses a loss that is neither
     classify(measurements, index, limit)    # {"sum": 0.0002}: the kinds that number `index` fits, with their errors
 
-The loss of a few samples is compared with the losses of their halves: sum and mean differ by a factor, so four samples
-are enough. A loss that draws random numbers is classified by that factor alone. If a step has one micro-batch, the
-answer does not matter.
+Where a step is cut, its loss must be a sum or a mean over items: `lockstep.training.evidence` shows it by gradients.
+`classify` compares the numbers of an evaluation, which has no gradients.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.schema import Config
@@ -30,12 +27,14 @@ from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
-from lockstep.task import Task, has_mean_loss, has_own, needs_graph, set_detected
+from lockstep.task import Task, needs_graph, set_detected
 from lockstep.training.defaults import explain_device_error
+from lockstep.training.evidence import HalvedSamples, Verdict, cut_rows, have_same_tensors, weigh
+from lockstep.training.trial_state import preserve_state
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
-    "MIN_PLACES",
+    "PLACES",
     "HalvedSamples",
     "Measurement",
     "Trial",
@@ -44,38 +43,24 @@ __all__ = [
     "classify",
     "cut_places",
     "describe_measurement",
+    "is_cut",
     "load_first",
     "load_places",
     "loss_value",
     "measure",
-    "preserve_state",
     "suggest_fixes",
     "try_loss",
 ]
 
+PLACES = 3  # places in the data
+_MIN_SAMPLES = 4  # two in each half, so that sum and mean differ
 
 # --- measurements
 
-_MIN_SAMPLES = 4  # two in each half, so that sum and mean differ
-_ROUNDS, _RANDOM_ROUNDS = 4, 16  # most places in the data to try; the same for random losses
-_SEED_TOLERANCE = 1e-5  # relative difference between two seeds up to which a loss is not random
+_ROUNDS = 4  # most places in the data to try
+_SEED_TOLERANCE = 1e-5  # relative difference between two seeds up to which a number is not random
 
 Probe = Callable[[MicroBatch], list[float]]
-
-
-@dataclass(frozen=True, slots=True)
-class HalvedSamples:
-    """Some samples of this rank, and their two halves.
-
-    Attributes:
-        samples: number in each half.
-        is_random: the collation draws random numbers, so the halves may have other labels than the whole.
-    """
-
-    whole: MicroBatch
-    halves: tuple[MicroBatch, MicroBatch]
-    samples: tuple[int, int]
-    is_random: bool
 
 
 class Measurement(NamedTuple):
@@ -159,10 +144,9 @@ class Trial:
         """Relative difference up to which two numbers count as equal."""
         return 0.05 if self.is_low_precision else 0.01
 
-    @property
-    def warning_limit(self) -> float:
-        """Relative difference up to which there is no warning."""
-        return self.limit if self.is_low_precision else 0.001
+    def preserve(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one call of the loss, whose changes are undone at its end."""
+        return preserve_state(self.model, self.task, self.world.device, training=True)
 
     def sandbox(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context that runs eagerly, and undoes side effects at its end."""
@@ -190,13 +174,15 @@ class Trial:
         self._reseed(number, 0)
 
     def load_halves(self, batches: Batches, place: int) -> HalvedSamples | None:
-        """Load at least four samples and their halves; None if a rank cannot. Collective.
-
-        Args:
-            place: place in the data: 0, 1, ...
-        """
+        """Load samples and their halves as the function does; None if a rank cannot. Collective."""
         samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
         return samples if all(self.world.gather(samples is not None)) else None  # collective
+
+    def load_places(self, batches: Batches) -> list[HalvedSamples]:
+        """Load the first places of a run whose step may be cut later. Collective."""
+        places = on_all_ranks(self.world, lambda: load_places(batches, PLACES, self.task))  # collective
+        cut_places(places, self.world)  # collective
+        return places
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.
@@ -212,7 +198,7 @@ class Trial:
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
                 result = None
-                dtypes = contextlib.nullcontext() if narrow else without_autocast(self.plain)
+                dtypes = contextlib.nullcontext() if narrow else without_autocast()
                 with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
                     result = action()
                 results: list[Any] = self.world.gather(result)  # collective
@@ -227,17 +213,21 @@ def load_first(batches: Batches) -> MicroBatch:
     return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
 
 
-def load_halves(batches: Batches, place: int) -> HalvedSamples | None:
-    """Load at least four samples of this rank and their halves; None if that is impossible.
+def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task | None = None) -> HalvedSamples | None:
+    """Load some samples of this rank and their halves; None if that is impossible.
 
     Args:
-        place: place in the data: 0, 1, ...
+        place: place in the data: 0 has this rank's first micro-batch, or four samples if it has fewer; 1, 2, ... four
+            samples each.
+        whole: all places are as large as the first.
+        task: of the batches; a collation that draws random numbers is cut by rows. None: leave it.
 
     Raises:
         SampleError: a sample cannot be loaded.
     """
-    count = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
-    half, start = count // 2, place * count
+    size = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
+    count = size if whole or not place else min(_MIN_SAMPLES, size)
+    half, start = count // 2, place * size if whole or not place else size + (place - 1) * count
     if not half:
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
@@ -247,21 +237,27 @@ def load_halves(batches: Batches, place: int) -> HalvedSamples | None:
         raise
     except Exception:  # the collation may refuse so few samples
         return None
-    return HalvedSamples(batch, (first, second), (half, count - half), is_random)
+    samples, halves, problem = (half, count - half), (first, second), ""
+    if is_random and task is not None:
+        cut = cut_rows(batch, samples, task)
+        halves, problem = cut or halves, "" if cut else "`collate` draws random numbers, and its batch has no rows"
+    reload = lambda: batches.parts(0, spans[:1])[0][0]  # noqa: E731
+    return HalvedSamples(batch, halves, samples, is_random, reload, problem)
 
 
-def load_places(batches: Batches, count: int) -> list[HalvedSamples]:
+def load_places(batches: Batches, count: int, task: Task | None = None) -> list[HalvedSamples]:
     """Load the halved samples of the first places.
 
     Args:
         count: number of places.
+        task: as in `load_halves`.
 
     Raises:
         SampleError: a sample cannot be loaded.
     """
     places = list[HalvedSamples]()
     with generators_kept():
-        while len(places) < count and (samples := load_halves(batches, len(places))):
+        while len(places) < count and (samples := load_halves(batches, len(places), task=task)):
             places.append(samples)
     return places
 
@@ -281,7 +277,7 @@ def measure(
     """Measure at one place in the data after another, until the caller stops. Collective.
 
     Args:
-        places: the samples of the first places, which are measured together.
+        places: the samples of the first places.
         is_clean: whether a measurement needs no other seed. If it does, the whole is loaded and computed again.
 
     Yields:
@@ -293,29 +289,20 @@ def measure(
             trial.seed(seed)
             return probe(batch)
 
-    def compute_all(places: list[HalvedSamples]) -> list[Measurement]:
-        return [_measurement(samples, compute) for samples in places]
-
-    ahead = trial.attempt(lambda: compute_all(places)) if len(places) > 1 else None  # collective
     measurements, needs_graph = list[Measurement](), False
-    for place in range(_RANDOM_ROUNDS):
-        if place == _ROUNDS and not any(each.is_random(0) for each in measurements):
-            break
+    for place in range(_ROUNDS):
         samples = places[place] if place < len(places) else trial.load_halves(batches, place)  # collective
         if samples is None:
             break
-        if ahead and place < len(places):
-            rows, needs_graph = [own[place] for own in ahead[0]], ahead[1]
-        else:
-            result = trial.attempt(lambda samples=samples: compute_all([samples]))  # type: ignore[misc]  # collective
-            if result is None:
-                break
-            rows, needs_graph = [own[0] for own in result[0]], result[1]
+        result = trial.attempt(lambda samples=samples: [*_measurement(samples, compute)])  # type: ignore[misc]  # collective
+        if result is None:
+            break
+        rows, needs_graph = result
         gathered = [Measurement(*row) for row in rows]
         if not all(map(is_clean, gathered)):
             second = trial.load_halves(batches, place) or samples  # collective; a dataset may be random too
             tensors = [[part.held for part in (each.whole, *each.halves)] for each in (samples, second)]
-            random_batch = samples.is_random or not _have_same_tensors(*tensors)
+            random_batch = samples.is_random or not have_same_tensors(*tensors)
             again = trial.attempt(lambda second=second, drew=random_batch: [compute(second.whole, 1), drew])  # type: ignore[misc]
             if again is None:
                 break
@@ -334,11 +321,6 @@ def _measurement(samples: HalvedSamples, compute: Callable[[MicroBatch], list[fl
     whole, first, second = map(compute, parts)
     items = [float(batch.items) for batch in parts]
     return Measurement(whole, first, second, items, list(samples.samples), samples.is_random, [])
-
-
-def _have_same_tensors(first: Any, second: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
-    return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
 
 
 def call_method(
@@ -360,43 +342,9 @@ def call_method(
         raise (DataError(f"{problem}; {reason}") if reason else problem) from error
 
 
-@contextlib.contextmanager
-def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
-    """Restore modes, buffers, the task's tensors and the generators at the end.
-
-    Args:
-        training: leave the modes as they are; False: run in eval mode.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    buffers_of = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    own: Iterable[Tensor] = task.state_dict().values()
-    values = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *own) if not tensor.is_meta]
-    cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    if not training:
-        model.eval()
-    try:
-        with generators_kept():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        at_rest(model)
-        with torch.no_grad():
-            for module, buffers in buffers_of:  # a forward may replace a buffer by another tensor
-                module._buffers.update(buffers)
-            for tensor, before in values:
-                if tensor.shape != before.shape:
-                    tensor.resize_(before.shape)
-                tensor.copy_(before)
-        if cuda_generator is not None:
-            torch.cuda.set_rng_state(cuda_generator, device)
-
-
 # --- sum or mean
 
 _ROUNDING = 1e-5  # relative error that rounding may cause
-_MIN_VOTES = 8  # runs of a random loss
-MIN_PLACES = 3  # places in the data
 _SAMPLES = "samples"  # a mean over samples, while `count` counts other items
 
 
@@ -432,19 +380,28 @@ def loss_value(value: Any) -> float:
         return float(split_loss(value)[0].detach())  # waits for the device
 
 
-def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) -> None:
-    """Detect the reduction of the task's loss, or check the declared one. Collective.
+def is_cut(config: Config, training: Batches) -> bool:
+    """Whether a step has several micro-batches, or may have in this run."""
+    return training.step_plan.micro_batches > 1 or config.on_oom == "smaller"
+
+
+def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], recorded: str = "") -> None:
+    """Decide the reduction of the task's loss, or check the declared or recorded one. Collective.
+
+    Only where a step is cut; else the loss is used as it is.
 
     Args:
         samples: of the first places, as `load_places` returns them.
+        recorded: the reduction with which a resumed run has trained so far; "": a new run.
 
     Raises:
-        ConfigError: the loss is neither a sum nor a mean, or not as declared, or cannot be classified; or a `count`
-            does not add up.
+        ConfigError: the loss is neither a sum nor a mean, or not as declared or recorded, or that is unknown; or a
+            `count` does not add up.
     """
-    task, measurements, places = trial.task, list[Measurement](), 0
-    if task.reduction in ("auto", "whole") and not is_cut(training, trial.config):
-        set_detected(task, "whole", needs_graph(task))
+    task = trial.task
+    if not is_cut(trial.config, training):
+        if task.reduction == "auto":
+            set_detected(task, "whole", needs_graph(task))
         return
     if task.reduction == "micro-batch":
         if not task.framework:  # otherwise the line about the step reports it
@@ -454,38 +411,111 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples]) ->
                 "--micro-batch-size is another training"
             )
         return
-    if task.divisible:
-        probe = _probe(trial)
-        for measurements, takes_graph in measure(trial, probe, training, samples, lambda m: _is_clean(trial, m)):
-            if takes_graph:
-                set_detected(task, "", gradients=True)
-            places += 1  # more than one, since a forward may branch on the batch's contents
-            if places < MIN_PLACES:
-                continue
-            kinds = classify(measurements, 0, trial.limit)
-            if _is_decided(kinds) and min(kinds.values(), default=1.0) < _ROUNDING:
-                break
-    is_whole = not is_cut(training, trial.config)
-    kinds, evidence = classify(measurements, 0, trial.limit), describe_measurement(measurements, 0)
-    if task.reduction == "auto":
-        is_finite = all(math.isfinite(value) for each in measurements for value in each.values(0))
-        if kinds is None and not is_finite and not is_whole:
-            raise ConfigError(
-                f"the task's `loss` is not finite on the first samples, before step 1: {evidence}; correct the loss, "
-                "or these samples"
-            )
-        _set_reduction(trial, kinds, evidence, is_whole, alone=training.size == 1 and not has_own(task, "count"))
+    samples = samples or trial.load_places(training)  # collective
+    verdict = weigh(trial, samples)  # collective
+    if verdict.kind in _REDUCTIONS and verdict.failed:  # it may need more samples than the smaller places have
+        more = on_all_ranks(trial.world, lambda: _load_larger(training, task))  # collective
+        cut_places(more, trial.world)  # collective
+        second = weigh(trial, more, seed=1) if more else verdict  # collective
+        verdict = verdict if second.kind == "unknown" else second
+    if task.reduction in _NAMES or recorded in _NAMES:
+        _check_known(trial, verdict, recorded)
     else:
-        _check_declaration(task, kinds, evidence, is_whole)
-    shown = "sum" if task.reduction == "total" else task.reduction
-    if not is_whole and shown in (kinds or {}):
-        _check_count(measurements)
-        _warn_if_off(trial, (kinds or {})[shown], evidence)
+        _set_reduction(trial, verdict, recorded)
+    on_all_ranks(trial.world, lambda: _check_count(samples))  # collective
 
 
-def is_cut(training: Batches, config: Config) -> bool:
-    """Whether a step may have several micro-batches, so that its loss must split into theirs."""
-    return training.step_plan.micro_batches > 1 or config.on_oom == "smaller"
+def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:
+    """Load places after the first that are as large as it."""
+    with generators_kept():
+        loaded = [load_halves(training, place, whole=True, task=task) for place in range(1, PLACES)]
+    return [each for each in loaded if each is not None]
+
+
+_REDUCTIONS = {"mean": "mean", "sum": "total"}  # what is shown -> the reduction of an undeclared loss
+_NAMES = {"mean": "a mean", "sum": "a sum", "total": "a sum"}
+
+
+def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
+    """Set the reduction of a task that does not declare one. Raises ConfigError unless it is shown."""
+    task = trial.task
+    if recorded == "whole" and verdict.kind not in _REDUCTIONS:
+        raise ConfigError(
+            "the run so far computed each step in one forward, so its loss was never proved, and now a step is cut: "
+            f"the task's `loss` is {verdict.kind} ({verdict.evidence}); resume on one rank, or start a new run with "
+            "`outputs` and `step_loss`"
+        )
+    _check_usable(verdict)
+    if verdict.kind == "not finite":
+        raise ConfigError(
+            f"the task's `loss` is not finite on the first samples, before step 1 ({verdict.evidence}): correct the "
+            "loss, or these samples"
+        )
+    if verdict.kind == "unknown":
+        raise ConfigError(
+            f"the trial cannot tell whether the task's `loss` is a sum or a mean over its items ({verdict.evidence}), "
+            "and a step has several micro-batches: declare reduction = 'sum' or 'mean' in the task"
+        )
+    set_detected(task, _REDUCTIONS[verdict.kind], needs_graph(task))
+    trial.say(f"the loss is {_NAMES[verdict.kind]} over its items, as its gradients show in the trial")
+
+
+def _check_known(trial: Trial, verdict: Verdict, recorded: str) -> None:
+    """Raise ConfigError if the loss is not what the task declares, or what the run so far has trained with."""
+    task = trial.task
+    _check_usable(verdict)
+    if recorded in _NAMES and task.reduction not in _NAMES:
+        set_detected(task, recorded, needs_graph(task))
+    if verdict.kind not in _NAMES:  # unknown, or not finite yet, which the guards handle
+        return
+    found = _NAMES[verdict.kind]
+    if _NAMES.get(recorded, found) != found:
+        raise ConfigError(
+            f"the run has trained with {_NAMES[recorded]} over items so far, and the task's `loss` is {found} now: "
+            f"{verdict.evidence}; return {_NAMES[recorded]} again, or start a new run"
+        )
+    said = _NAMES[task.reduction]
+    if said != found:
+        way = "leave reduction out" if verdict.kind == "sum" else "set reduction = 'mean', or leave it out"
+        raise ConfigError(
+            f"the task has reduction = '{task.reduction}', but its `loss` is {found}: {verdict.evidence}; return "
+            f"{said} over the items that `count` counts, or {way}"
+        )
+
+
+def _check_usable(verdict: Verdict) -> None:
+    """Raise ConfigError for a loss that is neither a sum nor a mean."""
+    if verdict.by_samples:
+        raise ConfigError(
+            "the task's `loss` is a mean over its samples, and `count` counts other items: "
+            f"{verdict.evidence}; leave `count` out, or return the mean, or the sum, over the items that it counts"
+        )
+    if verdict.kind == "neither":
+        raise ConfigError(
+            suggest_fixes(f"the task's `loss` is neither a sum nor a mean over its items: {verdict.evidence}")
+        )
+
+
+def _check_count(samples: list[HalvedSamples]) -> None:
+    for each in samples:
+        total, (first, second) = each.whole.items, (half.items for half in each.halves)
+        if not each.is_random and abs(total - first - second) > 1e-5 * abs(total):
+            raise ConfigError(
+                f"the task's `count` finds {total:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
+                "in their two halves: it must count what the loss sums over (labels, not padding)"
+            )
+
+
+def suggest_fixes(problem: str) -> str:
+    """Append the fixes for a number that depends on a step's division."""
+    return (
+        f"{problem}: give the task a `count` under which it is a mean (labelled tokens, weights), write a loss over "
+        "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or train on one device "
+        "without --micro-batch-size, or set reduction = 'micro-batch'"
+    )
+
+
+# --- numbers of an evaluation
 
 
 def classify(measurements: list[Measurement], index: int, limit: float) -> dict[str, float] | None:
@@ -496,10 +526,10 @@ def classify(measurements: list[Measurement], index: int, limit: float) -> dict[
 
     Returns:
         Some of "sum", "mean" (over items) and "samples" (a mean over samples), or none of them; None if no measurement
-        can decide.
+        can decide, or the number is random.
     """
     if any(each.is_random(index) for each in measurements):
-        return _classify_random(measurements, index)
+        return None
     errors = [kinds for each in measurements if (kinds := _relative_errors(each, index)) is not None]
     if not errors:
         return None
@@ -507,34 +537,6 @@ def classify(measurements: list[Measurement], index: int, limit: float) -> dict[
     if worst[_SAMPLES] < _ROUNDING < worst["mean"]:  # similar items make the two means close; only one is exact
         worst["mean"] = math.inf
     return {kind: value for kind, value in worst.items() if value <= limit}
-
-
-def _classify_random(measurements: list[Measurement], index: int) -> dict[str, float] | None:
-    """Classify a random number by the factor between a sum and a mean alone."""
-    usable = [each for each in measurements if _relative_errors(each, index) is not None]
-    value = sum((each.whole[index] + (each.reseeded or each.whole)[index]) / 2 for each in usable)
-    total = sum(each.first[index] + each.second[index] for each in usable)
-    mean = sum(each.mean(index, each.samples) for each in usable)
-    gap, noise = abs(total - mean), math.hypot(*(each.noise(index) for each in usable))
-    if noise > gap / 2:
-        return _classify_by_majority(usable, index)
-    if abs(value - total) < gap / 4:
-        return {"sum": 0.0}
-    return {"mean": 0.0, _SAMPLES: 0.0} if abs(value - mean) < gap / 4 else None
-
-
-def _classify_by_majority(measurements: list[Measurement], index: int) -> dict[str, float] | None:
-    """Classify a random number by majority, since a few large values would dominate a mean."""
-    votes = list[str]()
-    for each in measurements:
-        total, mean = each.first[index] + each.second[index], each.mean(index, each.samples)
-        for value in (each.whole[index], (each.reseeded or each.whole)[index]):
-            position = (value - mean) / (total - mean) if total != mean else math.nan  # 1: as a sum; 0: as a mean
-            votes.append("sum" if position > 0.4 else _SAMPLES if position > -0.6 else "")
-    winner = max(set(votes), key=votes.count, default="")
-    if not winner or len(votes) < _MIN_VOTES or votes.count(winner) < 0.75 * len(votes):
-        return None
-    return {"sum": 0.0} if winner == "sum" else {"mean": 0.0, _SAMPLES: 0.0}
 
 
 def describe_measurement(measurements: list[Measurement], index: int) -> str:
@@ -547,15 +549,6 @@ def describe_measurement(measurements: list[Measurement], index: int) -> str:
     return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
 
 
-def suggest_fixes(problem: str) -> str:
-    """Append the fixes for a number that depends on a step's division."""
-    return (
-        f"{problem}: give the task a `count` under which it is a mean (labelled tokens, weights), write a loss over "
-        "all samples as `outputs` and `step_loss`, and one over the weights alone as `penalty`; or set "
-        "micro_batch_size = batch_size, or reduction = 'micro-batch'"
-    )
-
-
 def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
     """Return the relative error for each kind; None for numbers without information."""
     value, first, second = each.values(index)
@@ -564,93 +557,6 @@ def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
         return None
     kinds = {"sum": first + second, "mean": each.mean(index, each.items), _SAMPLES: each.mean(index, each.samples)}
     return {kind: abs(value - other) / scale if math.isfinite(other) else math.inf for kind, other in kinds.items()}
-
-
-def _is_decided(kinds: dict[str, float] | None) -> TypeGuard[dict[str, float]]:
-    return kinds is not None and not {"sum", "mean"} <= kinds.keys() and not {"sum", _SAMPLES} <= kinds.keys()
-
-
-def _is_clean(trial: Trial, each: Measurement) -> bool:
-    errors = _relative_errors(each, 0)
-    return errors is None or min(errors["sum"], errors["mean"]) <= trial.warning_limit
-
-
-def _probe(trial: Trial) -> Callable[[MicroBatch], list[float]]:
-    return lambda batch: [loss_value(trial.task.loss(trial.model, batch.data))]
-
-
-def _set_reduction(trial: Trial, kinds: dict[str, float] | None, evidence: str, is_whole: bool, alone: bool) -> None:
-    """Set the reduction of a task that does not declare one.
-
-    Args:
-        evidence: the description of a measurement, for messages.
-        is_whole: a step has one micro-batch.
-        alone: the micro-batches have one sample.
-    """
-    task = trial.task
-    if kinds is not None and "mean" in kinds and "sum" not in kinds:
-        reduction, words = "mean", "a mean over its items"
-    elif kinds is not None and "sum" in kinds and "mean" not in kinds:
-        reduction, words = "total", "a sum over its items"
-    elif is_whole:
-        reduction, words = "micro-batch", "used as it is, since a step has one micro-batch"
-    elif alone:
-        reduction, words = "sum", "that of one sample"
-    elif kinds is None or "sum" in kinds:
-        raise ConfigError(
-            f"the trial cannot tell whether the task's `loss` is a sum or a mean over its items: {evidence}; declare "
-            "reduction = 'sum' or 'mean'"
-        )
-    else:
-        raise _neither_error(kinds, evidence)
-    set_detected(task, reduction, needs_graph(task))
-    trial.say(f"the loss is {words} (found in the trial; `reduction` of the task declares it)")
-
-
-def _check_declaration(task: Task, kinds: dict[str, float] | None, evidence: str, is_whole: bool) -> None:
-    """Raise ConfigError if the loss is not what the task declares."""
-    if kinds is None or task.reduction in kinds:
-        return
-    if task.reduction == "sum" and kinds:
-        raise ConfigError(
-            f"the task's `loss` looks like a mean: {evidence}; return the sum over the items that `count` counts, or "
-            "set reduction = 'mean' in the task, or leave it out"
-        )
-    if "sum" in kinds:
-        raise ConfigError(
-            f"the task has reduction = 'mean', but its `loss` looks like a sum: {evidence}; return the mean over the "
-            "items that `count` counts, or leave reduction out"
-        )
-    if not is_whole:
-        raise _neither_error(kinds, evidence)
-
-
-def _neither_error(kinds: dict[str, float], evidence: str) -> ConfigError:
-    if _SAMPLES in kinds:
-        return ConfigError(
-            f"the task's `loss` is a mean over its samples, and `count` counts other items: {evidence}; leave `count` "
-            "out, or return the mean, or the sum, over the items that it counts"
-        )
-    return ConfigError(suggest_fixes(f"the task's `loss` is neither a sum nor a mean over its items: {evidence}"))
-
-
-def _check_count(measurements: list[Measurement]) -> None:
-    for each in measurements:
-        total, first, second = each.items
-        if not each.random_batch and abs(total - first - second) > 1e-5 * abs(total):
-            raise ConfigError(
-                f"the task's `count` finds {total:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
-                "in their two halves: it must count what the loss sums over (labels, not padding)"
-            )
-
-
-def _warn_if_off(trial: Trial, error: float, evidence: str) -> None:
-    if error > trial.warning_limit:
-        trial.say(
-            f"warning: the loss differs from the {trial.task.reduction} of its parts by {error:.1%} ({evidence}), like "
-            "a router's balance loss, or class weights without their `count`: it is computed for each micro-batch "
-            f"alone, and {'averaged' if has_mean_loss(trial.task) else 'added up'}"
-        )
 
 
 # --- collectives in a loss

@@ -192,6 +192,8 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     stored = facts.checkpoint.plan if facts.checkpoint else {}
     if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
         config = dataclasses.replace(config, batch_size=stored["batch_size"])
+    if config.batchnorm == "auto":  # a run that was started with another value keeps it
+        config = dataclasses.replace(config, batchnorm=stored.get("batchnorm", "auto"))
     if config.batch_tokens:  # the plan's positions are micro-batches (data/groups.py)
         size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)
         count = config.batch_tokens // size

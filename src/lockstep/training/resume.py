@@ -153,7 +153,7 @@ class RunPlan:
             remaining = max(0, config.num_epochs * self.samples - origin.position)
             # A cut by ranks must not decide which samples are left out.
             last = micro_size if self.cut == FIXED and not config.data.drop_last else config.batch_size
-            if config.data.drop_last or remaining % last < min(self.min_samples, micro_size):
+            if config.data.drop_last or remaining % last < min(self.min_samples, last):
                 remaining -= remaining % last
         return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
 

@@ -31,8 +31,9 @@ from lockstep.passes import split_loss
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
+from lockstep.training.evidence import leaves
 from lockstep.training.loss_check import (
-    MIN_PLACES,
+    PLACES,
     HalvedSamples,
     Measurement,
     Trial,
@@ -48,6 +49,7 @@ from lockstep.training.loss_check import (
     suggest_fixes,
     try_loss,
 )
+from lockstep.transforms.batchnorm import Synchronised
 from lockstep.transforms.determinism import autotuned, pin_compiler
 from lockstep.whole_step import check_outputs
 
@@ -266,9 +268,7 @@ def _does_not_add_up(trial: Trial, each: Measurement, index: int) -> bool:
 def _check_loss(trial: Trial, measurements: list[Measurement]) -> None:
     """Raise ConfigError if the loss of `evaluate` is reduced in another way than `loss`."""
     kinds, reduction = classify(measurements, 0, trial.limit), "mean" if has_mean_loss(trial.task) else "sum"
-    if trial.task.reduction == "whole":  # nothing is known of the loss, nor needed
-        return
-    if kinds is None or reduction in kinds:
+    if kinds is None or reduction in kinds or trial.task.reduction == "whole":
         return
     evidence = describe_measurement(measurements, 0)
     if kinds:
@@ -387,27 +387,13 @@ def _check_graph(trial: Trial, method: str, action: Any) -> None:
         loss, _ = split_loss(call_method(method, lambda _: action(), None), method)
     names: dict[Tensor, str] = {parameter: name for name, parameter in trial.plain.named_parameters()}
     names |= {parameter: name for name, parameter in trial.model.named_parameters() if parameter not in names}
-    for leaf in _leaves(loss):
+    for leaf in leaves(loss):
         if leaf in names or isinstance(leaf, nn.Parameter):
             name = names.get(leaf, "a parameter")
             raise ConfigError(
                 f"the task's `{method}` uses {name} of the model, whose gradient would be counted on every rank: "
                 f"return it from `outputs`, as {name.rpartition('.')[2]}.repeat(samples)"
             )
-
-
-def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaf tensors of a loss's graph."""
-    leaves, visited, queue = list[Tensor](), set[Any](), [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        queue += [following for following, _ in node.next_functions]
-    return leaves
 
 
 # --- all methods
@@ -440,13 +426,14 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
     """
 
     divides = task.divisible and task.reduction != "micro-batch"
+    # A loss that is used whole needs no halves; `check_loss` loads them if the run may cut it later.
     has_numbers = has_own(task, "evaluate") or has_own(task, "metrics")
-    count = divides * (1 if has_step_loss(task) else MIN_PLACES)
+    count = divides * (1 if has_step_loss(task) else PLACES * (training.step_plan.micro_batches > 1))
 
     def load() -> TrialSamples:
         first, others = _load_first(task, training), {name: load_first(each) for name, each in evaluation.items()}
         return TrialSamples(
-            SetSamples(first, load_places(training, count)),
+            SetSamples(first, load_places(training, count, task)),
             {
                 name: SetSamples(others[name], load_places(each, int(divides and has_numbers)))
                 for name, each in evaluation.items()
@@ -460,7 +447,12 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
 
 
 def check_task(
-    trial: Trial, samples: TrialSamples, training: Batches, evaluation: Mapping[str, Batches], state: RunState
+    trial: Trial,
+    samples: TrialSamples,
+    training: Batches,
+    evaluation: Mapping[str, Batches],
+    state: RunState,
+    recorded: str = "",
 ) -> list[str] | None:
     """Try `count`, `loss` or `outputs` and `step_loss`, and the evaluation's methods. Collective.
 
@@ -469,6 +461,7 @@ def check_task(
     Args:
         state: of the run; gets the findings: whether the loss is a sum or a mean, and whether an evaluation needs a
             graph.
+        recorded: the reduction with which a resumed run has trained so far; "": a new run.
 
     Returns:
         The names of the metrics, as in the record; None without an evaluation set.
@@ -480,16 +473,16 @@ def check_task(
     """
     world, task = trial.world, trial.task
     first = samples.training.first
-    norms = _batchnorms(trial.plain, world)  # before eval mode
+    norms = _batchnorms(trial.plain, training, world)  # before eval mode
     with trial.sandbox():
         if has_step_loss(task):
-            with _check_batchnorms(norms, training):
+            with _check_batchnorms(norms):
                 _check_whole_step(trial, samples.training)  # collective
             set_detected(task, "sum", gradients=False)
         else:
-            on_all_ranks(world, lambda: _try_first(trial, training, first, norms))  # collective
+            on_all_ranks(world, lambda: _try_first(trial, first, norms))  # collective
             world.agree()  # collective
-            check_loss(trial, training, samples.training.places)  # collective
+            check_loss(trial, training, samples.training.places, recorded)  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         world.agree()  # collective
@@ -535,43 +528,56 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
     return first
 
 
-def _try_first(trial: Trial, training: Batches, first: MicroBatch, norms: list[tuple[str, nn.Module]]) -> None:
-    with _check_batchnorms(norms, training):
+def _try_first(trial: Trial, first: MicroBatch, norms: list["_Norm"]) -> None:
+    with _check_batchnorms(norms):
         loss, _ = try_loss(trial, first)
     if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
         _check_inputs(first, loss)
 
 
-def _batchnorms(model: nn.Module, world: World) -> list[tuple[str, nn.Module]]:
-    """Return the BatchNorm layers that normalise over one forward on one rank, with names."""
-    return [
-        (name or type(layer).__name__, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm)
-        and layer.training
-        and not (isinstance(layer, nn.SyncBatchNorm) and world.size > 1)
-    ]
+class _Norm(NamedTuple):
+    """A BatchNorm layer in training mode.
+
+    Attributes:
+        samples: that it normalises over.
+        is_shared: these are the samples of all ranks, so that one value per channel on this rank may be enough.
+    """
+
+    name: str
+    layer: nn.Module
+    samples: int
+    is_shared: bool
+
+
+def _batchnorms(model: nn.Module, training: Batches, world: World) -> list[_Norm]:
+    """Return the model's BatchNorm layers in training mode."""
+    norms = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training:
+            is_shared = world.size > 1 and isinstance(layer, Synchronised | nn.SyncBatchNorm)
+            samples = training.step_plan.samples(0) if is_shared else training.own_samples(0)
+            norms.append(_Norm(name or type(layer).__name__, layer, samples, is_shared))
+    return norms
 
 
 @contextlib.contextmanager
-def _check_batchnorms(norms: list[tuple[str, nn.Module]], training: Batches) -> Iterator[None]:
+def _check_batchnorms(norms: list[_Norm]) -> Iterator[None]:
     """Raise ConfigError if a layer of `norms` gets one value per channel.
 
     The trial runs in eval mode, where torch accepts that.
     """
-    samples = training.own_samples(0)
 
-    def check(name: str, values: Tensor | None = None) -> None:
-        if values is not None and values.ndim > 1 and values.numel() == values.shape[1]:
+    def check(norm: _Norm, values: Tensor | None = None) -> None:
+        enough = norm.is_shared and norm.samples > 1
+        if values is not None and values.ndim > 1 and values.numel() == values.shape[1] and not enough:
             raise ConfigError(
-                f"BatchNorm ({name}) gets one value per channel from a forward of {samples} sample"
-                f"{'s' * (samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train better), "
-                "with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or LayerNorm"
+                f"BatchNorm ({norm.name}) gets one value per channel from a forward of {norm.samples} sample"
+                f"{'s' * (norm.samples > 1)}, and needs more: give a larger --micro-batch-size (16 or more train "
+                "better), with a --batch-size that is a multiple of it, or use another norm, such as GroupNorm or "
+                "LayerNorm"
             )
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: check(name, *inputs)) for name, layer in norms
-    ]
+    hooks = [norm.layer.register_forward_pre_hook(lambda _, inputs, norm=norm: check(norm, *inputs)) for norm in norms]
     try:
         yield
     finally:

@@ -288,6 +288,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
     request = BuildRequest(
         min_steps=session.min_steps,
         cut=session.cut,
+        proves=is_new,
         check_first=partial(_check_free, session) if is_new else lambda: None,
         check_last=_check_before_lock,
     )

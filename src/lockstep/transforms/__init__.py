@@ -65,6 +65,7 @@ def prepare(  # noqa: PLR0913
     chosen: Transforms | None = None,
     blocks: Sequence[nn.Module] = (),
     from_task: bool = True,
+    float32_outputs: bool = False,
     keep_dtype: Sequence[Tensor] = (),
     say: Callable[[str], None] = lambda line: None,
     note: Callable[[str], None] | None = None,
@@ -80,6 +81,7 @@ def prepare(  # noqa: PLR0913
         chosen: the techniques; None: the defaults.
         blocks: the model's repeated blocks, in order; () if unknown.
         from_task: the task itself named the blocks. Blocks that were only detected are not compiled one by one.
+        float32_outputs: under autocast, convert the model's outputs to float32.
         keep_dtype: tensors of the model that keep their dtype in any `precision`.
         say: reports a line to the user.
         note: takes the line on attention's kernel; None: `say`.
@@ -97,7 +99,7 @@ def prepare(  # noqa: PLR0913
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":
-        model = synchronised(model, device, say)
+        model = synchronised(model, say)
     dtype = PARAMETERS[precision]
     order = order_of(facts_of(device), masked=chosen.masked)
     line = described(model, chosen.attention, AUTOCAST.get(precision, dtype), device, order, masked=chosen.masked)
@@ -111,7 +113,7 @@ def prepare(  # noqa: PLR0913
     if chosen.weight_copies == "step":
         WeightCopies.of(model, AUTOCAST[precision], narrow=chosen.grad_dtype == "bf16", say=say)
     if precision in AUTOCAST:
-        model = autocast(model, AUTOCAST[precision], device.type)
+        model = autocast(model, AUTOCAST[precision], device.type, float32_outputs=float32_outputs)
     if compile_model:
         model = compiled(model, _to_compile(chosen.compile_scope, blocks, from_task))
     return model
@@ -127,12 +129,12 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
             "--attention cudnn cannot run with --exact or --guards.audit: torch refuses cuDNN's attention in "
             "deterministic mode; use auto"
         )
-    twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm != "replay"
+    twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm == "local"
     norms = nn.modules.batchnorm._BatchNorm
     if twice and any(isinstance(module, norms) for block in blocks for module in block.modules()):
         raise ConfigError(
-            f"--activation-checkpointing with --batchnorm {chosen.batchnorm} would count each micro-batch twice in the "
-            "running statistics; use --batchnorm replay"
+            "--activation-checkpointing with --batchnorm local would count each micro-batch twice in the running "
+            "statistics; use --batchnorm auto"
         )
 
 

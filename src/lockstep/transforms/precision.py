@@ -1,13 +1,14 @@
 """Apply a precision, activation checkpointing and compilation to a model.
 
-`parameters_in` and `autocast` set the dtypes of parameters and products. `checkpointed` recomputes blocks in the
-backward. `compiled`, `uncompiled` and `eager` control torch's compiler.
+`parameters_in`, `autocast` and `task_in_precision` set the dtypes of parameters, products and losses. `checkpointed`
+recomputes blocks in the backward. `compiled`, `uncompiled` and `eager` control torch's compiler.
 """
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.errors import ConfigError
+from lockstep.task import HALVES, Task, in_context
 
 __all__ = [
     "AUTOCAST",
@@ -27,6 +29,7 @@ __all__ = [
     "eager",
     "is_fast",
     "parameters_in",
+    "task_in_precision",
     "uncompiled",
     "without_autocast",
 ]
@@ -226,28 +229,87 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def autocast(model: nn.Module, dtype: torch.dtype, device_type: str) -> nn.Module:
-    """Run `forward` under autocast: matrix products in `dtype`, sums in float32. Parameters are unchanged."""
-    plain, forward = model.forward, torch.autocast(device_type, dtype)(model.forward)
-    forward.plain = plain
+def autocast(model: nn.Module, dtype: torch.dtype, device_type: str, *, float32_outputs: bool = False) -> nn.Module:
+    """Run `forward` under autocast: matrix products in `dtype`, sums in float32. Parameters are unchanged.
+
+    Args:
+        model: to be changed.
+        dtype: of the products.
+        device_type: of the model.
+        float32_outputs: convert outputs in half precision to float32, as Accelerate does.
+    """
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*inputs: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype, enabled=_Switch.on):
+            outputs = plain(*inputs, **kwargs)
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A context around the whole loss keeps the casts of weights. Those made here may have no graph (older
+            # torch), so a forward with a graph that follows, as after a teacher's, would lose its gradients.
+            torch.clear_autocast_cache()
+        return _in_float32(outputs) if float32_outputs else outputs
+
     model.forward = forward
     return model
 
 
+def _in_float32(value: Any) -> Any:
+    """Convert tensors in half precision to float32, in tuples, lists and mappings too."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALVES else value
+    if isinstance(value, Mapping):
+        kind: Any = type(value)
+        return kind({key: _in_float32(each) for key, each in value.items()})
+    if isinstance(value, tuple | list):
+        parts = [_in_float32(each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+class _Switch:
+    """Whether autocast is on, in all threads of this process."""
+
+    on = True
+
+
 @contextmanager
-def without_autocast(model: nn.Module) -> Iterator[None]:
-    """Compute in the parameters' dtype within the context, where `autocast` changed a forward."""
-    changed: list[tuple[Any, Any]] = []
-    for module in model.modules():
-        forward: Any = vars(module).get("forward")
-        if hasattr(forward, "plain"):
-            changed.append((module, forward))
-            module.forward = forward.plain
+def without_autocast() -> Iterator[None]:
+    """Compute in the parameters' dtype within the context: models and tasks."""
+    before, _Switch.on = _Switch.on, False
     try:
         yield
     finally:
-        for module, forward in changed:
-            module.forward = forward
+        _Switch.on = before
+
+
+def task_in_precision(task: Task, precision: str, device_type: str, say: Callable[[str], None]) -> Task:
+    """Return the task as a plain loop computes it under `torch.autocast`; the object is unchanged.
+
+    `loss`, `outputs`, `step_loss`, `step_loss_rows`, `penalty`, `evaluate` and `metrics` run inside one autocast with
+    the forwards that they call; losses come as float32. Of an adapted task (`Task.autocast_scope`) the forward alone
+    runs in it, as in its own library: "forward", and with "float32 outputs" these leave it as float32.
+
+    Args:
+        task: the run's.
+        precision: a value of --precision.
+        device_type: of the model.
+        say: called once with a line, if a loss comes in half precision although weights and sums are float32.
+    """
+    dtype = AUTOCAST.get(precision)
+    wraps = dtype is not None and task.autocast_scope == "loss"
+
+    def context() -> AbstractContextManager[Any]:
+        return torch.autocast(device_type, dtype, enabled=_Switch.on) if wraps else nullcontext()
+
+    def report(half: torch.dtype) -> None:
+        if precision != "bf16-true":  # where everything is in half precision, as asked for
+            say(
+                f"the task's loss came in {_name(half)}, which rounds it to 2 or 3 digits: compute it in float32, from "
+                "the model's output.float()"
+            )
+
+    return in_context(task, context, report)
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:

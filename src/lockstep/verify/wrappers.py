@@ -29,7 +29,7 @@ class TaskWrapper(Task):
             setattr(self, name, getattr(inner, name))
         self.items_per_sample = items_of_a_sample(inner)
         self.framework, self.gathers, self.is_compared = inner.framework, inner.gathers, True
-        self.data_facts = inner.data_facts
+        self.data_facts, self.autocast_scope = inner.data_facts, inner.autocast_scope
 
     def model(self) -> nn.Module:
         return self.inner.model()

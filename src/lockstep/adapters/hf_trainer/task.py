@@ -65,6 +65,7 @@ class TrainerTask(Task):
     reduction = "micro-batch"
     item_name = "samples"
     gathers = True  # a `compute_loss` may gather what it logs
+    autocast_scope = "float32 outputs"  # as Accelerate prepares the model
     fingerprint_arguments: tuple[str, ...] = FINGERPRINT_ARGUMENTS  # those that change what is computed
     events: Events | None = None
 
@@ -115,7 +116,8 @@ class TrainerTask(Task):
         """Return the loss of `compute_loss`: a 0-dim mean over the items that `count` counts."""
         inputs = self.trainer._prepare_inputs(batch)
         items = self._items(inputs)
-        more = {} if items is None or not self._takes("num_items_in_batch") else {"num_items_in_batch": items}
+        takes = items is not None and self._takes("num_items_in_batch")
+        more = {"num_items_in_batch": items.float()} if items is not None and takes else {}  # the Trainer divides it
         with self._alone(), self.trainer.compute_loss_context_manager():
             loss: Tensor = self.trainer.compute_loss(model, inputs, **more)
         return loss

@@ -25,6 +25,7 @@ from lockstep.adapters.lightning.package import class_beside
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.hooks import Clip
 from lockstep.optim.optimizers import Several
+from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
     "ManualSteps",
@@ -264,7 +265,8 @@ class ManualSteps:
         with own_dtype(module):
             if self._is_single:
                 self._enter(micro[0])
-                self._finish(micro[0], micro[0].work())
+                with empty_slot(not weights[0]):
+                    self._finish(micro[0], micro[0].work())
                 self._leave(micro[0])
             else:
                 self._run_in_turn(micro)
@@ -332,7 +334,8 @@ class ManualSteps:
                 each, thread = micro[place], threads[place]
                 self._enter(each)
                 each.point = None
-                over = thread.go_on() if is_started else thread.begin(each.work)
+                with empty_slot(not self._weights[place]):
+                    over = thread.go_on() if is_started else thread.begin(each.work)
                 if over:
                     self._finish(each, thread.result())
                     done.append(place)

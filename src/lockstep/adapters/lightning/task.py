@@ -168,6 +168,7 @@ class LightningTask(Task):
     """
 
     framework = "Lightning"
+    autocast_scope = "forward"  # which is the `training_step`, without its hooks
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
     items_per_sample: int | None = 1

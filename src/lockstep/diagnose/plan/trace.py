@@ -40,6 +40,7 @@ from lockstep.run_state import RunState
 from lockstep.task import has_own
 from lockstep.training.build_engine import build_model, build_optimizer
 from lockstep.transforms.batchnorm import recorders
+from lockstep.transforms.precision import task_in_precision
 from lockstep.transforms.weight_copies import copies_of
 
 __all__ = ["StepTrace", "Untraceable", "probed", "traced", "unlike"]
@@ -158,7 +159,8 @@ class _Stage:
         self._subject, self._recorder, self._size = subject, recorder, config.micro_size
         self._first_differs = _first_step_differs(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
-        self._task = subject.at(layers)
+        task = subject.at(layers)
+        self._task = task_in_precision(task, config.precision, world.device.type, lambda line: None)
         model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, sizes_only=True)
         declared = self._task.blocks(model)
         self._blocks = find_blocks(model).modules if declared is None else list(declared)

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast, final
 
@@ -231,6 +231,23 @@ class FSDP:
         if self._check:
             self._check(loss)  # collective
         self._run(loss, 1.0)
+
+    @contextmanager
+    def apart(self) -> Iterator[Callable[[Tensor, float], None]]:
+        """Yield a backward outside of steps, whose gradients are summed over the ranks. Collective."""
+
+        def backward(loss: Tensor, weight: float) -> None:
+            if self._check:
+                self._check(loss)  # collective
+            self._run(loss, weight)
+
+        try:
+            yield backward
+        finally:
+            if self._usage:
+                self._usage.begin()
+            if self._check:
+                self._check.begin()
 
     def _run(self, loss: Tensor, weight: float) -> None:
         self._in_backward = True

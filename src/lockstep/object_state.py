@@ -1,0 +1,775 @@
+"""Record the state of objects and of all that hangs on them, and restore it.
+
+    state = ObjectState({"task": task, "model": model}, untouched=model.parameters())
+    task.loss(model, batch)
+    state.changes()             # ["task.calls", "model.encoder.h"]
+    state.restore()             # everything is as it was
+
+Attributes, containers, tensors, arrays and random generators are followed, and cycles are fine. Data sets and loaders
+are followed without a copy of their data. Classes, modules, files, threads, process groups and Python's iterators are
+left alone, and so is what a function refers to, but for its own variables. Objects are compared by identity: no method
+of a user's object is called.
+"""
+
+import contextlib
+import functools
+import pickle
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["ObjectState", "same_bits"]
+
+_MAX_FOLLOWED = 10_000  # elements of a container that are followed; of a longer one only the container is kept
+_MAX_LOOKED_AT = 50_000  # elements that are followed of all containers
+_MAX_OF_DATA = 100  # elements of a container of a data set that is kept
+_MAX_DATA_NUMBERS = 65_536  # numbers of a tensor or array of a data set that is copied
+_MAX_ARRAY_NUMBERS = 1 << 24  # larger arrays are not copied
+_MAX_DEPTH = 6  # containers within each other whose values are compared
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_ATOMS: frozenset[type] = frozenset(
+    (
+        *(*_NUMBERS, type, range, slice, type(...), types.BuiltinFunctionType, types.ModuleType, types.GeneratorType),
+        *(torch.dtype, torch.device, torch.layout, torch.Size),
+    )
+)
+# Modules of classes that hold no state of a training, or one that only their own methods may change.
+_LEFT_ALONE = (
+    *("_thread", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess", "queue", "socket", "ssl"),
+    *("logging", "_io", "io", "tempfile", "pathlib", "weakref", "enum", "re", "ctypes", "inspect", "importlib", "ast"),
+    *("torch.distributed", "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.autograd"),
+    *(
+        "torch.cuda.streams",
+        "torch.cuda.graphs",
+        "torch.nn.parallel",
+        "torch.storage",
+        "deepspeed.runtime",
+        "deepspeed.ops",
+    ),
+)
+_PACKAGE = __name__.partition(".")[0]
+# Parts of this package whose objects belong to a user's training; the others are not a task's to change.
+_OWN_PARTS = ("task", "tasks", "models", "adapters", "text", "optim", "hooks")
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_MISSING: Any = object()
+
+
+@final
+class _Place:
+    """The way from a root to an object."""
+
+    __slots__ = ("link", "parent")
+
+    def __init__(self, parent: "_Place | None", link: str) -> None:
+        self.parent, self.link = parent, link
+
+    def path(self) -> str:
+        """Return the path as a user writes it: `task.callbacks[0]`."""
+        return (self.parent.path() if self.parent else "") + self.link
+
+    def attribute(self) -> str:
+        """Return the path without the indices at its end: an element of a container is named by the container."""
+        place = self
+        while place.parent is not None and place.link.startswith("["):
+            place = place.parent
+        return place.path()
+
+
+class _Record(Protocol):
+    """What is kept of one object."""
+
+    def changes(self, state: "ObjectState") -> Iterable[tuple[str, Any]]:
+        """Return (path, present value) of what has changed."""
+
+    def restore(self) -> None:
+        """Restore the object; not what hangs on it."""
+
+
+@final
+class ObjectState:
+    """The state of objects when this was made.
+
+    Args:
+        roots: name -> object; the names begin the paths of `changes`.
+        untouched: tensors whose values the caller restores itself: they are watched, not copied, and so is the state
+            of their optimizers.
+        skip: objects and classes that are left alone.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], untouched: Iterable[Tensor] = (), skip: Iterable[Any] = ()) -> None:
+        skipped = list(skip)
+        self._skipped = {id(each) for each in skipped}
+        self._skipped_types = tuple(each for each in skipped if isinstance(each, type))
+        self._untouched = {id(tensor) for tensor in untouched}
+        self._looked_at = 0
+        self._alive: list[Any] = [skipped]  # an id stays that of its object
+        self._data: set[int] = set()  # ids of tensors that belong to a data set
+        self._records: list[_Record] = []
+        self._by_id: dict[int, _Record] = {}
+        self._tensors: list[_TensorValues] = []
+        self._queue: deque[tuple[Any, _Place, bool]] = deque()
+        self._follow_all(roots)
+        for each in self._tensors:
+            watched = id(each.tensor) in self._untouched
+            large = id(each.tensor) in self._data and each.tensor.numel() > _MAX_DATA_NUMBERS
+            if not watched and not large:
+                with contextlib.suppress(Exception):
+                    each.keep()
+
+    @property
+    def copied(self) -> int:
+        """Number of tensors whose values were copied."""
+        return sum(each.values is not None for each in self._tensors)
+
+    def changes(self) -> list[str]:
+        """Return the paths of what has changed; tensors come last. Waits for the device."""
+        return list(self.changed())
+
+    def changed(self) -> dict[str, Any]:
+        """Return what has changed: path -> its present value; None if it is gone. Waits for the device."""
+        found: dict[str, Any] = {}
+        for record in self._records:
+            with contextlib.suppress(Exception):
+                for path, value in record.changes(self):
+                    found.setdefault(path, value)
+        for each in _changed_tensors(self._tensors):
+            found.setdefault(each.place.attribute(), self._holder(each))
+        return found
+
+    def restore(self) -> None:
+        """Restore everything. May be called again. Waits for the device."""
+        for record in self._records:
+            with contextlib.suppress(Exception):
+                record.restore()
+        for each in _changed_tensors(self._tensors):
+            with contextlib.suppress(Exception):
+                each.restore()
+        for each in self._tensors:
+            with contextlib.suppress(Exception):
+                each.restore_gradient()
+
+    def is_same(self, before: Any, now: Any, depth: int = 0) -> bool:
+        """Whether an object that takes another's place has the value that the other had."""
+        if before is now:
+            return True
+        if type(before) is not type(now):
+            return False
+        if type(before) in _NUMBERS:
+            return bool(before == now) or (before != before and now != now)  # NaN
+        record = self._by_id.get(id(before))
+        if isinstance(record, _TensorValues):
+            return record.values is not None and same_bits(record.values, now)
+        if isinstance(record, _Array):
+            return record.has_values(now)
+        if isinstance(before, types.MethodType):
+            return before.__self__ is now.__self__ and before.__func__ is now.__func__
+        if depth < _MAX_DEPTH and (isinstance(record, _Elements | _Items) or isinstance(before, tuple)):
+            saved = record.saved if isinstance(record, _Elements | _Items) else before
+            present = _pairs(now) if isinstance(record, _Items) else list(now)
+            return len(saved) == len(present) <= _MAX_FOLLOWED and all(
+                self.is_same(old, new, depth + 1) for old, new in zip(saved, present, strict=True)
+            )
+        return False
+
+    # The walk.
+
+    def _follow_all(self, roots: Mapping[str, Any]) -> None:
+        for name, root in roots.items():
+            if type(root) not in _ATOMS:
+                self._queue.append((root, _Place(None, name), False))
+        starts = {id(root) for root in roots.values()}
+        while self._queue:
+            owner, place, of_data = self._queue.popleft()
+            with contextlib.suppress(Exception):  # an odd object of the user is passed over
+                self._follow(owner, place, of_data, is_root=id(owner) in starts)
+
+    def _push(self, value: Any, parent: _Place, link: str, of_data: bool) -> None:
+        if type(value) not in _ATOMS:
+            self._queue.append((value, _Place(parent, link), of_data))
+
+    def _keep(self, owner: Any, record: _Record) -> None:
+        self._records.append(record)
+        if self._by_id.get(id(owner), _NOTHING) is _NOTHING:
+            self._by_id[id(owner)] = record
+
+    def _follow(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
+        kind: Any = type(owner)
+        if of_data and issubclass(kind, Tensor):
+            self._data.add(id(owner))
+        if id(owner) in self._by_id or id(owner) in self._skipped or issubclass(kind, (type, *self._skipped_types)):
+            return
+        self._alive.append(owner)
+        self._by_id[id(owner)] = _NOTHING
+        if issubclass(kind, Tensor):
+            self._follow_tensor(owner, place, of_data)
+        elif issubclass(kind, np.ndarray):
+            if owner.size <= (_MAX_DATA_NUMBERS if of_data else _MAX_ARRAY_NUMBERS) and _has_own_numbers(owner):
+                self._keep(owner, _Array(owner, place))
+        elif issubclass(kind, _GENERATOR_TYPES):
+            self._keep(owner, _Generator(owner, place))
+        elif issubclass(kind, types.MethodType):
+            self._push(owner.__self__, place, ".__self__", of_data)
+        elif issubclass(kind, types.FunctionType):
+            self._keep(owner, _Cells(owner, place))
+        elif issubclass(kind, nn.Module):
+            self._follow_module(owner, place, of_data)
+        elif not _is_left_alone(kind):
+            self._follow_plain(owner, place, of_data, is_root)
+
+    def _follow_plain(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
+        kind = type(owner)
+        if issubclass(kind, Optimizer) and any(id(each) in self._untouched for each in owner.state):
+            self._untouched.update(map(id, _tensors_in(owner.state)))
+        if issubclass(kind, functools.partial):
+            for name in ("func", "args", "keywords"):
+                self._push(getattr(owner, name), place, f".{name}", of_data)
+        elif issubclass(kind, dict | list | deque | set | tuple | frozenset):
+            self._follow_container(owner, place, of_data)
+        else:
+            looks_like_data = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_root
+            of_data = of_data or looks_like_data or issubclass(kind, Dataset | DataLoader)
+        if kind.__name__.endswith("DataLoaderIter"):  # it has processes
+            return
+        self._follow_attributes(owner, place, of_data, _NO_NAMES)
+
+    def _follow_container(self, owner: Any, place: _Place, of_data: bool) -> None:
+        kind, size = type(owner), len(owner)
+        if of_data and size > _MAX_OF_DATA:
+            return
+        record: _Record | None = None
+        if issubclass(kind, dict):
+            record = _Items(owner, place)
+        elif not issubclass(kind, tuple | frozenset):
+            record = _Elements(owner, place)
+        if record is not None:
+            self._keep(owner, record)
+        if size > _MAX_FOLLOWED or self._looked_at + size > _MAX_LOOKED_AT:
+            return
+        self._looked_at += size
+        if issubclass(kind, dict):
+            for key, value in _items(owner):
+                self._push(key, place, "[...]", of_data)
+                self._push(value, place, f"[{key!r}]" if type(key) in _NUMBERS else "[...]", of_data)
+            return
+        for index, value in enumerate(kind.__iter__(owner)):
+            self._push(value, place, f"[{index}]", of_data)
+
+    def _follow_attributes(self, owner: Any, place: _Place, of_data: bool, without: frozenset[str]) -> None:
+        record = _Attributes(owner, place, without)
+        if record.saved is None and not record.slots:
+            return
+        self._keep(owner, record)
+        for name, value in record.values():
+            self._push(value, place, f".{name}", of_data)
+
+    def _follow_module(self, module: nn.Module, place: _Place, of_data: bool) -> None:
+        """Follow a module; of a wrapper of torch, such as DistributedDataParallel, only what it wraps."""
+        kind: Any = type(module)
+        is_wrapper = _is_wrapper(kind)
+        if not is_wrapper:
+            self._follow_attributes(module, place, of_data, _UNSAVED)
+            for hooks in _HOOKS:
+                for hook in list((vars(module).get(hooks) or {}).values()):
+                    if str(getattr(hook, "__module__", "")).partition(".")[0] not in ("torch", _PACKAGE):
+                        self._push(hook, place, f".{hooks}", of_data)
+        for name in ("_modules",) if is_wrapper else _MEMBERS:
+            members = vars(module)[name]
+            self._alive.append(members)
+            self._keep(members, _Items(members, place, members=True))
+            for key, value in list(members.items()):
+                self._push(value, place, f".{key}", of_data)
+
+    def _follow_tensor(self, tensor: Tensor, place: _Place, of_data: bool) -> None:
+        if type(tensor) not in _PLAIN_TENSORS and id(tensor) in self._untouched:
+            return
+        if type(tensor) in _PLAIN_TENSORS:
+            record = _TensorValues(tensor, place)
+            self._by_id[id(tensor)] = record
+            self._tensors.append(record)
+            if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._untouched:
+                self._push(tensor.grad, place, ".grad", of_data)
+        elif hasattr(tensor, "__tensor_flatten__"):  # such as a DTensor: its parts are tensors
+            for name in tensor.__tensor_flatten__()[0]:
+                self._push(getattr(tensor, name), place, "", of_data)
+        else:
+            self._push(tensor.as_subclass(Tensor), place, "", of_data)
+
+    def _holder(self, record: "_TensorValues") -> Any:
+        """Return the tensor, or the outermost container that has it."""
+        place, path = record.place, record.place.attribute()
+        if place.path() == path:
+            return record.tensor
+        for each in self._records:
+            if isinstance(each, _Items | _Elements) and each.place.path() == path:
+                return each.owner
+        return record.tensor
+
+
+# --- attributes and containers
+
+_NO_NAMES: frozenset[str] = frozenset()
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_called")))
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_UNSAVED = _HOOKS.union(_MEMBERS)
+
+
+@final
+class _Nothing:
+    """Nothing is kept of an object."""
+
+    def changes(self, state: ObjectState) -> Iterable[tuple[str, Any]]:
+        return ()
+
+    def restore(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+@final
+class _Attributes:
+    """The attributes of an object, in `__dict__` and `__slots__`.
+
+    Args:
+        owner: the object.
+        place: its place.
+        without: names of attributes that are left alone.
+    """
+
+    __slots__ = ("place", "present", "saved", "slots")
+
+    def __init__(self, owner: Any, place: _Place, without: frozenset[str]) -> None:
+        self.place = place
+        self.present = _dict_of(owner)
+        self.saved: dict[str, Any] | None = None
+        if self.present is not None:
+            self.saved = {name: value for name, value in self.present.items() if name not in without}
+        kind: Any = type(owner)
+        self.slots = [(owner, name, slot, _read_slot(owner, slot)) for name, slot in _slots_of(kind)]
+
+    def values(self) -> Iterator[tuple[str, Any]]:
+        yield from (self.saved or {}).items()
+        yield from ((name, value) for _, name, _, value in self.slots if value is not _MISSING)
+
+    def _added(self, present: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+        return [name for name in present if name not in saved and name not in _UNSAVED]
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        present, saved = self.present or {}, self.saved or {}
+        for name, value in saved.items():
+            now = present.get(name, _MISSING)
+            if now is not value and not state.is_same(value, now):
+                yield self._path(name), _present(now)
+        for name in self._added(present, saved):
+            yield self._path(name), present[name]
+        for owner, name, slot, value in self.slots:
+            now = _read_slot(owner, slot)
+            if now is not value and not state.is_same(value, now):
+                yield self._path(name), _present(now)
+
+    def restore(self) -> None:
+        if self.present is not None and self.saved is not None:
+            for name in self._added(self.present, self.saved):
+                del self.present[name]
+            for name, value in self.saved.items():
+                if self.present.get(name, _MISSING) is not value:
+                    self.present[name] = value
+        for owner, _, slot, value in self.slots:
+            if _read_slot(owner, slot) is value:
+                continue
+            if value is _MISSING:
+                slot.__delete__(owner)
+            else:
+                slot.__set__(owner, value)
+
+    def _path(self, name: str) -> str:
+        return f"{self.place.path()}.{name}"
+
+
+def _present(value: Any) -> Any:
+    return None if value is _MISSING else value
+
+
+def _dict_of(owner: Any) -> dict[str, Any] | None:
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except Exception:
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(kind: type) -> list[tuple[str, Any]]:
+    """Return the names and descriptors of a class's `__slots__`."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = [each for base in bases for each in vars(base).items()]
+    return [(name, member) for name, member in members if type(member) is types.MemberDescriptorType]
+
+
+def _read_slot(owner: Any, slot: Any) -> Any:
+    try:
+        return slot.__get__(owner, type(owner))
+    except AttributeError:
+        return _MISSING
+
+
+def _items(owner: Any) -> list[tuple[Any, Any]]:
+    base: Any = OrderedDict if isinstance(owner, OrderedDict) else dict
+    return list(base.items(owner))
+
+
+def _pairs(owner: Any) -> list[Any]:
+    """Return keys and values of a dict, in turns."""
+    pairs: list[Any] = []
+    for pair in _items(owner):
+        pairs.extend(pair)
+    return pairs
+
+
+@final
+class _Items:
+    """The keys and values of a dict.
+
+    Args:
+        owner: the dict.
+        place: its place.
+        members: of a module: each value is named by its key.
+    """
+
+    __slots__ = ("members", "owner", "place", "saved")
+
+    def __init__(self, owner: Any, place: _Place, *, members: bool = False) -> None:
+        self.owner, self.place, self.members = owner, place, members
+        self.saved = _pairs(owner)
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        present = _pairs(self.owner)
+        if _are_identical(present, self.saved):
+            return
+        if not self.members:
+            same = len(present) == len(self.saved) and all(map(state.is_same, self.saved, present))
+            if not same:
+                yield self.place.attribute(), self.owner
+            return
+        before = dict(zip(self.saved[::2], self.saved[1::2], strict=True))
+        for key in dict.fromkeys((*before, *self.owner)):
+            now = self.owner.get(key, _MISSING)
+            if not state.is_same(before.get(key, _MISSING), now):
+                yield f"{self.place.path()}.{key}", _present(now)
+
+    def restore(self) -> None:
+        present = _pairs(self.owner)
+        if _are_identical(present, self.saved):
+            return
+        base: Any = OrderedDict if isinstance(self.owner, OrderedDict) else dict
+        if not _are_identical(present[::2], self.saved[::2]):
+            base.clear(self.owner)
+        for key, value in zip(self.saved[::2], self.saved[1::2], strict=True):
+            base.__setitem__(self.owner, key, value)
+
+
+@final
+class _Elements:
+    """The elements of a list, deque or set."""
+
+    __slots__ = ("owner", "place", "saved")
+
+    def __init__(self, owner: Any, place: _Place) -> None:
+        self.owner, self.place = owner, place
+        self.saved = self._present()
+
+    def _base(self) -> Any:
+        return next(base for base in (list, deque, set) if isinstance(self.owner, base))
+
+    def _present(self) -> list[Any]:
+        return list(self._base().__iter__(self.owner))
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        present = self._present()
+        if _are_identical(present, self.saved):
+            return
+        if len(present) != len(self.saved) or not all(map(state.is_same, self.saved, present)):
+            yield self.place.attribute(), self.owner
+
+    def restore(self) -> None:
+        if _are_identical(self._present(), self.saved):
+            return
+        base = self._base()
+        base.clear(self.owner)
+        (base.update if base is set else base.extend)(self.owner, self.saved)
+
+
+def _are_identical(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+@final
+class _Cells:
+    """The variables that a function has of the one around it; only which object each refers to."""
+
+    __slots__ = ("place", "saved")
+
+    def __init__(self, owner: types.FunctionType, place: _Place) -> None:
+        self.place = place
+        cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+        self.saved = [(name, cell, _read_cell(cell)) for name, cell in cells]
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        for name, cell, value in self.saved:
+            now = _read_cell(cell)
+            if not state.is_same(value, now):
+                yield f"{self.place.path()}, its variable {name}", _present(now)
+
+    def restore(self) -> None:
+        for _, cell, value in self.saved:
+            if _read_cell(cell) is not value and value is not _MISSING:
+                cell.cell_contents = value
+
+
+def _read_cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return _MISSING
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_left_alone(kind: type) -> bool:
+    package, _, rest = str(kind.__module__).partition(".")
+    if package == _PACKAGE and rest.partition(".")[0] not in _OWN_PARTS:
+        return True
+    return any(_comes_from(base, _LEFT_ALONE) for base in kind.__mro__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_wrapper(kind: type) -> bool:
+    """Whether a module's class is only torch's, around the user's; FSDP's classes have the user's as their base."""
+    own = [base for base in kind.__mro__ if base is not object and base.__module__ != nn.Module.__module__]
+    return bool(own) and all(_comes_from(base, (*_LEFT_ALONE, "abc", "typing")) for base in own)
+
+
+def _comes_from(kind: type, modules: tuple[str, ...]) -> bool:
+    name = str(kind.__module__)
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+# --- arrays and generators
+
+
+def _has_own_numbers(array: Any) -> bool:
+    """Whether an array has neither the memory of a file nor Python objects."""
+    return not isinstance(array, np.memmap) and not isinstance(array.base, np.memmap) and not array.dtype.hasobject
+
+
+@final
+class _Array:
+    """The values of an array."""
+
+    __slots__ = ("owner", "place", "values")
+
+    def __init__(self, owner: Any, place: _Place) -> None:
+        self.owner, self.place, self.values = owner, place, np.array(owner)
+
+    def has_values(self, array: Any) -> bool:
+        if (array.shape, array.dtype) != (self.values.shape, self.values.dtype):
+            return False
+        return bool(array.tobytes() == self.values.tobytes())
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        if not self.has_values(self.owner):
+            yield self.place.attribute(), self.owner
+
+    def restore(self) -> None:
+        if self.has_values(self.owner):
+            return
+        if self.owner.shape != self.values.shape:
+            self.owner.resize(self.values.shape, refcheck=False)
+        self.owner[...] = self.values
+
+
+def _write_numpy(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _write_bits(generator: Any, state: Any) -> None:
+    generator.state = state
+
+
+# class -> how its state is read and written
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    torch.Generator: (lambda each: each.get_state().numpy(), lambda each, state: each.set_state(torch.tensor(state))),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda each: each.bit_generator.state, _write_numpy),
+    np.random.RandomState: (lambda each: each.get_state(), lambda each, state: each.set_state(state)),
+    np.random.BitGenerator: (lambda each: each.state, _write_bits),
+}
+_GENERATOR_TYPES = tuple(_GENERATORS)
+
+
+@final
+class _Generator:
+    """The state of a random generator."""
+
+    __slots__ = ("owner", "place", "read", "state", "write")
+
+    def __init__(self, owner: Any, place: _Place) -> None:
+        self.owner, self.place = owner, place
+        self.read, self.write = next(how for kind, how in _GENERATORS.items() if isinstance(owner, kind))
+        self.state = pickle.dumps(self.read(owner))  # a dict of NumPy's may hold arrays
+
+    def _is_same(self) -> bool:
+        return pickle.dumps(self.read(self.owner)) == self.state
+
+    def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
+        if not self._is_same():
+            yield self.place.attribute(), self.owner
+
+    def restore(self) -> None:
+        if not self._is_same():
+            self.write(self.owner, pickle.loads(self.state))
+
+
+# --- tensors
+
+
+@final
+class _TensorValues:
+    """The values and the form of a tensor.
+
+    Attributes:
+        tensor: the tensor.
+        values: a copy, contiguous; None: the tensor is only watched.
+    """
+
+    __slots__ = ("_alias", "_bytes", "_gradient", "_requires_grad", "_version", "place", "tensor", "values")
+
+    def __init__(self, tensor: Tensor, place: _Place) -> None:
+        self.tensor, self.place = tensor, place
+        self.values: Tensor | None = None
+        self._alias: Tensor | None = None
+        self._bytes = 0
+        self._requires_grad = tensor.requires_grad
+        self._gradient = tensor.grad if tensor.is_leaf else None
+        self._version = _version(tensor)
+
+    def keep(self) -> None:
+        """Copy the values."""
+        if self.tensor.is_meta:
+            return
+        # It has the tensor's memory and its present form, whatever becomes of the tensor.
+        self._alias = self.tensor.detach()
+        if self._alias.layout is torch.strided:
+            self._bytes = self._alias.untyped_storage().nbytes()
+            self.values = self._alias.clone(memory_format=torch.contiguous_format)
+        else:
+            self.values = self._alias.clone()
+
+    def changes(self, state: ObjectState) -> Iterable[tuple[str, Any]]:
+        return ()  # all tensors are compared together
+
+    def has_form(self) -> bool:
+        """Whether shape, layout and memory are as they were."""
+        now, before = self.tensor, self._alias
+        if before is None or now.layout is not torch.strided:
+            return True
+        return (
+            (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+            and now.stride() == before.stride()
+            and now.data_ptr() == before.data_ptr()
+            and before.untyped_storage().nbytes() >= self._bytes
+        )
+
+    def difference(self) -> bool | Tensor:
+        """Return whether the values have changed: on another device than the CPU a 0-dim bool tensor."""
+        if self.tensor.is_meta:
+            return False
+        if self.values is None or self.tensor.layout is not torch.strided:
+            return _version(self.tensor) != self._version
+        if not self.has_form():
+            return True
+        now, before = _bits(self.tensor), _bits(self.values)
+        return not torch.equal(now, before) if now.device.type == "cpu" else (now != before).any()
+
+    def restore(self) -> None:
+        if self.values is None or self._alias is None:
+            return
+        with torch.no_grad():
+            if self._alias.layout is not torch.strided:
+                self.tensor.data = self.values.clone()
+                self._version = _version(self.tensor)
+                return
+            if not self.has_form():
+                storage = self._alias.untyped_storage()
+                if storage.nbytes() < self._bytes:
+                    storage.resize_(self._bytes)
+                self.tensor.data = self._alias
+            inference = torch.inference_mode() if self._alias.is_inference() else contextlib.nullcontext()
+            with inference:
+                self._alias.copy_(self.values)
+
+    def restore_gradient(self) -> None:
+        """Restore the gradient, and whether there is to be one; of a tensor that is only watched the latter."""
+        if not self.tensor.is_leaf:
+            return
+        if self.tensor.requires_grad != self._requires_grad:
+            self.tensor.requires_grad_(self._requires_grad)
+        if self.values is not None and self.tensor.grad is not self._gradient:
+            self.tensor.grad = self._gradient
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(dict(tree)) if isinstance(leaf, Tensor)]
+
+
+def _changed_tensors(records: list[_TensorValues]) -> list[_TensorValues]:
+    """Return the tensors whose values have changed. Waits for each device once."""
+    changed: list[_TensorValues] = []
+    unknown: dict[torch.device, list[tuple[_TensorValues, Tensor]]] = {}
+    for record in records:
+        difference: bool | Tensor = False
+        with contextlib.suppress(Exception), torch.no_grad():
+            difference = record.difference()
+        if isinstance(difference, Tensor):
+            unknown.setdefault(difference.device, []).append((record, difference))
+        elif difference:
+            changed.append(record)
+    for pairs in unknown.values():
+        flags = torch.stack([flag for _, flag in pairs]).tolist()  # waits for the device
+        changed += [record for (record, _), flag in zip(pairs, flags, strict=True) if flag]
+    return changed
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and bits. Waits for the device."""
+    if (left.shape, left.dtype, left.device, left.layout) != (right.shape, right.dtype, right.device, right.layout):
+        return False
+    if left.layout is not torch.strided or left.is_meta:
+        return False
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor; a view, where its memory is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = plain.int_repr() if plain.is_quantized else plain
+    flat = plain.reshape(-1)
+    if flat.numel() == 1 or not flat.is_contiguous():  # the stride of one element may be anything
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of writes to a tensor; of one without a count 0."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,776 @@
+"""Show by gradients whether a loss is a sum or a mean over its items.
+
+    verdict = weigh(trial, places)       # "mean", "sum", "neither", "not finite" or "unknown". Collective
+
+A place is some samples and their two halves. If the loss is a sum, its gradient is the sum of the halves' gradients; if
+it is a mean, their mean weighted by items. Values would prove less: with zero weights in the last layer every sample
+has the same loss, and a large constant hides any difference.
+
+- The weights are moved a little first, and put back bit for bit: gradients at zero or symmetric weights are special.
+- The modules are in training mode, except BatchNorm, whose statistics are a matter of --batchnorm.
+- A half gets the random numbers that its samples had in the whole (see `lockstep.training.draws`).
+- Only sketches of gradients are compared, so memory is that of one micro-batch.
+
+Where it works:
+
+| engine | how |
+|---|---|
+| single, data-parallel, ddp, zero, fsdp --exact on one process | each rank alone, on the plain module |
+| fsdp | all ranks together: gradients are sums over the ranks |
+| fsdp --exact, deepspeed, --engine.static-graph, own optimizer steps | not: declare `reduction` |
+
+Autocast is off where the loss can be computed without it. Compiled code runs eagerly, quantised and frozen weights stay
+where they are.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import math
+import pickle
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from lockstep.data.batches import MicroBatch
+from lockstep.data.loader import failure
+from lockstep.engines.registry import backward_apart, undo_step
+from lockstep.errors import LockstepError, PeerError
+from lockstep.passes import split_loss
+from lockstep.task import Task
+from lockstep.tensors import is_dtensor, local_of
+from lockstep.training.draws import CONTIGUOUS, DrawBook, Layout, RowDraws
+from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
+
+if TYPE_CHECKING:
+    from lockstep.training.loss_check import Trial
+
+__all__ = ["HalvedSamples", "Verdict", "cut_rows", "have_same_tensors", "leaves", "moved", "sketch", "weigh"]
+
+SUM, MEAN, SAMPLES = "sum", "mean", "samples"  # kinds; the last is a mean over samples, for a message
+_KINDS = (SUM, MEAN, SAMPLES)
+
+
+@dataclass(frozen=True, slots=True)
+class HalvedSamples:
+    """Some samples of this rank, and their two halves.
+
+    Attributes:
+        samples: number in each half.
+        is_random: the collation draws random numbers, so the halves may have other labels than the whole.
+        reload: loads the whole again; None: not possible.
+        problem: why these samples can show nothing; "": they can.
+    """
+
+    whole: MicroBatch
+    halves: tuple[MicroBatch, MicroBatch]
+    samples: tuple[int, int]
+    is_random: bool = False
+    reload: Callable[[], MicroBatch] | None = None
+    problem: str = ""
+
+
+class Verdict(NamedTuple):
+    """What the gradients show of a loss, the same on all ranks.
+
+    Attributes:
+        kind: "mean" or "sum": shown at every place that can tell; "neither"; "not finite": at each place that was
+            tried; "unknown".
+        evidence: the numbers behind it, or why it is unknown.
+        by_samples: it is "neither" because it is a mean over samples, while `count` counts other items.
+        failed: number of findings, over all ranks and places, that ended in an error.
+    """
+
+    kind: str
+    evidence: str
+    by_samples: bool = False
+    failed: int = 0
+
+
+class Finding(NamedTuple):
+    """What one place shows. JSON values, to be gathered.
+
+    Attributes:
+        kinds: the kinds that fit.
+        problem: why it decides nothing; "": it decides.
+        errors: relative error of each kind.
+        samples: number in the whole.
+        is_finite: the loss of the whole is.
+        failed: the comparison raised an error.
+    """
+
+    kinds: list[str]
+    problem: str
+    errors: list[float]
+    samples: int
+    is_finite: bool = True
+    failed: bool = False
+
+    @property
+    def is_against(self) -> bool:
+        """Whether the loss is neither a sum nor a mean over its items."""
+        return not self.problem and SUM not in self.kinds and MEAN not in self.kinds
+
+
+# --- weigh
+
+
+def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Verdict:
+    """Compare the gradient of some samples with those of their halves. Collective.
+
+    Leaves no trace: weights, gradients, buffers, modes and generators are as before.
+
+    Args:
+        trial: with the task and its engine.
+        places: of this rank; as many on every rank.
+        seed: of the random numbers and of the moves of the weights.
+    """
+    if refusal := _undecidable(trial):
+        return Verdict("unknown", refusal)
+    if not places:
+        return Verdict("unknown", "the first samples cannot be halved")
+    found = list[Finding]()
+    with _Weighing(trial, seed).prepared() as weighing:
+        for number, place in enumerate(places):
+            found += weighing.judge(place, seed + number)  # collective
+            if any(each.is_against for each in found):
+                break
+    return _conclude(found)
+
+
+def _undecidable(trial: "Trial") -> str:
+    """Return why this kind of run can only declare its reduction; "": it can be weighed."""
+    if trial.task.own_steps is not None:
+        return "the task steps its optimizers itself"
+    if not trial.task.divisible:
+        return "its loss cannot be computed for a part of a micro-batch before the run"
+    if trial.config.engine_options.static_graph:
+        return "--engine.static-graph records the first backward"
+    if trial.config.engine == "deepspeed":
+        return "--engine deepspeed has no backward outside of a step"
+    if trial.config.engine == "fsdp" and trial.config.exact and trial.world.size > 1:
+        return "--engine fsdp with --exact has no backward outside of its tree"
+    return ""
+
+
+def _conclude(found: list[Finding]) -> Verdict:
+    decided, failed = [each for each in found if not each.problem], sum(each.failed for each in found)
+    if not decided:
+        first = found[0]
+        problem = next((each.problem for each in found if not each.is_finite), first.problem)
+        is_finite = all(each.is_finite for each in found)
+        return Verdict("unknown" if is_finite else "not finite", problem, failed=failed)
+    kinds = [kind for kind in _KINDS if all(kind in each.kinds for each in decided)]
+    if SUM in kinds or MEAN in kinds:
+        return Verdict(SUM if SUM in kinds else MEAN, _describe(decided[0]), failed=failed)
+    against = next((each for each in decided if each.is_against), decided[-1])
+    return Verdict("neither", _describe(against), by_samples=SAMPLES in kinds, failed=failed)
+
+
+def _describe(finding: Finding) -> str:
+    by_sum, by_mean, _ = finding.errors
+    return (
+        f"the gradient of {finding.samples} samples differs from the sum of their two halves' by {_percent(by_sum)}, "
+        f"and from their mean by {_percent(by_mean)}"
+    )
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2g}%" if error < 10 else "more than all of it"
+
+
+class _Pass(NamedTuple):
+    """The gradient of one call of the loss.
+
+    Attributes:
+        sketches: of all trained parameters, one after the other: float64, in host memory.
+        is_finite: the loss is.
+        uncut: operations whose random numbers could not be cut.
+        states: of numpy's and Python's default generators afterwards.
+    """
+
+    sketches: Tensor
+    is_finite: bool
+    uncut: list[str]
+    states: bytes
+
+
+@final
+class _Weighing:
+    """One run of the proof. Modes, weights and gradients are changed within `prepared`.
+
+    Attributes:
+        is_sharded: gradients are sums over the ranks, which run together.
+        narrow: losses are computed under the run's autocast.
+    """
+
+    def __init__(self, trial: "Trial", seed: int) -> None:
+        self.trial, self._seed = trial, seed
+        self.is_sharded = any(map(is_dtensor, trial.model.parameters()))
+        self._model = trial.model if self.is_sharded else trial.plain
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        lengths = [_sketch_length(local_of(p)) for p in self._parameters]
+        self._owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        self.narrow = False
+        self._backward: Callable[[Tensor, float], None]
+
+    @contextmanager
+    def prepared(self) -> Iterator["_Weighing"]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(eager())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_training_modes(self.trial))
+            stack.enter_context(_exact_arithmetic(self._model))
+            stack.enter_context(_own_gradients(self._parameters))
+            stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
+            self._backward = stack.enter_context(backward_apart(self.trial.engine))
+            yield self
+
+    def judge(self, place: HalvedSamples, seed: int) -> list[Finding]:
+        """Weigh one place; return the findings of all ranks. Collective."""
+        judgement = _Judgement(self, place, seed)
+        found = self.gather(judgement.first)  # collective
+        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in found):
+            self.narrow = True  # the loss may rely on autocast
+            judgement = _Judgement(self, place, seed)
+            found = self.gather(judgement.first)  # collective
+        for action in (judgement.in_other_layouts, judgement.with_rows, judgement.explained):
+            if not any(each.is_against for each in found):
+                break
+            found = self.gather(action)  # collective
+        if self.is_sharded:  # no rank can tell alone
+            found = [next((each for each in found if each.problem), found[0])]
+        return found
+
+    def gather(self, action: Callable[[], Finding]) -> list[Finding]:
+        """Return the findings of all ranks. Collective."""
+        return [Finding(*each) for each in self.trial.world.gather([*action()])]  # collective
+
+    def differentiate(
+        self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
+    ) -> _Pass:
+        """Compute the gradient of a batch's loss, and drop it again. Collective with sharded parameters."""
+        trial, task = self.trial, self.trial.task
+        dtypes = contextlib.nullcontext() if self.narrow else without_autocast(trial.plain)
+        forward = trial.engine.accumulate(True, False) if self.is_sharded else contextlib.nullcontext()
+        try:
+            with trial.preserve(), dtypes:
+                trial.seed(seed)
+                with watch or contextlib.nullcontext(), forward, draws:
+                    loss, _ = split_loss(task.loss(self._model, batch.data))
+                    with _foreign_gradients(loss, self._parameters):
+                        self._backward(loss, weight)
+                states = _host_states()
+            sketches = [sketch(p.grad, local_of(p)) for p in self._parameters]
+            vector = torch.cat([each.to("cpu", torch.float64) for each in sketches])  # waits for the device
+            return _Pass(vector, math.isfinite(float(loss.detach())), draws.uncut, states)
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+            if self.is_sharded:
+                undo_step(trial.engine)
+
+    def relative_errors(self, whole: Tensor, halves: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+        """Return the relative error of each kind, the largest over all tensors. Collective with sharded parameters.
+
+        Args:
+            whole, halves: sketches of their gradients.
+            expected: the whole's sketches, as each kind expects them.
+
+        Returns:
+            An error for each of `expected`; [] if all gradients are zero.
+        """
+        rows = [whole, *halves, *(whole - other for other in expected)]
+        squares = torch.zeros(len(rows), len(self._parameters), dtype=torch.float64)
+        for row, values in zip(squares, rows, strict=True):
+            row.index_add_(0, self._owners, values.square())
+        if self.is_sharded:
+            squares = torch.tensor(self.trial.world.gather(squares.tolist()), dtype=torch.float64).sum(0)  # collective
+        norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()  # the last column: of all tensors
+        scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
+        if not scale[-1]:
+            return []
+        floor = _NARROW_FLOOR if self._is_low_precision else _FLOOR
+        errors = norms[3:] / torch.maximum(scale, floor * scale[-1])
+        return [float(each) for each in errors.nan_to_num(math.inf, math.inf).amax(1)]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error of a kind that fits."""
+        return _NARROW_TOLERANCE if self._is_low_precision else _TOLERANCE
+
+    @property
+    def _is_low_precision(self) -> bool:
+        return self.narrow or self.trial.is_low_precision
+
+
+@final
+class _Judgement:
+    """The comparison at one place, on this rank. Its methods run on every rank."""
+
+    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int) -> None:
+        self._weighing, self._place, self._seed = weighing, place, seed
+        self._book = DrawBook()
+        self._whole: _Pass | None = None
+        self._finding = self._undecided("it was not tried")
+
+    def first(self) -> Finding:
+        """Compare the whole with its halves."""
+        if any(self._gather(self._place.problem)):  # collective
+            return self._undecided(self._place.problem or "another rank cannot tell")
+
+        def compare() -> Finding:
+            self._whole = self._differentiate(self._place.whole, None)
+            return self._compare(CONTIGUOUS)
+
+        self._finding = self._tried(compare)
+        return self._finding
+
+    def in_other_layouts(self) -> Finding:
+        """Compare with other rows of the random numbers, which may belong to the samples in another way."""
+        flags = self._gather([self._book.has_views, self._book.has_lengths])  # collective
+        has_views, has_lengths = (any(column) for column in zip(*flags, strict=True))
+        layouts = [Layout(a, b) for a in (False, has_views) for b in (False, has_lengths)]
+        for layout in dict.fromkeys(layouts):
+            if layout != CONTIGUOUS:
+                self._try_again(layout)
+        return self._finding
+
+    def with_rows(self) -> Finding:
+        """Compare with rows of the whole, if its samples are others each time that they are loaded."""
+        is_random = False
+        if self._finding.is_against and self._place.reload:
+            is_random = not have_same_tensors(self._place.whole.held, self._place.reload().held)
+        if not any(self._gather(is_random)):  # collective
+            return self._finding
+        if is_random:
+            halves = cut_rows(self._place.whole, self._place.samples, self._weighing.trial.task)
+            if halves is None:
+                self._finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
+            else:
+                self._place = replace(self._place, halves=halves)
+        self._try_again(CONTIGUOUS)
+        return self._finding
+
+    def explained(self) -> Finding:
+        """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
+        watch = _Watch(self._weighing.trial.task, self._weighing.trial.world.device)
+        found = self._tried(lambda: self._watched(watch))
+        if self._finding.is_against and watch.moved:
+            self._finding = found
+        return self._finding
+
+    def _watched(self, watch: "_Watch") -> Finding:
+        self._differentiate(self._place.whole, None, watch=watch)
+        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self._finding
+
+    def _try_again(self, layout: Layout) -> None:
+        found = self._tried(lambda: self._compare(layout))
+        if self._finding.is_against and not (found.is_against or found.failed):
+            self._finding = found
+
+    def _tried(self, action: Callable[[], Finding]) -> Finding:
+        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory."""
+        try:
+            return action()
+        except PeerError:
+            raise
+        except Exception as error:
+            return self._undecided(failure(error))._replace(failed=True)
+
+    def _undecided(self, problem: str) -> Finding:
+        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples))
+
+    def _gather(self, own: Any) -> list[Any]:
+        return self._weighing.trial.world.gather(own)  # collective
+
+    def _differentiate(
+        self, batch: MicroBatch, part: int | None, layout: Layout = CONTIGUOUS, weight: float = 1.0, watch: Any = None
+    ) -> _Pass:
+        """Compute the gradient of the whole (`part` None) or of a half."""
+        first, second = self._place.samples
+        if part is None:
+            draws = RowDraws(self._book, first + second)
+        else:
+            draws = RowDraws(self._book, first + second, first * part, self._place.samples[part], layout)
+        try:
+            return self._weighing.differentiate(batch, draws, self._seed, weight, watch)
+        finally:
+            self._book.restore()
+
+    def _compare(self, layout: Layout) -> Finding:
+        """Compare the whole's gradient with those of its halves. Collective with sharded parameters."""
+        place, whole, weighing = self._place, self._whole, self._weighing
+        assert whole is not None
+        items = [float(half.items) for half in place.halves]
+        ones = self._halves(layout, [1.0, 1.0])
+        shares = _shares(items), _shares(place.samples)
+        expected = [ones[0].sketches + ones[1].sketches]
+        for own in shares:
+            everyone = self._gather(own) if weighing.is_sharded else [own]  # collective
+            parts = ones
+            if any(each != everyone[0] for each in everyone):
+                parts = self._halves(layout, own)  # a sum over ranks of differently weighted parts
+                own = [1.0, 1.0]
+            expected.append(own[0] * parts[0].sketches + own[1] * parts[1].sketches)
+        halves = [each.sketches for each in ones]
+        errors = weighing.relative_errors(whole.sketches, halves, expected)  # collective
+        return self._read(whole, ones, items, errors)
+
+    def _halves(self, layout: Layout, weights: Sequence[float]) -> list[_Pass]:
+        """Compute the gradients of both halves, each times its weight; 0 of a loss 0 / 0 without items."""
+        found = []
+        for part, half in enumerate(self._place.halves):
+            batch, weight = half, weights[part]
+            if self._weighing.is_sharded and not half.items:  # its loss may be 0 / 0, on every rank's gradient
+                batch, weight = self._place.halves[1 - part], 0.0
+            each = self._differentiate(batch, part, layout, weight)
+            if not half.items and not each.is_finite:
+                each = each._replace(sketches=torch.zeros_like(each.sketches), is_finite=True)
+            found.append(each)
+        return found
+
+    def _read(self, whole: _Pass, halves: list[_Pass], items: list[float], errors: list[float]) -> Finding:
+        """Draw the conclusion from a comparison."""
+        if not whole.is_finite and not sum(items):
+            return self._undecided("the samples have no items")
+        if not whole.is_finite:
+            return self._undecided("its loss is not finite")._replace(is_finite=False)
+        if not whole.sketches.isfinite().all():
+            return self._undecided("its gradient is not finite")
+        if not errors:
+            return self._undecided("its gradient is zero")
+        if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
+            errors = [math.inf] * len(errors)
+        kinds = [kind for kind, error in zip(_KINDS, errors, strict=True) if error <= self._weighing.tolerance]
+        finding = Finding(kinds, "", errors, sum(self._place.samples))
+        uncut = next((name for half in halves for name in half.uncut), "")
+        if uncut:  # a permutation of two samples may fit by chance
+            return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
+        if any(half.states != whole.states for half in halves):  # equal: the same numbers, however many samples
+            return self._undecided("its loss draws numbers for its samples from numpy's or Python's generator")
+        if SUM in kinds and len(kinds) > 1:
+            return self._undecided("one half adds nothing")
+        return finding
+
+
+def _shares(items: Sequence[float]) -> list[float]:
+    total = sum(items)
+    return [each / total if total else math.nan for each in items]
+
+
+# --- halves of a collated batch
+
+
+def cut_rows(batch: MicroBatch, samples: tuple[int, int], task: Task) -> tuple[MicroBatch, MicroBatch] | None:
+    """Cut a collated batch in two by rows; None if not every tensor in it has rows for the samples.
+
+    Args:
+        samples: number in each half.
+    """
+    first, second = samples
+    parts = []
+    try:
+        for start, count in ((0, first), (first, second)):
+            held = _rows(batch.held, first + second, start, count)
+            parts.append(MicroBatch(held, batch.index, task.count(held), 1.0, batch.move))
+    except (_NotRows, LockstepError):
+        return None
+    return parts[0], parts[1]
+
+
+class _NotRows(Exception):
+    """A value without rows for the samples."""
+
+
+def _rows(value: Any, samples: int, start: int, count: int) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        if not value.ndim or len(value) % samples:
+            raise _NotRows
+        each = len(value) // samples
+        return value[start * each : (start + count) * each]
+    if isinstance(value, Mapping):
+        rows = {key: _rows(each, samples, start, count) for key, each in value.items()}
+        if type(value) is dict:
+            return rows
+        copied: Any = copy.copy(value)
+        copied.update(rows)
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rows(each, samples, start, count) for each in value))
+    if isinstance(value, list | tuple) and any(isinstance(each, Tensor | np.ndarray) for each in value):
+        return type(value)(_rows(each, samples, start, count) for each in value)
+    if isinstance(value, list | tuple) and len(value) == samples:
+        return value[start : start + count]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{k: _rows(getattr(value, k), samples, start, count) for k in names})
+    raise _NotRows
+
+
+def have_same_tensors(first: Any, second: Any) -> bool:
+    """Whether two batches of one form hold equal tensors."""
+    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
+    return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
+
+
+# --- contexts without a trace
+
+
+@contextmanager
+def _training_modes(trial: "Trial") -> Iterator[None]:
+    """Set the modes of training, but BatchNorm's to evaluation."""
+    before = [(module, module.training) for module in trial.model.modules()]
+    for module, mode in before:
+        is_training = trial.training_modes.get(module, mode)
+        module.training = is_training and not isinstance(module, _BatchNorm)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def _exact_arithmetic(model: nn.Module) -> Iterator[None]:
+    """Compute float32 in full, and with kernels whose random numbers a dispatch mode sees."""
+    precision = torch.get_float32_matmul_precision()
+    # cuDNN draws the dropout between layers of an RNN itself.
+    has_dropout = any(isinstance(module, nn.RNNBase) and module.dropout for module in model.modules())
+    cudnn: Any = contextlib.nullcontext()
+    if torch.cuda.is_available():
+        flags = torch.backends.cudnn
+        cudnn = flags.flags(flags.enabled and not has_dropout, False, deterministic=True, allow_tf32=False)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with cudnn, sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Clear `.grad`, and put it back at the end."""
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Put back `.grad` of leaves of the loss's graph that are no parameters of the model."""
+    own = set(parameters)
+    before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in own]
+    for leaf, _ in before:
+        leaf.grad = None  # a backward adds in place
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+def leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaf tensors of a loss's graph."""
+    found, visited, queue = list[Tensor](), set[Any](), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        queue += [following for following, _ in node.next_functions]
+    return found
+
+
+_VISITED = 20_000  # most objects to look at, the nearest first
+
+
+def _generators(root: Any) -> list[Any]:
+    """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    found, visited, level = list[Any](), {id(root)}, [root]
+    # By type: `isinstance` asks an object, and torch has one that answers with a warning.
+    while level and len(visited) < _VISITED:
+        objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
+        level = []
+        for each in gc.get_referents(*objects):
+            if id(each) not in visited and len(visited) < _VISITED:
+                visited.add(id(each))
+                level.append(each)
+                if issubclass(type(each), kinds) and not isinstance(each, random.SystemRandom):
+                    found.append(each)
+    return found
+
+
+class _Watch:
+    """Context that sees which generators outside of the draws' keys a loss has used.
+
+    Args:
+        task: whose generators are watched.
+        device: whose default generator is.
+
+    Attributes:
+        moved: descriptions of them, at the end.
+    """
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self.moved = list[str]()
+
+    def __enter__(self) -> None:
+        self._own = _generators(self._task)
+        self._before = self._states()
+
+    def __exit__(self, *_: object) -> None:
+        pairs = zip(self._before, self._states(), strict=True)
+        self.moved = [name for (name, before), (_, after) in pairs if before != after]
+
+    def _states(self) -> list[tuple[str, bytes]]:
+        states = [(f"a {type(each).__module__}.{type(each).__name__}", _state_of(each)) for each in self._own]
+        if self._device.type == "cuda":  # a kernel that no mode sees
+            states.append(("the device's generator", torch.cuda.get_rng_state(self._device).tolist()))
+        return [(name, pickle.dumps(state)) for name, state in states]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _host_states() -> bytes:
+    """Return the states of numpy's and Python's default generators."""
+    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))
+
+
+# --- weights moved a little
+
+_MANTISSAS = {
+    torch.float64: (torch.int64, 52),
+    torch.float32: (torch.int32, 23),
+    torch.float16: (torch.int16, 10),
+    torch.bfloat16: (torch.int16, 7),
+}
+_MOVE = 1e-2  # of a tensor of zeros; others move by up to 2^-6 of each weight
+_FIRST_BIT = 7  # the first bit of a mantissa that moves weighs 2^-7
+_PATTERN = 65521  # a prime, so that the pattern meets the rows of a matrix at different places
+
+
+@contextmanager
+def moved(tensors: Sequence[Tensor], seed: int) -> Iterator[None]:
+    """Move weights a little, and put them back bit for bit, without copies.
+
+    Low bits of the mantissas are flipped by a seeded pattern, and flipped back. A tensor of zeros gets normal numbers,
+    and is zeroed at the end. Tensors of other dtypes stay.
+    """
+    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    weights = [each.detach() for each in reals if each.dtype in _MANTISSAS and each.numel()]
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for number, weight in enumerate(weights):
+            data: Tensor = weight.data  # moves must not count as writes: torch's graphs and copies of weights look
+            if bool(data.any()):  # waits for the device
+                _flip(data, seed + number)
+                stack.callback(_flip, data, seed + number)
+            else:
+                signs = data.clone() if bool(data.signbit().any()) else None  # waits for the device; zeros below zero
+                stack.callback(_restore_zeros, data, signs)
+                generator = Generator().manual_seed(seed + number)
+                pattern = torch.randn(min(data.numel(), _PATTERN), generator=generator).mul_(_MOVE).to(data)
+                for part, values in _tiles(data, pattern):
+                    part.copy_(values)
+        with torch.enable_grad():
+            yield
+
+
+def _flip(data: Tensor, seed: int) -> None:
+    """Flip seeded low bits of the mantissas; a second call flips them back."""
+    integer, size = _MANTISSAS[data.dtype]
+    generator = Generator().manual_seed(seed)
+    highest = 1 << (size - _FIRST_BIT + 1)
+    pattern = torch.randint(highest, (min(data.numel(), _PATTERN),), generator=generator, dtype=integer)
+    for part, values in _tiles(data.view(integer), pattern.to(data.device)):
+        part.bitwise_xor_(values)
+
+
+def _restore_zeros(data: Tensor, before: Tensor | None) -> None:
+    if before is None:
+        data.zero_()
+    else:
+        data.copy_(before)
+
+
+def _tiles(data: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of a tensor with the values that a repeated pattern has for them."""
+    if not data.is_contiguous():
+        repeats = -(-data.numel() // len(pattern))
+        yield data, pattern.repeat(repeats)[: data.numel()].view(data.shape)
+        return
+    flat = data.view(-1)
+    whole = len(flat) // len(pattern) * len(pattern)
+    yield flat[:whole].view(-1, len(pattern)), pattern
+    yield flat[whole:], pattern[: len(flat) - whole]
+
+
+# --- sketches
+
+_WIDTH = 4093  # a prime, so that the rows of a sketch are not those of a matrix
+_CHUNK = 2**22  # numbers converted at a time
+
+
+def sketch(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return at most 4093 numbers whose norm is about that of a gradient; linear in it.
+
+    Small gradients are returned whole. Longer ones are rows of 4093 numbers, which are added with seeded signs.
+
+    Args:
+        gradient: of any dtype; None: zero.
+        parameter: this rank's part of the parameter.
+    """
+    length = _sketch_length(parameter)
+    if gradient is None:
+        return torch.zeros(length, dtype=torch.float64)
+    values = local_of(gradient)
+    values = values.to_dense() if values.is_sparse else values
+    values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    kind = torch.promote_types(values.dtype, torch.float32)
+    if len(values) <= _WIDTH:
+        return values.to(kind)
+    rows = len(values) // _WIDTH
+    signs = torch.randint(2, (rows,), generator=Generator().manual_seed(rows)).mul_(2).sub_(1)
+    signs = signs.to(values.device, kind)
+    result = torch.zeros(_WIDTH, dtype=kind, device=values.device)
+    rest = values[rows * _WIDTH :]
+    result[: len(rest)] += rest
+    body = values[: rows * _WIDTH].view(rows, _WIDTH)
+    step = max(1, _CHUNK // _WIDTH)
+    for first in range(0, rows, step):
+        result += signs[first : first + step] @ body[first : first + step].to(kind)
+    return result
+
+
+def _sketch_length(parameter: Tensor) -> int:
+    return min(parameter.numel() * (1 + parameter.is_complex()), _WIDTH)
+
+
+_TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05  # relative errors that a kind may have: in float32, in half precision
+_FLOOR, _NARROW_FLOOR = 1e-2, 0.1  # a tensor's error is relative to at least this part of the whole gradient
+_CANCELLED = 1e-2  # and to this part of the halves', whose rounding stays where they cancel

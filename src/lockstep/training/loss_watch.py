@@ -1,0 +1,95 @@
+"""Repeat the proof of the loss while a run trains: at steps 10, 100, 1000, ... (`--guards.loss-check`).
+
+    watch = LossWatch(built, save)
+    watch(step, micro)          # before the passes of a step; raises LockstepError if the loss is another kind
+
+A loss may stop being a sum or a mean: the first ignored label comes late, a threshold drops easy samples. The check
+computes one micro-batch of the step and its halves, and leaves no trace on the training.
+"""
+
+from collections.abc import Callable
+from typing import final
+
+from lockstep.counts import first_length
+from lockstep.data.batches import MicroBatch
+from lockstep.errors import LockstepError
+from lockstep.task import Task, has_step_loss
+from lockstep.training.build import RunParts
+from lockstep.training.evidence import HalvedSamples, cut_rows, weigh
+from lockstep.training.loss_check import Trial, is_cut
+from lockstep.training.trainable import trained_digest
+
+__all__ = ["LossWatch"]
+
+_KINDS = {"mean": "mean", "sum": "sum", "total": "sum"}  # reduction -> what its gradients show
+_SHOWN = 8  # samples
+
+
+@final
+class LossWatch:
+    """A check of the loss in chosen steps, and after each change of the trained parameters.
+
+    Args:
+        built: the run's parts.
+        save: writes the checkpoint of a number of steps. Collective.
+    """
+
+    def __init__(self, built: RunParts, save: Callable[[int], None]) -> None:
+        self._built, self._save = built, save
+        self._first = built.config.guards.loss_check
+        self._trained = trained_digest(built.state.trained)
+        proved = built.task.reduction in _KINDS and not has_step_loss(built.task)
+        cut = is_cut(built.config, built.batches)
+        self._is_active = bool(self._first) and cut and proved
+
+    def __call__(self, step: int, micro: list[MicroBatch]) -> None:
+        """Check the loss on a micro-batch of this step, if that is due. Collective then.
+
+        Args:
+            step: 0-based.
+            micro: this rank's micro-batches.
+
+        Raises:
+            LockstepError: the loss is not what it was shown to be; all steps before are saved.
+        """
+        if not self._is_active or not self._is_due(step + 1):
+            return
+        built, task = self._built, self._built.task
+        batch = next((each for each in micro if each.weight), micro[0])
+        trial = Trial(built.engine, built.model, task, built.world, built.config, lambda line: None)
+        verdict = weigh(trial, [_halve(batch, task)], seed=step)  # collective
+        if verdict.kind in ("unknown", "not finite", _KINDS[task.reduction]):
+            return
+        samples = built.batches.samples(step, batch.index)
+        shown = ", ".join(map(str, samples[:_SHOWN])) + (", ..." if len(samples) > _SHOWN else "")
+        self._save(step)  # collective
+        raise LockstepError(
+            f"step {step + 1}: the task's `loss` is no longer a {_KINDS[task.reduction]} over its items "
+            f"({verdict.evidence}; rank 0's samples {shown}), so its micro-batches do not add up to the step: write it "
+            "as `outputs` and `step_loss`, or give the task a `count` under which it is a mean; "
+            f"step {step} is saved; --guards.loss-check 0 turns this check off"
+        )
+
+    def _is_due(self, number: int) -> bool:
+        """Whether the check is due before step `number`, 1-based; the same on every rank."""
+        trained = trained_digest(self._built.state.trained)
+        changed, self._trained = trained != self._trained, trained
+        due = self._first
+        while due < number:
+            due *= 10
+        return changed or due == number
+
+
+def _halve(batch: MicroBatch, task: Task) -> HalvedSamples:
+    """Cut a micro-batch in two by rows."""
+    samples = first_length(batch.held) or 0
+    sizes = samples // 2, samples - samples // 2
+    problem, halves = "", None
+    if not batch.weight:
+        problem = "this rank has no samples in the step"
+    elif samples < 2:
+        problem = "the micro-batch cannot be halved"
+    else:
+        halves = cut_rows(batch, sizes, task)
+        problem = "" if halves else "the batch has no rows for its samples"
+    return HalvedSamples(batch, halves or (batch, batch), sizes, problem=problem)

@@ -1,0 +1,238 @@
+"""A trial leaves no marks: what a loss keeps outside of tensors is as in a plain loop, to the bit."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from small_runs import config
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+SIZE, STEPS = 16, 6
+
+
+class InOrder:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def at(self, start, stop):
+        return np.divmod(np.arange(start, stop), self.samples)
+
+
+class Kept(lockstep.Task):
+    """A classifier whose loss may keep something."""
+
+    def order(self, samples, seed):
+        return InOrder(samples)
+
+    def optimizer(self, model, config):
+        return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05, momentum=0.9)
+
+    def build(self):
+        return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
+
+    def model(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            return self.build().double()
+
+    def dataset(self, split):
+        if split != "train":
+            return None
+        draw = torch.Generator().manual_seed(3)
+        rows = torch.randn(SIZE * STEPS, 6, generator=draw, dtype=torch.float64)
+        return TensorDataset(rows, torch.randint(0, 5, (SIZE * STEPS,), generator=draw))
+
+
+class Annealed(Kept):
+    calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + min(1.0, self.calls / 10) * (out**2).mean()
+
+
+class Queue(Kept):
+    def __init__(self):
+        self.queue = torch.zeros(24, 5, dtype=torch.float64)
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        loss = F.cross_entropy(out, batch[1]) + ((out[:, None] - self.queue) ** 2).mean()
+        self.queue = torch.cat([self.queue[len(out) :], out.detach()])
+        return loss
+
+
+class Losses(Kept):
+    """A list that grows, and a dict of running means."""
+
+    def __init__(self):
+        self.history, self.means = [], {}
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        self.history.append(loss.detach())
+        self.means["loss"] = 0.9 * self.means.get("loss", 0.0) + float(loss.detach())
+        return loss * (1 + 0.1 * len(self.history)) / (1 + self.means["loss"])
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.h = nn.Linear(12, 6), nn.Linear(6, 5), None
+
+    def forward(self, x):
+        h = self.h if self.h is not None and len(self.h) == len(x) else x.new_zeros(len(x), 6)
+        self.h = torch.tanh(self.inner(torch.cat([x, h], 1)))
+        self.h = self.h.detach() + 0 * self.h
+        out = self.outer(self.h)
+        self.h = self.h.detach()
+        return out
+
+
+class Hidden(Kept):
+    def build(self):
+        return Recurrent()
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Noisy(Kept):
+    def __init__(self):
+        self.torch, self.numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+    def loss(self, model, batch):
+        noise = torch.randn(batch[0].shape, generator=self.torch, dtype=torch.float64)
+        return F.cross_entropy(model(batch[0] + noise * self.numpy.random()), batch[1])
+
+
+class Teacher(Kept):
+    """A teacher that is made on the way, moved through `.data`."""
+
+    teacher = None
+
+    def loss(self, model, batch):
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(model).requires_grad_(False)
+        for mine, theirs in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + ((out - self.teacher(batch[0])) ** 2).mean()
+
+
+class Critic(Kept):
+    """A critic with an optimizer, both made on the way, which the loss steps."""
+
+    critic = None
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        with torch.enable_grad():
+            if self.critic is None:
+                with torch.random.fork_rng():
+                    torch.manual_seed(5)
+                    self.critic = nn.Linear(5, 1).double()
+                self.adam = torch.optim.Adam(self.critic.parameters(), lr=0.1)
+                self.rates = torch.optim.lr_scheduler.StepLR(self.adam, 2)
+            self.adam.zero_grad()
+            ((self.critic(out.detach()) - 1) ** 2).mean().backward()
+            self.adam.step()
+            self.rates.step()
+        return F.cross_entropy(out, batch[1]) + self.critic(out).mean()
+
+
+class Spectral(Kept):
+    def build(self):
+        model = super().build()
+        nn.utils.parametrizations.spectral_norm(model[0])
+        return model
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def settings(folder, **changes):
+    given = {"batch_size": SIZE, "micro_batch_size": SIZE, "max_steps": STEPS, "log_freq": 1, "lr": 0.05}
+    return config(folder, **given | {"optim": {"schedule": "constant", "warmup_steps": 0, "clip": 0.0}} | changes)
+
+
+def plain(kind, steps=STEPS):
+    """The weights and the losses of a plain loop."""
+    task = kind()
+    model = task.model()
+    optimizer, losses = task.optimizer(model, None), []
+    rows, labels = task.dataset("train").tensors
+    for step in range(steps):
+        part = slice(step * SIZE, (step + 1) * SIZE)
+        loss = task.loss(model, (rows[part], labels[part]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [each.detach() for each in model.parameters()], losses
+
+
+def same(mine, theirs):
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Annealed, Queue, Losses, Hidden, Noisy, Teacher, Critic, Spectral])
+def test_one_process_trains_as_a_plain_loop(tmp_path, kind):
+    task = kind()
+    with lockstep.Run(settings(tmp_path), task) as run:
+        losses = [step.loss for step in run]
+    weights, theirs = plain(kind)
+    assert losses == theirs
+    assert same([each.detach() for each in run.model.parameters()], weights)
+
+
+def test_a_task_of_another_class_is_restored_too(tmp_path):
+    class Other:
+        def __init__(self):
+            self.task, self.calls = Annealed(), 0
+
+        def model(self):
+            return self.task.model()
+
+        def dataset(self, split):
+            return self.task.dataset(split)
+
+        def order(self, samples, seed):
+            return InOrder(samples)
+
+        def loss(self, model, batch):
+            self.calls += 1
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+    task = Other()
+    lockstep.train(settings(tmp_path), task)
+    assert task.calls == STEPS
+
+
+def test_a_loader_is_not_moved(tmp_path):
+    """A generator that the task's own loader draws from goes on where it was."""
+
+    class Replayed(Kept):
+        def __init__(self):
+            self.extra = DataLoader(torch.arange(8.0), 2, shuffle=True, generator=torch.Generator().manual_seed(1))
+            self.orders = []
+
+        def loss(self, model, batch):
+            self.orders.append(next(iter(self.extra)).tolist())
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+    task = Replayed()
+    lockstep.train(settings(tmp_path), task)
+    other = Replayed()
+    plain_orders = [next(iter(other.extra)).tolist() for _ in range(STEPS)]
+    assert task.orders == plain_orders
