@@ -187,7 +187,7 @@ def _describe(finding: Finding) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.2g}%" if error < 10 else "more than all of it"
+    return f"{100 * error:.3g}%" if error < 10 else "more than all of it"
 
 
 class _Pass(NamedTuple):
@@ -262,7 +262,7 @@ class _Weighing:
     ) -> _Pass:
         """Compute the gradient of a batch's loss, and drop it again. Collective with sharded parameters."""
         trial, task = self.trial, self.trial.task
-        dtypes = contextlib.nullcontext() if self.narrow else without_autocast(trial.plain)
+        dtypes = contextlib.nullcontext() if self.narrow else without_autocast()
         forward = trial.engine.accumulate(True, False) if self.is_sharded else contextlib.nullcontext()
         try:
             with trial.preserve(), dtypes:

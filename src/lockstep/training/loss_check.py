@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.schema import Config
