@@ -45,6 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import failure
 from lockstep.engines.registry import backward_apart, undo_step
@@ -58,7 +59,7 @@ from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 if TYPE_CHECKING:
     from lockstep.training.loss_check import Trial
 
-__all__ = ["HalvedSamples", "Verdict", "cut_rows", "have_same_tensors", "leaves", "moved", "sketch", "weigh"]
+__all__ = ["HalvedSamples", "Verdict", "cut_rows", "halve", "have_same_tensors", "leaves", "moved", "sketch", "weigh"]
 
 SUM, MEAN, SAMPLES = "sum", "mean", "samples"  # kinds; the last is a mean over samples, for a message
 _KINDS = (SUM, MEAN, SAMPLES)
@@ -527,6 +528,15 @@ def cut_rows(batch: MicroBatch, samples: tuple[int, int], task: Task) -> tuple[M
     except (_NotRows, LockstepError):
         return None
     return parts[0], parts[1]
+
+
+def halve(batch: MicroBatch, task: Task) -> HalvedSamples:
+    """Return a collated batch as a place to weigh, with its halves by rows."""
+    samples = first_length(batch.held) or 0
+    sizes = samples // 2, samples - samples // 2
+    halves = cut_rows(batch, sizes, task) if sizes[0] else None
+    problem = "" if halves else "the micro-batch cannot be cut by rows"
+    return HalvedSamples(batch, halves or (batch, batch), sizes, problem=problem)
 
 
 class _NotRows(Exception):
