@@ -27,7 +27,7 @@ from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
-from lockstep.task import Task, has_mean_loss
+from lockstep.task import Task, has_mean_loss, set_step
 
 __all__ = [
     "NO_AUDIT",
@@ -124,7 +124,7 @@ class Passes:
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
-        self._loss = _loss_function(task)
+        self._task, self._loss = task, _loss_function(task)
         self._numbers = NumberCollector(control.world)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
@@ -138,6 +138,7 @@ class Passes:
         Returns:
             The losses of those with weight, each summed over its items, 0-dim.
         """
+        set_step(self._task, step)
         return self._pass(step, micro, items, counts=True)
 
     def numbers(self, step: int) -> dict[str, list[Number]]:

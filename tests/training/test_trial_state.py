@@ -5,12 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from ranks import run
 from small_runs import config
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
+from lockstep.task import set_step
 
 SIZE, STEPS = 16, 6
 
@@ -189,11 +191,11 @@ def same(mine, theirs):
 @pytest.mark.parametrize("kind", [Annealed, Queue, Losses, Hidden, Noisy, Teacher, Critic, Spectral])
 def test_one_process_trains_as_a_plain_loop(tmp_path, kind):
     task = kind()
-    with lockstep.Run(settings(tmp_path), task) as run:
-        losses = [step.loss for step in run]
+    with lockstep.Run(settings(tmp_path), task) as training:
+        losses = [step.loss for step in training]
     weights, theirs = plain(kind)
     assert losses == theirs
-    assert same([each.detach() for each in run.model.parameters()], weights)
+    assert same([each.detach() for each in training.model.parameters()], weights)
 
 
 def test_a_task_of_another_class_is_restored_too(tmp_path):
@@ -236,3 +238,95 @@ def test_a_loader_is_not_moved(tmp_path):
     other = Replayed()
     plain_orders = [next(iter(other.extra)).tolist() for _ in range(STEPS)]
     assert task.orders == plain_orders
+
+
+# --- task.step
+
+
+class ByStep(Kept):
+    """KL annealing by the run's own step; the loss is a mean."""
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + min(1.0, self.step / 4) * (out**2).mean()
+
+
+class ByStepElsewhere:
+    """The same in an object of no class of lockstep's."""
+
+    def __init__(self):
+        self.task = ByStep()
+        self.model, self.dataset, self.order = self.task.model, self.task.dataset, self.task.order
+        self.optimizer = self.task.optimizer
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + min(1.0, self.step / 4) * (out**2).mean()
+
+    def model(self):
+        raise NotImplementedError
+
+    def dataset(self, split):
+        raise NotImplementedError
+
+
+def by_step(steps=STEPS):
+    task = ByStep()
+    model = task.model()
+    optimizer = task.optimizer(model, None)
+    rows, labels = task.dataset("train").tensors
+    for step in range(steps):
+        part = slice(step * SIZE, (step + 1) * SIZE)
+        out = model(rows[part])
+        loss = F.cross_entropy(out, labels[part]) + min(1.0, step / 4) * (out**2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+def weights_of(world, folder, kind, changes):
+    with lockstep.Run(settings(folder, **changes), kind(), world) as training:
+        for _ in training:
+            pass
+        return [each.tolist() for each in training.model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [ByStep, ByStepElsewhere])
+def test_a_warm_up_by_the_step_is_that_of_a_plain_loop(tmp_path, kind):
+    task = kind()
+    for name in ("a", "b"):  # an object that is trained twice begins again
+        with lockstep.Run(settings(tmp_path, experiment_name=name), task) as training:
+            for step in training:
+                assert task.step == step.global_step - 1
+        assert same([each.detach() for each in training.model.parameters()], by_step())
+
+
+@pytest.mark.parametrize("changes", [{"micro_batch_size": 4}, {"micro_batch_size": 8, "exact": True}])
+def test_a_warm_up_by_the_step_on_two_ranks_and_after_a_resume(tmp_path, changes):
+    expected = by_step()
+    for part in run(weights_of, 2, tmp_path / "whole", ByStep, changes):
+        for mine, theirs in zip(part, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+    run(weights_of, 2, tmp_path / "parts", ByStep, {**changes, "stop_at": 3, "ckpt_freq": 3})
+    for part in run(weights_of, 1, tmp_path / "parts", ByStep, changes):
+        for mine, theirs in zip(part, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_tasks_own_step_stays():
+    class Method(Kept):
+        def step(self):
+            return "mine"
+
+        loss = Annealed.loss
+
+    class Attribute(Kept):
+        def __init__(self):
+            self.step = 0.5
+
+    for task in (Method(), Attribute()):
+        before = task.step
+        set_step(task, 3)
+        assert task.step == before
+    assert Kept.step == ByStep().step == 0
