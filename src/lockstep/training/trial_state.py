@@ -37,15 +37,16 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """Restore modes, generators, and all that hangs on the model and the user's objects, at the end.
 
     Args:
-        training: leave the modes as they are; False: run in eval mode.
+        training: leave the modes as they are; False: run in eval mode, and without compiled code, so that large
+            tensors are copied only where they are written.
     """
     _start(task)
-    state = _record(model, task)
+    state = _record(model, task, late=not training)
     cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
     try:
-        with generators_kept():
+        with generators_kept(), state.watching():
             yield
     finally:
         at_rest(model)
@@ -56,7 +57,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
             torch.cuda.set_rng_state(cuda_generator, device)
 
 
-def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = ()) -> ObjectState:
+def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *, late: bool) -> ObjectState:
     """Record the state of the model and of the user's own objects.
 
     The values of parameters, of `fixed_models` and of their optimizers' states are watched, not copied.
@@ -64,11 +65,12 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = ()) -
     Args:
         model: the engine's or the plain one.
         without: classes whose objects are left alone.
+        late: large tensors are copied when they are written, see `ObjectState`.
     """
     roots, skip = _roots(task)
     roots |= {"model": model, "task.state_dict()": task.state_dict()}
     fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
-    return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without])
+    return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
 
 def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
@@ -118,14 +120,16 @@ def marks_of(
         at_rest(model)
         with moved():
             return marks_of(model, task, call)
-    without = [nn.modules.batchnorm._NormBase, *_metric_classes()]
+    without: list[type[Any]] = [nn.modules.batchnorm._NormBase, *_metric_classes()]
     lists = _lists_of(task)
-    first = _record(model, task, without)
-    call()
+    first = _record(model, task, without, late=True)
+    with first.watching():
+        call()
     at_rest(model)
     before = first.changed()
-    second = _record(model, task, without)
-    call()
+    second = _record(model, task, without, late=True)
+    with second.watching():
+        call()
     at_rest(model)
     grown = {id(each) for each, length in lists if len(each) > length}
     weights = {id(parameter) for parameter in model.parameters()}
