@@ -261,7 +261,7 @@ class Passes:
                     loss, numbers = loss_function(engine.model, batch)
                     loss = observe(loss)
                 if parameters:
-                    parameters.look(loss)
+                    parameters.look(loss, batch.held)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * weights.share(batch))
                 clock.lap("backward" if last else "backward/alone")  # the last backward contains the all-reduce

@@ -92,8 +92,8 @@ def test_the_file_written_is_the_config_read(config):
         (["--batch-size", "1.5"], "--batch-size: '1.5' is not a whole number"),
         (["--batch-size", "0"], "--batch-size is 0: it must be at least 1"),
         (
-            ["--batch-size", "30", "--micro-batch-size", "7"],
-            ("--batch-size 30", "--micro-batch-size 7", "--micro-batch-size 6"),
+            ["--batch-size", "30", "--micro-batch-size", "31"],
+            ("--micro-batch-size 31", "larger than --batch-size 30"),
         ),
         (["--engine", "warp"], "--engine is 'warp': choose one of"),
         (["--precision", "fp8"], "--precision is 'fp8': choose one of"),
@@ -166,7 +166,15 @@ def test_the_default_micro_batch_divides_and_is_an_eighth_at_most(batch_size):
     size = default_micro_batch_size(batch_size)
     assert batch_size % size == 0
     assert 1 <= size <= max(1, batch_size // 8)
-    assert Config(batch_size=batch_size).micro_batches * size == batch_size
+    assert Config(batch_size=batch_size, exact=True).micro_batches * size == batch_size
+
+
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_a_step_that_nothing_cuts_has_one_micro_batch_and_a_size_need_not_divide_it(batch_size, size):
+    assert (Config(batch_size=batch_size).micro_size, Config(batch_size=batch_size).micro_batches) == (batch_size, 1)
+    if size <= batch_size:
+        cut = Config(batch_size=batch_size, micro_batch_size=size)
+        assert (cut.micro_batches - 1) * size < batch_size <= cut.micro_batches * size
 
 
 def test_a_config_cannot_be_changed_after_its_check():
@@ -194,7 +202,7 @@ def test_a_section_is_a_dict_of_its_fields():
         ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
         ({"batch_size": "8"}, "batch_size is '8': it must be a whole number"),
         ({"engine": "warp"}, "engine is 'warp': choose one of"),
-        ({"batch_size": 30, "micro_batch_size": 7}, "batch_size 30 is not a multiple of micro_batch_size 7; use micro"),
+        ({"batch_size": 30, "micro_batch_size": 31}, "micro_batch_size 31 is larger than batch_size 30, the samples of"),
         ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir; use letters"),
         ({"experiment_name": "{lr}"}, None),
         *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("gs:/a", "hdfs:", "http://host/runs", "s3://")],

@@ -3,7 +3,7 @@
     check = LossParameters(engine.model, task)
     with check.forward():
         loss = task.loss(engine.model, batch)
-    check.look(loss)            # before the backward
+    check.look(loss, batch)     # before the backward
     ...
     del loss
     check.refuse()              # after the backward
@@ -56,11 +56,12 @@ class LossParameters:
         finally:
             hook.remove()
 
-    def look(self, loss: Tensor) -> None:
-        """Collect the leaves of a loss that are not reached through the model."""
+    def look(self, loss: Tensor, batch: Any) -> None:
+        """Collect the leaves of a loss that are not reached through the model and are not the batch's inputs."""
         own = {id(parameter) for parameter in self._model.parameters()}
-        fixed = {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
-        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in own | fixed]
+        own |= {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
+        own |= {id(each) for each in pytree.tree_leaves(batch)}
+        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in own]
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         self._outputs = set()
 

@@ -107,7 +107,8 @@ def try_compile(
         return ""
 
     def attempt() -> str:
-        ((batch, _),) = batches.parts(0, [(0, batches.own_samples(0))])
+        first = batches.step_plan.origin.step
+        ((batch, _),) = batches.parts(first, [(0, batches.own_samples(first))])
         seeder(config.seed, "check", world.device)(0, batch.index)
         kernels = choose_kernels(config.compile, batches.step_plan)
         try:

@@ -212,7 +212,8 @@ class Trial:
 
 def load_first(batches: Batches) -> MicroBatch:
     """Load this rank's first micro-batch."""
-    return batches.parts(0, [(0, batches.own_samples(0))])[0][0]
+    step = batches.step_plan.origin.step  # steps before it were cut differently
+    return batches.parts(step, [(0, batches.own_samples(step))])[0][0]
 
 
 def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task | None = None) -> HalvedSamples | None:
@@ -227,7 +228,8 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     Raises:
         SampleError: a sample cannot be loaded.
     """
-    size = min(max(_MIN_SAMPLES, batches.own_samples(0)), batches.size)
+    step = batches.step_plan.origin.step  # steps before it were cut differently
+    size = min(max(_MIN_SAMPLES, batches.own_samples(step)), batches.size)
     count = size if whole or not place else min(_PLACE_SAMPLES, size)
     stride = size if isinstance(batches, StreamBatches) else max(size, batches.size // PLACES)
     half, start = count // 2, place * stride
@@ -235,7 +237,7 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
     try:
-        (batch, is_random), (first, _), (second, _) = batches.parts(0, spans)
+        (batch, is_random), (first, _), (second, _) = batches.parts(step, spans)
     except SampleError:
         raise
     except Exception:  # the collation may refuse so few samples
@@ -244,7 +246,7 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     if is_random and task is not None:
         cut = cut_rows(batch, samples, task)
         halves, problem = cut or halves, "" if cut else "`collate` draws random numbers, and its batch has no rows"
-    reload = lambda: batches.parts(0, spans[:1])[0][0]  # noqa: E731
+    reload = lambda: batches.parts(step, spans[:1])[0][0]  # noqa: E731
     return HalvedSamples(batch, halves, samples, is_random, reload, problem)
 
 

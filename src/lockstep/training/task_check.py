@@ -524,7 +524,7 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
             text = repr(count) if isinstance(count, int | float) else describe_value(count)
             raise ConfigError(f"the task's `count` returned {text}: it must return a finite number of items, 0 or more")
     if not first.items:
-        training.with_items(0)
+        training.with_items(training.step_plan.origin.step)
     return first
 
 
@@ -551,11 +551,11 @@ class _Norm(NamedTuple):
 
 def _batchnorms(model: nn.Module, training: Batches, world: World) -> list[_Norm]:
     """Return the model's BatchNorm layers in training mode."""
-    norms = []
+    norms, step = [], training.step_plan.origin.step
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             is_shared = world.size > 1 and isinstance(layer, Synchronised | nn.SyncBatchNorm)
-            samples = training.step_plan.samples(0) if is_shared else training.own_samples(0)
+            samples = training.step_plan.samples(step) if is_shared else training.own_samples(step)
             norms.append(_Norm(name or type(layer).__name__, layer, samples, is_shared))
     return norms
 

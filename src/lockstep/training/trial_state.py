@@ -42,6 +42,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """
     _start(task)
     state = _record(model, task, late=not training)
+    modes = [(module, module.training) for module in model.modules()]  # an engine's wrapper is no user's object
     cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
@@ -52,6 +53,8 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
         at_rest(model)
         findings = {name: vars(task)[name] for name in _FINDINGS if name in vars(task)}
         state.restore()
+        for module, mode in modes:
+            module.training = mode
         vars(task).update(findings)
         if cuda_generator is not None:
             torch.cuda.set_rng_state(cuda_generator, device)
