@@ -59,7 +59,18 @@ from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 if TYPE_CHECKING:
     from lockstep.training.loss_check import Trial
 
-__all__ = ["HalvedSamples", "Verdict", "cut_rows", "halve", "have_same_tensors", "leaves", "moved", "sketch", "weigh"]
+__all__ = [
+    "HalvedSamples",
+    "Verdict",
+    "cut_rows",
+    "halve",
+    "have_same_tensors",
+    "leaves",
+    "moved",
+    "sketch",
+    "training_modes",
+    "weigh",
+]
 
 SUM, MEAN, SAMPLES = "sum", "mean", "samples"  # kinds; the last is a mean over samples, for a message
 _KINDS = (SUM, MEAN, SAMPLES)
@@ -236,7 +247,7 @@ class _Weighing:
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_training_modes(self.trial))
+            stack.enter_context(training_modes(self.trial))
             stack.enter_context(_exact_arithmetic(self._model))
             stack.enter_context(_own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
@@ -427,6 +438,8 @@ class _Judgement:
         except PeerError:
             raise
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._weighing.trial.memory_error = error
             return self._undecided(failure(error))._replace(failed=True)
 
     def _undecided(self, problem: str) -> Finding:
@@ -578,7 +591,7 @@ def have_same_tensors(first: Any, second: Any) -> bool:
 
 
 @contextmanager
-def _training_modes(trial: "Trial") -> Iterator[None]:
+def training_modes(trial: "Trial") -> Iterator[None]:
     """Set the modes of training, but BatchNorm's to evaluation."""
     before = [(module, module.training) for module in trial.model.modules()]
     for module, mode in before:
