@@ -626,3 +626,31 @@ def test_a_lightning_module_with_the_adapters_trainer():
     assert (module.calls, module.centre.tolist(), task.trainer.current_epoch) == (0, [0], 0)
     assert "mine" not in task.trainer.callback_metrics
     assert state.changes() == []
+
+
+def test_large_tensors_are_copied_when_they_are_written():
+    size = 1 << 21
+    task = Thing(frozen=torch.zeros(size), moved=torch.zeros(size), data=torch.zeros(size), listed=torch.zeros(size))
+    task.replaced, task.small, task.view = torch.zeros(size), torch.zeros(2), task.moved[:size]
+    task.resized, task.dropped, copied = torch.zeros(size), torch.zeros(size), torch.zeros(size)
+    tensors = dict(vars(task))
+    state = ObjectState({"task": task}, late=True)
+    assert state.copied == 1
+    with state.watching():
+        task.small.add_(1)
+        task.moved.data[3:5].mul_(0.5).add_(1)
+        torch._foreach_add_([copied, task.listed], 1.0)
+        torch.add(task.frozen, 1, out=copied)
+        task.data.data = copied
+        task.replaced = task.replaced.clone()
+        task.resized.resize_(3).fill_(1)
+        task.dropped = task.dropped + 1
+        assert task.frozen.sum() == 0
+    assert state.copied == 5
+    names = ["data", "dropped", "listed", "moved", "resized", "small", "view"]
+    assert sorted(state.changes()) == [f"task.{name}" for name in names]
+    state.restore()
+    assert all(getattr(task, name) is tensor for name, tensor in tensors.items())
+    assert all(not tensor.any() for tensor in tensors.values())
+    assert len(task.resized) == size
+    assert state.changes() == []

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 __all__ = ["ObjectState", "same_bits"]
@@ -33,6 +34,7 @@ _MAX_FOLLOWED = 10_000  # elements of a container that are followed; of a longer
 _MAX_LOOKED_AT = 50_000  # elements that are followed of all containers
 _MAX_OF_DATA = 100  # elements of a container of a data set that is kept
 _MAX_DATA_NUMBERS = 65_536  # numbers of a tensor or array of a data set that is copied
+_MAX_EARLY_NUMBERS = 1 << 20  # numbers of a tensor that `late` copies at once
 _MAX_ARRAY_NUMBERS = 1 << 24  # larger arrays are not copied
 _MAX_DEPTH = 6  # containers within each other whose values are compared
 
@@ -104,9 +106,18 @@ class ObjectState:
         untouched: tensors whose values the caller restores itself: they are watched, not copied, and so is the state
             of their optimizers.
         skip: objects and classes that are left alone.
+        late: large tensors are copied when an operation of torch first writes them, in the context of `watching`; other
+            writes to them, as through NumPy, are not seen. So a frozen teacher or a data set takes no memory.
     """
 
-    def __init__(self, roots: Mapping[str, Any], untouched: Iterable[Tensor] = (), skip: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        untouched: Iterable[Tensor] = (),
+        skip: Iterable[Any] = (),
+        *,
+        late: bool = False,
+    ) -> None:
         skipped = list(skip)
         self._skipped = {id(each) for each in skipped}
         self._skipped_types = tuple(each for each in skipped if isinstance(each, type))
@@ -119,17 +130,26 @@ class ObjectState:
         self._tensors: list[_TensorValues] = []
         self._queue: deque[tuple[Any, _Place, bool]] = deque()
         self._follow_all(roots)
+        self._late: list[_TensorValues] = []
         for each in self._tensors:
-            watched = id(each.tensor) in self._untouched
-            large = id(each.tensor) in self._data and each.tensor.numel() > _MAX_DATA_NUMBERS
-            if not watched and not large:
-                with contextlib.suppress(Exception):
-                    each.keep()
+            size = each.tensor.numel()
+            if id(each.tensor) in self._untouched or (id(each.tensor) in self._data and size > _MAX_DATA_NUMBERS):
+                continue
+            with contextlib.suppress(Exception):
+                each.keep()
+                if not late or size <= _MAX_EARLY_NUMBERS or each.tensor.layout is not torch.strided:
+                    each.copy()
+                else:
+                    self._late.append(each)
 
     @property
     def copied(self) -> int:
         """Number of tensors whose values were copied."""
         return sum(each.values is not None for each in self._tensors)
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which large tensors are copied before they are written; see `late`."""
+        return _CopiesAtWrites(self._late) if self._late else contextlib.nullcontext()
 
     def changes(self) -> list[str]:
         """Return the paths of what has changed; tensors come last. Waits for the device."""
@@ -168,7 +188,8 @@ class ObjectState:
             return bool(before == now) or (before != before and now != now)  # NaN
         record = self._by_id.get(id(before))
         if isinstance(record, _TensorValues):
-            return record.values is not None and same_bits(record.values, now)
+            kept = record.kept
+            return kept is not None and same_bits(kept, now)
         if isinstance(record, _Array):
             return record.has_values(now)
         if isinstance(before, types.MethodType):
@@ -650,7 +671,7 @@ class _TensorValues:
 
     Attributes:
         tensor: the tensor.
-        values: a copy, contiguous; None: the tensor is only watched.
+        values: a copy, contiguous; None: the tensor is only watched, or not written yet.
     """
 
     __slots__ = ("_alias", "_bytes", "_gradient", "_requires_grad", "_version", "place", "tensor", "values")
@@ -664,14 +685,28 @@ class _TensorValues:
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._version = _version(tensor)
 
+    @property
+    def kept(self) -> Tensor | None:
+        """The values as they were; None: not known."""
+        return self._alias if self.values is None else self.values
+
+    @property
+    def memory(self) -> int:
+        """The address of the tensor's memory when it was kept."""
+        return _address(self._alias) if self._alias is not None else 0
+
     def keep(self) -> None:
-        """Copy the values."""
-        if self.tensor.is_meta:
-            return
+        """Keep the memory and the form."""
         # It has the tensor's memory and its present form, whatever becomes of the tensor.
-        self._alias = self.tensor.detach()
-        if self._alias.layout is torch.strided:
+        self._alias = None if self.tensor.is_meta else self.tensor.detach()
+        if self._alias is not None and self._alias.layout is torch.strided:
             self._bytes = self._alias.untyped_storage().nbytes()
+
+    def copy(self) -> None:
+        """Copy the values."""
+        if self._alias is None:
+            return
+        if self._alias.layout is torch.strided:
             self.values = self._alias.clone(memory_format=torch.contiguous_format)
         else:
             self.values = self._alias.clone()
@@ -695,18 +730,20 @@ class _TensorValues:
         """Return whether the values have changed: on another device than the CPU a 0-dim bool tensor."""
         if self.tensor.is_meta:
             return False
-        if self.values is None or self.tensor.layout is not torch.strided:
+        if self._alias is None or self.tensor.layout is not torch.strided:
             return _version(self.tensor) != self._version
         if not self.has_form():
             return True
+        if self.values is None:
+            return False
         now, before = _bits(self.tensor), _bits(self.values)
         return not torch.equal(now, before) if now.device.type == "cpu" else (now != before).any()
 
     def restore(self) -> None:
-        if self.values is None or self._alias is None:
+        if self._alias is None:
             return
         with torch.no_grad():
-            if self._alias.layout is not torch.strided:
+            if self.values is not None and self._alias.layout is not torch.strided:
                 self.tensor.data = self.values.clone()
                 self._version = _version(self.tensor)
                 return
@@ -715,6 +752,8 @@ class _TensorValues:
                 if storage.nbytes() < self._bytes:
                     storage.resize_(self._bytes)
                 self.tensor.data = self._alias
+            if self.values is None:
+                return
             inference = torch.inference_mode() if self._alias.is_inference() else contextlib.nullcontext()
             with inference:
                 self._alias.copy_(self.values)
@@ -725,8 +764,46 @@ class _TensorValues:
             return
         if self.tensor.requires_grad != self._requires_grad:
             self.tensor.requires_grad_(self._requires_grad)
-        if self.values is not None and self.tensor.grad is not self._gradient:
+        if self._alias is not None and self.tensor.grad is not self._gradient:
             self.tensor.grad = self._gradient
+
+
+class _CopiesAtWrites(TorchDispatchMode):
+    """A mode that copies the values of tensors before an operation writes to their memory."""
+
+    def __init__(self, records: list[_TensorValues]) -> None:
+        super().__init__()
+        self._records: dict[int, list[_TensorValues]] = {}
+        for record in records:
+            self._records.setdefault(record.memory, []).append(record)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        schema = func._schema  # private: only it tells which arguments an operation writes
+        if self._records and schema.is_mutable:
+            for place, argument in enumerate(schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._copy(args[place] if place < len(args) else given.get(argument.name))
+        return func(*args, **given)
+
+    def _copy(self, written: Any) -> None:
+        for tensor in written if isinstance(written, list | tuple) else [written]:
+            if isinstance(tensor, Tensor):
+                if hasattr(tensor, "__tensor_flatten__"):
+                    self._copy([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+                    continue
+                for record in self._records.pop(_address(tensor), []):
+                    record.copy()
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's whole memory; 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # such as a tensor without storage
+        return 0
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from lockstep.errors import ConfigError
 from lockstep.guards.loss_parameters import LossParameters
 from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
 from lockstep.seeds import derive
-from lockstep.task import AVERAGED, UNDIVIDED, Task
+from lockstep.task import AVERAGED, UNDIVIDED, Task, set_step
 from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
@@ -169,7 +169,7 @@ class Passes:
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         self._engine, self._control, self._hooks = engine, control, task.hooks
-        self._loss, self._reduction = _loss_function(task), task.reduction
+        self._task, self._loss, self._reduction = task, _loss_function(task), task.reduction
         self._numbers = NumberCollector(control.world)
         # Looks at the graph of the first loss; manual optimization computes gradients by itself.
         self._parameters = None if task.own_steps else LossParameters(engine.model, task)
@@ -185,6 +185,7 @@ class Passes:
         Returns:
             The losses of those with weight, each summed over its items, 0-dim.
         """
+        set_step(self._task, step)
         return self._pass(step, micro, items, counts=True)
 
     def numbers(self, step: int) -> dict[str, list[Number]]:

@@ -15,6 +15,7 @@ Model, dataset and loss must be written (or `outputs` and `step_loss` in place o
 default. An object of another class with these methods works too: `as_task` adds the defaults.
 """
 
+import contextlib
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,10 +52,12 @@ __all__ = [
     "items_of_a_sample",
     "needs_graph",
     "set_detected",
+    "set_step",
     "user_task",
 ]
 
 HALVES = (torch.float16, torch.bfloat16)
+_STEP = "_current_step"
 _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
 AVERAGED = ("mean", "micro-batch")  # losses of micro-batches are averaged, weighted by their items
 # Undeclared losses mean their value on the whole batch: "whole" if a step has one micro-batch, "total" if they are
@@ -85,6 +88,13 @@ class DataFacts(NamedTuple):
     width: int = 0
 
 
+class _CurrentStep:
+    """The step in which a task's `loss` is called; a user's own attribute of that name goes before it."""
+
+    def __get__(self, task: Any, kind: type[Any]) -> int:
+        return int(vars(task).get(_STEP, 0)) if task is not None else 0
+
+
 class Task(ABC):
     """Base class for a model, its data and its loss.
 
@@ -110,6 +120,8 @@ class Task(ABC):
             faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
         fixed_models: models that the loss reads and no step changes, by name, such as a teacher; compared between the
             ranks before step 1.
+        step: the present step, 0-based, the same on every rank; set by the run before each step. A class that has an
+            attribute `step` of its own keeps it.
     """
 
     reduction: Literal["auto", "sum", "mean", "micro-batch", "total", "whole"] = "auto"
@@ -123,6 +135,7 @@ class Task(ABC):
     divisible: bool = True
     attention_mask: bool | None = None
     fixed_models: Mapping[str, nn.Module] = {}
+    step = _CurrentStep()
     # For adapters and wrappers around a task; users do not set these.
     framework = ""  # the adapted library, whose batches are micro-batches
     gathers = False  # `loss` calls collectives, to log
@@ -478,6 +491,7 @@ def as_task(task: Any) -> Task:
     result = task if isinstance(task, Task) else _WrappedTask(task)
     if "_reduction_before" in vars(result):  # an earlier run detected it, perhaps with another micro-batch size
         result.reduction = vars(result).pop("_reduction_before")
+    set_step(result, 0)
     _check_loss(result, name)
     if result.reduction not in _REDUCTIONS:
         raise ConfigError(
@@ -542,6 +556,16 @@ def set_detected(task: Task, reduction: str, gradients: bool) -> None:
         vars(task).setdefault("_reduction_before", task.reduction)
         task.reduction = reduction  # type: ignore[assignment]
     vars(task)["_takes_gradients"] = gradients
+
+
+def set_step(task: Task, step: int) -> None:
+    """Set the present step, 0-based, of a task and of the object that it wraps, unless that has its own."""
+    vars(task)[_STEP] = step
+    own = user_task(task)
+    if own is not task and (not hasattr(own, "step") or hasattr(own, _STEP)):
+        with contextlib.suppress(AttributeError):  # an object with slots has no room for it
+            setattr(own, _STEP, step)
+            own.step = step
 
 
 def has_step_loss(task: Task) -> bool:

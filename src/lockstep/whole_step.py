@@ -264,7 +264,6 @@ class WholeStepPasses(Passes):
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
         super().__init__(engine, task, control)
-        self._task = task
         self._whole = make_whole_step(task, control.world, control.micro_batches, control.sharing)
 
     def _pass(self, step: int, micro: list[MicroBatch], items: float, *, counts: bool) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.config.schema import default_micro_batch_size
 from lockstep.data.sampler import Sequential
 from lockstep.errors import UsageError
 from lockstep.training.inference import InferenceRequest, evaluate_run
@@ -197,8 +198,9 @@ REFUSED = [
 
 
 def trained(world, folder, task, **changes):
-    """The parameters after a few steps of a run."""
-    settings = {"max_steps": STEPS, "batch_size": 16, "micro_batch_size": 0, "lr": RATE, "optim": SGD, "report": False}
+    """The parameters after a few steps of a run; a step is cut as with --exact."""
+    settings = {"max_steps": STEPS, "batch_size": 16, "lr": RATE, "optim": SGD, "report": False}
+    settings["micro_batch_size"] = default_micro_batch_size(changes.get("batch_size", 16))
     made = lockstep.Run(config(folder, **settings | changes), task, world)
     made()
     return [p.detach().clone() for p in made.model.parameters()]
@@ -282,7 +284,8 @@ class DeclaredMicroBatch(InBatchNegatives):
 
 
 def test_a_loss_of_micro_batches_by_themselves_takes_the_whole_batch_by_default(tmp_path, capsys):
-    assert_equal(trained(None, tmp_path / "whole", DeclaredMicroBatch()), plain(InBatchNegatives(), 16))
+    whole = trained(None, tmp_path / "whole", DeclaredMicroBatch(), micro_batch_size=0)
+    assert_equal(whole, plain(InBatchNegatives(), 16))
     trained(None, tmp_path / "parts", DeclaredMicroBatch(), micro_batch_size=4)  # not checked
     assert "micro-batch" in capsys.readouterr().err
 

@@ -154,6 +154,7 @@ def with_buffers(
     shared: bool = True,
     sharing: ShareSchedule | None = None,
     own: Own | None = None,
+    own_alike: bool = False,
 ) -> Engine:
     """Wrap the engine so that its steps include the buffers of `model` (the plain module).
 
@@ -162,8 +163,9 @@ def with_buffers(
         shared: after each step, buffers that forwards write get rank 0's values on all ranks.
         sharing: the number of forwards of each rank; None: the same on all.
         own: returns the task's own tensors by name, which are treated the same; None: the task has none.
+        own_alike: what is written to them is the same on every rank.
     """
-    moving = Moving(model, own, world, exact, shared)
+    moving = Moving(model, own, world, exact, shared, own_alike)
     if not len(moving):
         return engine
     layers = recorders(model)

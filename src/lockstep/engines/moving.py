@@ -124,10 +124,19 @@ class Moving:
         own: returns the task's own tensors by name; None: it has none.
         exact: refuse tensors that a forward writes, since their values then depend on which rank computes what.
         shared: buffers that forwards write get rank 0's values after each step; the task's own always do.
+        own_alike: what is written to the task's own tensors is the same on every rank, as by `step_loss`.
     """
 
-    def __init__(self, model: nn.Module, own: Own | None, world: World, exact: bool, shared: bool) -> None:
-        self._world, self._exact, self._share_buffers = world, exact, shared
+    def __init__(
+        self,
+        model: nn.Module,
+        own: Own | None,
+        world: World,
+        exact: bool,
+        shared: bool = True,
+        own_alike: bool = False,
+    ) -> None:
+        self._world, self._exact, self._share_buffers, self._own_alike = world, exact, shared, own_alike
         self._places = [
             _MovingTensor(
                 f"{prefix}.{key}".lstrip("."),
@@ -225,7 +234,8 @@ class Moving:
             if place.own:
                 self._check_own(place)
         names = {name for each in self._world.gather(sorted(local)) for name in each}  # collective
-        repeats = names & self._written_names
+        alike = {place.name for place in self._places if place.own and self._own_alike}
+        repeats = (names & self._written_names) - alike
         if self._steps == 1:
             self._written_names = names
         elif self._exact and repeats:
@@ -249,7 +259,9 @@ class Moving:
     def _drop_unwritten(self) -> None:
         """Stop copying the task's tensors that forwards do not write."""
         self._unwritten = (
-            [p for p in self._places if p.own and p.name not in self._written_names] if self._exact else []
+            [p for p in self._places if p.own and p.name not in self._written_names]
+            if self._exact and not self._own_alike
+            else []
         )
         self._places = [p for p in self._places if not p.own or p.name in self._written_names]
         self._forward = [place for place in self._places if not place.replayed]

@@ -98,6 +98,7 @@ def engine(  # noqa: PLR0913
     gradients: GradientNorms = NO_NORMS,
     penalty: MakePenalty | None = None,
     own: Own | None = None,
+    own_alike: bool = False,
     changes: Changes | None = None,
 ) -> Engine:
     """Build the engine `name` around a model, for the built-in loop or your own.
@@ -135,6 +136,7 @@ def engine(  # noqa: PLR0913
         penalty: returns a term of the loss from the model without the engine's wrapper: a 0-dim tensor that depends on
             the parameters alone, added once a step for any number of micro-batches and ranks.
         own: returns a task's own tensors by name; what a forward writes to them is part of the step, as with buffers.
+        own_alike: every rank writes the same to them, as `step_loss` does, so exact sums allow it.
         changes: settings of a run for changes to the trained parameters, see `Changes`; None: none.
 
     Raises:
@@ -198,7 +200,9 @@ def engine(  # noqa: PLR0913
         bare = kind(model, make_optimizer, world, current)
         copying: Engine = Copied(bare, copies) if copies else bare
         watched: Engine = Hooked(copying, hooks) if hooks else copying
-        outer = with_buffers(watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own)
+        outer = with_buffers(
+            watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own, own_alike=own_alike
+        )
         return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested) if ema else outer
 
     fixed_optimizer, refusal = (

@@ -42,7 +42,7 @@ from lockstep.models.quantized import bits_of, keep_unchanged, quantized_layers
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
-from lockstep.task import Task, has_own
+from lockstep.task import Task, has_own, has_step_loss
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.defaults import batchnorm_names
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
@@ -554,5 +554,6 @@ def build_engine(
         gradients=groups.gradients,
         penalty=task.penalty if has_own(task, "penalty") else None,
         own=task.state_dict if has_own(task, "state_dict") else None,
+        own_alike=has_step_loss(task),
         changes=Changes(remake, fixed_names, state.trained, state.global_step, store_trained),
     )

@@ -45,6 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import failure
 from lockstep.engines.registry import backward_apart, undo_step
@@ -58,7 +59,18 @@ from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 if TYPE_CHECKING:
     from lockstep.training.loss_check import Trial
 
-__all__ = ["HalvedSamples", "Verdict", "cut_rows", "have_same_tensors", "leaves", "moved", "sketch", "weigh"]
+__all__ = [
+    "HalvedSamples",
+    "Verdict",
+    "cut_rows",
+    "halve",
+    "have_same_tensors",
+    "leaves",
+    "moved",
+    "sketch",
+    "training_modes",
+    "weigh",
+]
 
 SUM, MEAN, SAMPLES = "sum", "mean", "samples"  # kinds; the last is a mean over samples, for a message
 _KINDS = (SUM, MEAN, SAMPLES)
@@ -235,7 +247,7 @@ class _Weighing:
         with contextlib.ExitStack() as stack:
             stack.enter_context(eager())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_training_modes(self.trial))
+            stack.enter_context(training_modes(self.trial))
             stack.enter_context(_exact_arithmetic(self._model))
             stack.enter_context(_own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
@@ -426,6 +438,8 @@ class _Judgement:
         except PeerError:
             raise
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._weighing.trial.memory_error = error
             return self._undecided(failure(error))._replace(failed=True)
 
     def _undecided(self, problem: str) -> Finding:
@@ -529,6 +543,15 @@ def cut_rows(batch: MicroBatch, samples: tuple[int, int], task: Task) -> tuple[M
     return parts[0], parts[1]
 
 
+def halve(batch: MicroBatch, task: Task) -> HalvedSamples:
+    """Return a collated batch as a place to weigh, with its halves by rows."""
+    samples = first_length(batch.held) or 0
+    sizes = samples // 2, samples - samples // 2
+    halves = cut_rows(batch, sizes, task) if sizes[0] else None
+    problem = "" if halves else "the micro-batch cannot be cut by rows"
+    return HalvedSamples(batch, halves or (batch, batch), sizes, problem=problem)
+
+
 class _NotRows(Exception):
     """A value without rows for the samples."""
 
@@ -568,7 +591,7 @@ def have_same_tensors(first: Any, second: Any) -> bool:
 
 
 @contextmanager
-def _training_modes(trial: "Trial") -> Iterator[None]:
+def training_modes(trial: "Trial") -> Iterator[None]:
     """Set the modes of training, but BatchNorm's to evaluation."""
     before = [(module, module.training) for module in trial.model.modules()]
     for module, mode in before:

@@ -29,9 +29,24 @@ from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
 from lockstep.task import Task, needs_graph, set_detected
+from lockstep.tensors import is_dtensor, local_of
 from lockstep.training.defaults import explain_device_error
-from lockstep.training.evidence import HalvedSamples, Verdict, cut_rows, have_same_tensors, weigh
-from lockstep.training.trial_state import preserve_state
+from lockstep.training.evidence import (
+    HalvedSamples,
+    Verdict,
+    cut_rows,
+    have_same_tensors,
+    moved,
+    training_modes,
+    weigh,
+)
+from lockstep.training.trial_state import (
+    describe_marks,
+    differing_marks,
+    marks_of,
+    preserve_state,
+    refusal_of_marks,
+)
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
@@ -41,6 +56,7 @@ __all__ = [
     "Trial",
     "call_method",
     "check_loss",
+    "check_marks",
     "classify",
     "cut_places",
     "describe_measurement",
@@ -129,6 +145,7 @@ class Trial:
     ) -> None:
         self.engine, self.plain, self.task, self.world = engine, plain, task, world
         self.config, self.say = config, say
+        self.memory_error: torch.OutOfMemoryError | None = None  # of a proof that had too little memory
         self.training_modes = {module: module.training for module in engine.model.modules()}
         self._reseed = seeder(0, "check", world.device)
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
@@ -170,6 +187,11 @@ class Trial:
         finally:
             undo_step(self.engine)
             at_rest(self.model)
+
+    def raise_memory_error(self) -> None:
+        """Raise the error of a proof that ran out of memory on this rank: smaller micro-batches may fit."""
+        if self.memory_error is not None:
+            raise self.memory_error
 
     def seed(self, number: int = 0) -> None:
         """Seed the random numbers of a loss; another `number` is another seed."""
@@ -423,11 +445,53 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
         cut_places(more, trial.world)  # collective
         second = weigh(trial, more, seed=1) if more else verdict  # collective
         verdict = verdict if second.kind == "unknown" else second
+    if verdict.kind == "unknown" and verdict.failed:
+        on_all_ranks(trial.world, trial.raise_memory_error)  # collective
     if task.reduction in _NAMES or recorded in _NAMES:
         _check_known(trial, verdict, recorded)
     else:
         _set_reduction(trial, verdict, recorded)
     on_all_ranks(trial.world, lambda: _check_count(samples))  # collective
+
+
+def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
+    """Say what a loss leaves behind where a step is cut, and refuse what depends on the ranks. Collective.
+
+    Buffers are never refused here: those of rank 0 hold on all ranks, and --exact looks at them in the first steps.
+
+    Args:
+        batch: this rank's first micro-batch.
+
+    Raises:
+        ConfigError: under --exact, or on several ranks where it differs between them.
+    """
+    task, world = trial.task, trial.world
+    if not is_cut(trial.config, training) or task.own_steps is not None or task.reduction == "micro-batch":
+        return
+    sharded = any(map(is_dtensor, trial.model.parameters()))
+    model = trial.model if sharded else trial.plain
+    parameters = [local_of(p) for p in model.parameters() if p.requires_grad]
+
+    def call() -> None:
+        trial.seed()
+        with trial.with_graph() if sharded else torch.enable_grad():
+            task.loss(model, batch.data)
+
+    marks = dict[str, str]()
+    with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):  # the loss fails later, or not at all
+        marks = marks_of(model, task, call, lambda: moved(parameters, 0))
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()}
+    own = {name: digest for name, digest in marks.items() if name not in buffers}
+    ranks = world.gather([sorted(marks), sorted(own)])  # collective
+    names, owned = ({name for each in ranks for name in each[kind]} for kind in (0, 1))
+    differing = differing_marks(own, world) if owned else []  # collective
+    if owned and trial.config.exact:
+        raise refusal_of_marks(owned, exact=True)
+    if differing:
+        raise refusal_of_marks(differing, exact=False)
+    if names:
+        slots = max(training.sharing.at(training.step_plan.origin.step).slots)
+        trial.say(describe_marks(names, slots, world.size))
 
 
 def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:

@@ -39,6 +39,7 @@ from lockstep.training.loss_check import (
     Trial,
     call_method,
     check_loss,
+    check_marks,
     classify,
     cut_places,
     describe_measurement,
@@ -483,6 +484,7 @@ def check_task(
             on_all_ranks(world, lambda: _try_first(trial, first, norms))  # collective
             world.agree()  # collective
             check_loss(trial, training, samples.training.places, recorded)  # collective
+            check_marks(trial, training, first)  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         world.agree()  # collective

@@ -1,22 +1,32 @@
 """Restore what a trial changes, and find what a loss leaves behind.
 
 with preserve_state(model, task, device):
-    task.loss(model, batch)         # leaves no marks
+    task.loss(model, batch)             # leaves no marks
+    marks = marks_of(model, task, lambda: task.loss(model, batch))      # {"task.queue": digest}
+    names = differing_marks(marks, world)
 """
 
 import contextlib
-from collections.abc import Iterator
+import hashlib
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import generators_kept
+from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
+from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
 from lockstep.task import Task, user_task
 
-__all__ = ["preserve_state", "state_of"]
+__all__ = ["describe_marks", "differing_marks", "marks_of", "preserve_state", "refusal_of_marks"]
 
 # Attributes of a task that a trial finds out; they stay.
 _FINDINGS = ("reduction", "_reduction_before", "_takes_gradients", "evaluates_loss")
@@ -27,16 +37,17 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """Restore modes, generators, and all that hangs on the model and the user's objects, at the end.
 
     Args:
-        training: leave the modes as they are; False: run in eval mode.
+        training: leave the modes as they are; False: run in eval mode, and without compiled code, so that large
+            tensors are copied only where they are written.
     """
     _start(task)
-    state = state_of(model, task)
+    state = _record(model, task, late=not training)
     modes = [(module, module.training) for module in model.modules()]  # an engine's wrapper is no user's object
     cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     if not training:
         model.eval()
     try:
-        with generators_kept():
+        with generators_kept(), state.watching():
             yield
     finally:
         at_rest(model)
@@ -49,18 +60,20 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
             torch.cuda.set_rng_state(cuda_generator, device)
 
 
-def state_of(model: nn.Module, task: Task) -> ObjectState:
+def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *, late: bool) -> ObjectState:
     """Record the state of the model and of the user's own objects.
 
     The values of parameters, of `fixed_models` and of their optimizers' states are watched, not copied.
 
     Args:
         model: the engine's or the plain one.
+        without: classes whose objects are left alone.
+        late: large tensors are copied when they are written, see `ObjectState`.
     """
     roots, skip = _roots(task)
     roots |= {"model": model, "task.state_dict()": task.state_dict()}
     fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
-    return ObjectState(roots, [*model.parameters(), *fixed], skip)
+    return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
 
 def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
@@ -79,3 +92,162 @@ def _start(task: Task) -> None:
     if task.framework == "Lightning":
         life: Any = task.hooks
         life.start()
+
+
+# --- what a loss leaves behind
+
+_MAX_NAMED = 4  # attributes that a message names
+_MAX_DEPTH = 8  # containers within each other that are compared
+
+
+def marks_of(
+    model: nn.Module,
+    task: Task,
+    call: Callable[[], Any],
+    moved: Callable[[], AbstractContextManager[Any]] | None = None,
+) -> dict[str, str]:
+    """Find what a loss leaves behind that the next call finds there: name -> a digest of its value.
+
+    `call` is called twice. What only the first one changes is a table that it built; what the second one leaves as it
+    is, such as the outputs of the last batch, is not remembered either. Statistics of BatchNorm, metrics, weights and
+    what the adapters merge are left out.
+
+    Args:
+        model: the plain model, with the user's names.
+        call: computes the loss of a batch; seeded by the caller, the same in each call, in the modes of training.
+        moved: returns a context in which the weights have other values; for a teacher that is a copy of the model and
+            follows it, which does not move before the model does. It takes one more call. None: without.
+    """
+    if moved is not None:
+        call()
+        at_rest(model)
+        with moved():
+            return marks_of(model, task, call)
+    without: list[type[Any]] = [nn.modules.batchnorm._NormBase, *_metric_classes()]
+    lists = _lists_of(task)
+    first = _record(model, task, without, late=True)
+    with first.watching():
+        call()
+    at_rest(model)
+    before = first.changed()
+    second = _record(model, task, without, late=True)
+    with second.watching():
+        call()
+    at_rest(model)
+    grown = {id(each) for each, length in lists if len(each) > length}
+    weights = {id(parameter) for parameter in model.parameters()}
+    return {
+        name: _digest_of(value)
+        for name, value in second.changed().items()
+        if any(_is_within(name, other) for other in before) and id(value) not in weights | grown and not _is_run(name)
+    }
+
+
+def _metric_classes() -> list[type[Any]]:
+    """Return the classes of torchmetrics, if it is loaded: the states of its metrics are merged over the ranks."""
+    library = sys.modules.get("torchmetrics")
+    return [each for name in ("Metric", "MetricCollection") if (each := getattr(library, name, None))]
+
+
+def _lists_of(task: Task) -> list[tuple[list[Any], int]]:
+    """Return the lists of a LightningModule with their lengths: what is appended to them is merged over the ranks."""
+    if task.framework != "Lightning":
+        return []
+    values = vars(vars(task)["module"]).values()
+    inner = [each for value in values if isinstance(value, dict) for each in value.values()]
+    return [(each, len(each)) for each in (*values, *inner) if type(each) is list]
+
+
+def _is_within(name: str, other: str) -> bool:
+    """Whether a path is another one, or leads through it."""
+    return name == other or name.startswith((f"{other}.", f"{other}["))
+
+
+def _is_run(name: str) -> bool:
+    """Whether the run itself sets what has this name: a mode, or what Lightning's Trainer shows."""
+    last = name.rpartition(".")[2]
+    return last in ("training", "_current_fx_name", "_metric_attributes") or name.endswith("_metrics")
+
+
+def differing_marks(marks: Mapping[str, str], world: World) -> list[str]:
+    """Return the names whose digests differ between the ranks, sorted. Collective."""
+    ranks: list[dict[str, str]] = world.gather(dict(marks))  # collective
+    names = sorted({name for digests in ranks for name in digests})
+    return [name for name in names if len({digests.get(name) for digests in ranks}) > 1]
+
+
+def _digest_of(value: Any) -> str:
+    """Return a digest of a value. Waits for the device."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(Exception):  # an odd object of the user has only its class
+        _add_to(digest, value, 0)
+    return str(digest.hexdigest())
+
+
+def _add_to(digest: Any, value: Any, depth: int) -> None:
+    """Add the contents of numbers, tensors, arrays, generators, modules and containers of them."""
+    digest.update(type(value).__qualname__.encode())
+    if isinstance(value, Tensor):
+        host = value.detach().to("cpu", copy=True).contiguous()  # waits for the device
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(host.resolve_conj().reshape(-1).clone().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, torch.Generator):
+        _add_to(digest, value.get_state(), depth)
+    elif isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+        digest.update(repr(value).encode())
+    elif depth < _MAX_DEPTH:
+        for each in _parts_of(value):
+            _add_to(digest, each, depth + 1)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        return list(value.state_dict().values())
+    if isinstance(value, dict):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, random.Random):
+        return [repr(value.getstate())]
+    if isinstance(value, np.random.Generator):
+        return [repr(value.bit_generator.state)]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    return list(value) if isinstance(value, list | tuple | deque) else []
+
+
+_REMEDY = (
+    "compute what belongs to a whole step in `step_loss`, move it in the hook `after_update`, keep a table in a "
+    "buffer, and write a warm-up with `task.step`"
+)
+
+
+def describe_marks(names: Collection[str], micro_batches: int, world_size: int) -> str:
+    """Return one line on what a loss leaves behind, for a run whose steps are cut."""
+    where = ", on each rank with samples of its own" if world_size > 1 else ""
+    return f"`loss` changes {_enumerate(names)} and runs {micro_batches} times a step{where}: {_REMEDY}"
+
+
+def refusal_of_marks(names: Collection[str], *, exact: bool) -> ConfigError:
+    """Return the error for what a loss leaves behind.
+
+    Args:
+        names: of what it changes; without `exact` only of what differs between the ranks.
+        exact: the run is exact.
+    """
+    if exact:
+        return ConfigError(
+            f"--exact does not work with {_enumerate(names)}, which `loss` changes: its values depend on which rank "
+            f"computes what; {_REMEDY}; or drop --exact"
+        )
+    return ConfigError(
+        f"`loss` changes {_enumerate(names)}, which then differs between the ranks, as each has samples of its own: "
+        f"{_REMEDY}; or train on one device"
+    )
+
+
+def _enumerate(names: Collection[str]) -> str:
+    shown, more = sorted(names)[:_MAX_NAMED], len(names) - _MAX_NAMED
+    rest = [f"{more} more"] if more > 0 else []
+    return " and ".join(filter(None, [", ".join((*shown, *rest)[:-1]), (*shown, *rest)[-1]]))
