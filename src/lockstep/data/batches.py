@@ -143,7 +143,11 @@ class StepPlan:
 
     def start(self, step: int) -> int:
         """Return the position of the first sample of `step`; `total` past the last one."""
-        return max(0, min(self.origin.position + (step - self.origin.step) * self.size, self.total))
+        first, position = self.origin
+        place = position + (step - first) * self.size
+        if 0 <= place <= self.total:
+            return place
+        return 0 if place < 0 else self.total
 
     def samples(self, step: int) -> int:
         """Return the number of samples in `step`, over all ranks."""
