@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
+from torch.overrides import has_torch_function_unary
 
 from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
@@ -224,7 +226,7 @@ def at_rest(model: nn.Module) -> None:
 
 
 class ScaledBackward:
-    """Roots for a scaled backward: `loss.backward(roots(loss, factor))` computes gradients of `factor * loss`.
+    """Scaled backwards: `roots.backward(loss, factor)` computes gradients of `factor * loss`.
 
     Where the loss is NaN or infinite, the root is NaN. So is every gradient, on every rank that sums it, and the
     update is skipped even if the loss's own gradient would be finite. Factor tensors are cached. Does not wait for the
@@ -233,6 +235,16 @@ class ScaledBackward:
 
     def __init__(self) -> None:
         self._cache: dict[tuple[torch.dtype, float], Tensor] = {}
+
+    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+        """Add the gradients of `factor * loss` to `.grad`."""
+        root = self(loss, factor)
+        if type(loss) is not Tensor or has_torch_function_unary(loss) or _backward_is_replaced():
+            loss.backward(root)  # type: ignore[no-untyped-call]
+            return
+        # Private to torch: before this call it checks that the root fits, which takes a tenth of a small model's
+        # backward.
+        _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
         """Return the root: a 0-dim tensor of the loss's dtype. A tensor `factor` is 0-dim, on the loss's device."""
@@ -244,6 +256,12 @@ class ScaledBackward:
                 self._cache.clear()
             root = self._cache[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
         return torch.add(root, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
+
+
+def _backward_is_replaced() -> bool:
+    """Whether a tool wraps torch's backward, as a recorder of what a program calls does."""
+    public = (Tensor.backward, "torch._tensor"), (torch.autograd.backward, "torch.autograd")
+    return any(getattr(call, "__globals__", {}).get("__name__") != module for call, module in public)
 
 
 @final

@@ -57,7 +57,7 @@ class DataParallel:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]
+        self._roots.backward(loss, self._update.scale * weight)
 
     def step(
         self,

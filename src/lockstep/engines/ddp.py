@@ -195,19 +195,19 @@ class ReplicatedEngine:
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss`; DDP exchanges in the step's last micro-batch."""
         if self._tree or self._usage:
-            loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
+            self._roots.backward(loss, scale)
             self._backwards += 1
             if self._tree:
                 self._tree.push()
             return
         # Starting from the world size undoes DDP's division at no cost.
-        loss.backward(self._roots(loss, scale if self._settings.loss_scaling else scale * self._world.size))  # type: ignore[no-untyped-call]
+        self._roots.backward(loss, scale if self._settings.loss_scaling else scale * self._world.size)
         if self._last:
             self._check_reduction()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
-        loss.backward(self._roots(loss, scale))  # type: ignore[no-untyped-call]
+        self._roots.backward(loss, scale)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
