@@ -1,7 +1,8 @@
 """README's own program beside the same training by hand: python bench/readme_program.py [--rounds 20] [--processes 1]
 
 The program is read out of README.md ("A whole program"), and every flag of lockstep is at its default, so a record is
-written every 10 steps and a checkpoint every 100; `--flag NAME=VALUE` changes one, for a second look. Beside it are the
+written every 10 steps and a checkpoint every 100; `--flag NAME=VALUE` changes one, for a second look, and "without
+saves" is the same with `--ckpt-freq 0`, which is what the loops by hand do. Beside it are the
 best loops that one would write: "tensors" draws a `randperm` an epoch and indexes its tensors by slices of it; "loader"
 has a DataLoader(shuffle=True) over the same TensorDataset. Both have what the default has: AdamW (fused, the same
 groups), clipping at 1, warm-up and cosine set by hand, gradients freed, loss and norm read every 10 steps; on several
@@ -45,6 +46,7 @@ from lockstep.training.defaults import default_warmup
 README = Path(__file__).resolve().parent.parent / "README.md"
 BATCH, RATE, LOG_FREQ, CLIP = 64, 0.01, 10, 1.0
 LOOPS = ("tensors", "loader")
+OWN = {"lockstep": {}, "without saves": {"ckpt_freq": 0}}
 OTHERS = ("accelerate", "hf", "lightning")
 
 
@@ -201,8 +203,8 @@ def contestant(pipe, began, who, flags, steps, rank, world, port, folder, log):
                 if world > 1:
                     dist.init_process_group("gloo")
                 by_hand(s, turns, loaded(s) if who == "loader" else sliced(s))
-            elif who == "lockstep":
-                itself(s, turns, flags, folder)
+            elif who in OWN:
+                itself(s, turns, flags | OWN[who], folder)
             else:
                 others.CONTESTANTS[who](s, turns)
         except Exception as error:
@@ -247,7 +249,11 @@ def measured(group, running):
 def show(world, found, flags):
     print(f"\n{world} process{'es' * (world > 1)}; flags {flags or 'at their defaults'}")
     columns = [f"{clock}/{base}" for clock in ("processor", "clock") for base in LOOPS if base in found]
-    print(f"  {'contestant':<14} {'CPU us':>8} {'us':>8}", *(f"{name:>24}" for name in columns), f"{'start s (CPU s)':>18}")
+    print(
+        f"  {'contestant':<14} {'CPU us':>8} {'us':>8}",
+        *(f"{name:>24}" for name in columns),
+        f"{'start s (CPU s)':>18}",
+    )
     for who, each in found.items():
         ratios = [f"{each[name]:.3f} ({each[f'{name}/spread']:.3f})" for name in columns]
         start = f"{each['start_clock']:.1f} ({each['start_processor']:.1f})"
@@ -302,7 +308,7 @@ def main():
             profiled(given.rounds * given.steps, flags, folder)
             return
         print(machine())
-        wanted = [*LOOPS, "lockstep", "tensors again", *(OTHERS if given.others else ())]
+        wanted = [*LOOPS, *OWN, "tensors again", *(OTHERS if given.others else ())]
         for world in given.processes or (1,):
             show(world, compete(wanted, world, given.rounds, given.steps, flags, folder), flags)
 

@@ -107,23 +107,31 @@ class Step:
 
     Attributes:
         global_step: steps trained, including this one; as in metrics.jsonl and in the names of checkpoints.
-        epoch: passes over the training data so far; 1.25 is a quarter into the second.
         lr: learning rate of the first parameter group in this step.
         items: divisor of the loss: the items of the whole step, over all ranks; an int if it is whole.
         evaluation: the evaluation that followed this step, or None.
         record: the record of this rank, with unread tensors.
     """
 
-    __slots__ = ("_read", "_values", "epoch", "evaluation", "global_step", "items", "lr", "record")
+    __slots__ = ("_epochs", "_read", "_values", "evaluation", "global_step", "items", "lr", "record")
 
     def __init__(
-        self, record: StepRecord, epoch: float, lr: float, read: "Callable[[Step], tuple[float, dict[str, float]]]"
+        self,
+        record: StepRecord,
+        epochs: Callable[[int], float],
+        lr: float,
+        read: "Callable[[Step], tuple[float, dict[str, float]]]",
     ) -> None:
-        self.record, self.epoch, self.lr = record, epoch, lr
+        self.record, self._epochs, self.lr = record, epochs, lr
         self.global_step, self.items = record.step + 1, record.items
         self.evaluation: EvaluationRecord | None = None
         self._read = read
         self._values: tuple[float, dict[str, float]] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far; 1.25 is a quarter into the second."""
+        return self._epochs(self.global_step)
 
     @property
     def loss(self) -> float:

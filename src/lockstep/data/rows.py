@@ -64,20 +64,21 @@ class _TensorRows:
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
-        self._tensors: tuple[Tensor, ...] = ()  # those that `_plain` is about
-        self._plain = False
+        self._tensors: tuple[Tensor, ...] = ()  # those that the flags are about
+        self._plain = self._on_host = False
 
     def batch(self, indices: Sequence[int]) -> list[Tensor] | None:
         tensors = self._dataset.tensors
         if tensors is not self._tensors:  # the caller may replace them between two steps
             self._tensors, self._plain = tensors, all(map(_is_plain, tensors))
+            self._on_host = all(tensor.is_cpu for tensor in tensors)
         if not self._plain:
             return None
         rows = torch.from_numpy(np.array(indices, np.int64))  # a fifth of the time of torch.tensor(indices)
-        if any(not tensor.is_cpu for tensor in tensors):
-            _check_range(indices, len(tensors[0]))
-            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
-        return [tensor.index_select(0, rows) for tensor in tensors]
+        if self._on_host:
+            return [tensor.index_select(0, rows) for tensor in tensors]
+        _check_range(indices, len(tensors[0]))
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
 
     def samples(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]] | None:
         batch = self.batch(indices)

@@ -82,8 +82,14 @@ class Shuffled:
         Raises:
             ValueError: start is negative, or stop is before start.
         """
-        _places(1, start, stop)
-        return self.of(np.arange(start, stop, dtype=np.int64))
+        epochs, samples = _places(self.size, start, stop)
+        first = 0
+        while first < stop - start:  # one turn per epoch that the range touches
+            epoch, place = divmod(start + first, self.size)
+            last = min(first + self.size - place, stop - start)
+            samples[first:last] = permute(samples[first:last], self.size, derive(self.seed, "order", epoch))
+            first = last
+        return epochs, samples
 
     def of(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return epochs and samples of any positions. int64 [positions] each"""

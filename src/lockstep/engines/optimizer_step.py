@@ -308,13 +308,14 @@ class OptimizerStep:
             parameters = [p for p in self.parameters if p.grad is not None]
             scale = _cast_like(self._scaler.scale, norm) if self._scaler else 1.0
             self._by_block.take(parameters, self._norms(gradients), scale)  # collective under fsdp
-        below: Any = (norm if self._on_device else float(norm)) < limit  # False for NaN
+        size: Any = norm if self._on_device else float(norm)
+        below = size < limit  # False for NaN
         applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
         if applied is not False:
             if self._by_kernel:
                 self._configure_kernel(gradients, norm, below)
             else:
-                self._scale_gradients(gradients, norm)
+                self._scale_gradients(gradients, norm, size)
             if factor is not None:
                 for group, rate in self._groups:
                     group["lr"] = rate * factor
@@ -440,11 +441,15 @@ class OptimizerStep:
         elif self._scaler:
             kernel.grad_scale = torch.as_tensor(_cast_like(self._scaler.scale, norm))
 
-    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor) -> None:
-        """Divide by the loss scale and clip, in one multiplication."""
+    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor, size: Tensor | float | None = None) -> None:
+        """Divide by the loss scale and clip, in one multiplication.
+
+        Args:
+            size: the norm, as a number if the host knows it.
+        """
         if not gradients or not (self._clip or self._scaler):
             return
-        if not self._scaler and norm.device.type == "cpu" and float(norm) + 1e-6 < 0.99 * self._clip:
+        if not self._scaler and type(size) is float and size + 1e-6 < 0.99 * self._clip:
             return  # the factor is 1, even rounded
         # Always multiplied on a device: checking whether the norm is too large would wait for it.
         factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0) if self._clip else torch.ones_like(norm)

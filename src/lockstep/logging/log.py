@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_MESSAGE = "lockstep_message"  # attribute of a record
+
+
 def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
     """Log to `folder`/logs/rank-00000.log (appended) and, if asked, to stderr.
 
@@ -61,6 +64,14 @@ def close_log() -> None:
         logger.propagate = True
 
 
+def _message_of(record: logging.LogRecord) -> str:
+    """Return the message, masked and printable; made once for all handlers."""
+    known = vars(record).get(_MESSAGE)
+    if known is None:
+        known = vars(record)[_MESSAGE] = printable(mask(name_settings(record.getMessage())))
+    return str(known)
+
+
 class _FileLines(logging.Formatter):
     """Format with date and UTC offset, rank and level before every line, tracebacks included."""
 
@@ -70,7 +81,7 @@ class _FileLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        lines = [printable(mask(name_settings(record.getMessage())))]
+        lines = [_message_of(record)]
         if record.exc_info:
             lines += [printable(line) for line in mask(self.formatException(record.exc_info)).split("\n")]
         if record.stack_info:
@@ -88,7 +99,7 @@ class _TerminalLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         prefix = f"{rank_label(self._rank)}: " if self._rank else ""
-        return f"{prefix}{level}{printable(mask(name_settings(record.getMessage())))}"
+        return f"{prefix}{level}{_message_of(record)}"
 
 
 class _File(logging.FileHandler):

@@ -153,12 +153,7 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
     components.guards.after_step(record)
     if not late:
         components.recorder.log(record)
-    return Step(
-        record,
-        components.epochs(global_step),
-        built.lr * record.factor,
-        session.read_numbers,
-    )
+    return Step(record, components.epochs, built.lr * record.factor, session.read_numbers)
 
 
 def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
