@@ -10,6 +10,7 @@ from refusals import refuses
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from toys import Partial
 
+from lockstep.adapters.lightning.data import Sampled
 from lockstep.data import rows
 from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.loader import collate_draws, draws
@@ -227,6 +228,13 @@ def test_rows_of_unequal_length_are_left_to_the_collation():
     assert {len(sample["x"]) for batch in found for sample in batch.data["samples"]} == {1, 2}
     with refuses(DataError, "`collate`", "rank 0", "step 1"):
         content(feed(uneven)[0])
+
+
+def test_wrappers_pass_the_rows_on():
+    dataset = TensorDataset(torch.arange(4))
+    for wrapped in (Sampled(dataset, 3), RetryingDataset(Sampled(dataset, 3), retries=0, skips=0, rank=0)):
+        assert rows_of(wrapped).batch([2, 0])[0].tolist() == [2, 0]
+        assert (wrapped.draws_random, wrapped.collation_draws) == (False, True)
 
 
 def test_replaced_tensors_are_read_from_then_on():

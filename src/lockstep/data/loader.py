@@ -149,7 +149,7 @@ class Fetch:
         self._draws = draws(dataset)
         self._seeds_collate = self._draws or (self._collates and collate_draws(dataset))
         self.draws = self._draws or self._seeds_collate
-        self._rows: Rows | None = None if self._draws else getattr(dataset, "known_rows", None) or rows_of(dataset)
+        self._rows: Rows | None = None if self._draws else rows_of(dataset)
         self._load_seeded = dataset.load_seeded if isinstance(dataset, Reseeding) else self._seed_and_load
         self._many = getattr(dataset, "__getitems__", None)
         self._each = items_of_a_sample(task)

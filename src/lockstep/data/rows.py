@@ -32,7 +32,10 @@ class Rows(Protocol):
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """Return a dataset's rows; None: its kind is not known."""
+    """Return a dataset's rows; None: its kind is not known. A wrapper of lockstep's has them as `known_rows`."""
+    known: Rows | None = getattr(dataset, "known_rows", None)
+    if known is not None:
+        return known
     maps = list[Subset[Any]]()
     while type(dataset) is Subset:
         maps.append(dataset)

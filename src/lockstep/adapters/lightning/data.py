@@ -36,7 +36,8 @@ from lockstep.adapters.lightning.package import calls, kind_of, written
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.data.device import mover
 from lockstep.data.groups import SampledGroups
-from lockstep.data.loader import generators_kept, seed_everything
+from lockstep.data.loader import collate_draws, draws, generators_kept, seed_everything
+from lockstep.data.rows import rows_of
 from lockstep.data.sampler import EpochOrder, Sequential, within
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError
@@ -74,8 +75,7 @@ class Sampled(Dataset[Any]):
         self.inner, self.size = inner, size
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = inner.__getitems__
-        if hasattr(inner, "draws_random"):
-            self.draws_random = inner.draws_random
+        self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
 
     def __len__(self) -> int:
         return self.size

@@ -495,6 +495,7 @@ class _Set(Sampled):
         super().__init__(inner, size)
         self.place = place
         self.__dict__.pop("__getitems__", None)
+        self.known_rows = None
 
     def __getitem__(self, index: int) -> Any:
         return _EvaluationSample(self.place, self.inner[index])
