@@ -180,6 +180,7 @@ def by_hand(s, turns, batches):
 
 def itself(s, turns, flags, folder):
     """README's program; its own `train` has no body, which is where the steps are counted here."""
+    # One micro-batch a rank, which is to be the default: then this line goes.
     micro = {"micro_batch_size": BATCH // s.world} if "micro_batch_size" not in flags else {}
     given = {"experiment_name": "classes", "save_dir": folder, "max_steps": s.steps, "batch_size": BATCH, "lr": RATE}
     config = Config(**given | micro | flags)
