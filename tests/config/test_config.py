@@ -202,7 +202,10 @@ def test_a_section_is_a_dict_of_its_fields():
         ({"batch_size": 0}, "batch_size is 0: it must be at least 1"),
         ({"batch_size": "8"}, "batch_size is '8': it must be a whole number"),
         ({"engine": "warp"}, "engine is 'warp': choose one of"),
-        ({"batch_size": 30, "micro_batch_size": 31}, "micro_batch_size 31 is larger than batch_size 30, the samples of"),
+        (
+            {"batch_size": 30, "micro_batch_size": 31},
+            "micro_batch_size 31 is larger than batch_size 30, the samples of",
+        ),
         ({"experiment_name": "../x"}, "experiment_name '../x' would lead out of save_dir; use letters"),
         ({"experiment_name": "{lr}"}, None),
         *[({"save_dir": at}, f"save_dir is '{at}'") for at in ("gs:/a", "hdfs:", "http://host/runs", "s3://")],

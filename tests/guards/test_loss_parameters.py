@@ -149,6 +149,32 @@ def check(task):
     parameters.refuse()
 
 
+@pytest.mark.parametrize("kind", [Centres, Plain])
+def test_a_compiled_model_is_searched_as_well_and_not_compiled_twice(kind):
+    task, compilations = kind(), []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Plain().model()
+            self.compile(backend=backend)
+
+        def forward(self, x):
+            return self.body(x)
+
+    task.model = Compiled
+    if kind is Plain:
+        check(task)
+    else:
+        with pytest.raises(ConfigError, match="task.head.weight"):
+            check(task)
+    assert len(compilations) == 1
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_only_the_loss_would_train_is_named(kind):
     with pytest.raises(ConfigError) as error:

@@ -150,6 +150,7 @@ def stopped_and_resumed(world, folder, before, after):
 
 
 class _Same(lockstep.Task):
+    reduction = "sum"
     make = staticmethod(net)
 
     def model(self):

@@ -31,8 +31,6 @@ class Wrong(TorchDispatchMode):
 
 
 class Sentences(Ragged):
-    reduction = "sum"
-
     """Dropout, a head that is tied to the embedding; 30 samples, so that the last step is short."""
 
     def __init__(self, samples=30):
@@ -83,6 +81,8 @@ class _Moving(nn.Module):
 
 
 class Moved(Sentences):
+    reduction = "micro-batch"  # a forward depends on all samples of its batch
+
     def model(self):
         return nn.Sequential(super().model(), _Moving())
 
@@ -109,6 +109,8 @@ class Odd(Sentences):
 
 class Counting(Sentences):
     """Tensors of its own, which its loss moves and depends on, and a number beside them that goes with them."""
+
+    reduction = "micro-batch"  # the centre is that of the batch
 
     def __init__(self, samples=30):
         super().__init__(samples)
@@ -177,5 +179,7 @@ class _Changing(torch.utils.data.Dataset):
 
 
 class Changing(Sentences):
+    reduction = "micro-batch"  # its samples have other items each time
+
     def dataset(self, split):
         return _Changing(super().dataset(split)) if split == "train" else None

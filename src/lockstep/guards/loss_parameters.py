@@ -44,7 +44,13 @@ class LossParameters:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Note where the graph of the model's outputs begins."""
+        """Note where the graph of the model's outputs begins.
+
+        A model that is compiled as a whole would compile the hook too. Its graph is one node, so nothing is noted.
+        """
+        if self._model._compiled_call_impl is not None:  # a private name of torch
+            yield
+            return
 
         def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor)]

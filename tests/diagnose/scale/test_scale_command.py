@@ -76,7 +76,10 @@ def test_sizes_are_ascending_numbers(text):
         (["--runs", "a", "b", "--", "--lr", "1"], "takes no flags of train"),
         (["--runs", "a", "b"], "--runs: a is not a complete run folder"),
         (["--", "--batch-sise", "4"], "did you mean --batch-size"),
-        (["--", "train", "--batch-size", "5", "--micro-batch-size", "6"], "--micro-batch-size 6 is larger than --batch"),
+        (
+            ["--", "train", "--batch-size", "5", "--micro-batch-size", "6"],
+            "--micro-batch-size 6 is larger than --batch",
+        ),
         (["--world-sizes", "1,4", "--", "--batch-size", "4", "--micro-batch-size", "2"], "would compute nothing"),
         (["--", "--shares", "9,7"], "--shares 9,7 fits one number of ranks"),
         (
