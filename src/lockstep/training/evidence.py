@@ -34,10 +34,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -107,6 +109,7 @@ class Finding(NamedTuple):
         problem: why it decides nothing; "": it decides.
         errors: relative error of each kind.
         samples: number in the whole.
+        has_views, has_lengths: see `DrawBook`.
         is_finite: the loss of the whole is.
         failed: the comparison raised an error.
     """
@@ -115,6 +118,8 @@ class Finding(NamedTuple):
     problem: str
     errors: list[float]
     samples: int
+    has_views: bool
+    has_lengths: bool
     is_finite: bool = True
     failed: bool = False
 
@@ -141,13 +146,8 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", refusal)
     if not places:
         return Verdict("unknown", "the first samples cannot be halved")
-    found = list[Finding]()
-    with _Weighing(trial, seed).prepared() as weighing:
-        for number, place in enumerate(places):
-            found += weighing.judge(place, seed + number)  # collective
-            if any(each.is_against for each in found):
-                break
-    return _conclude(found)
+    with _Weighing(trial, places, seed).prepared() as weighing:
+        return _conclude(weighing.judge())  # collective
 
 
 def _undecidable(trial: "Trial") -> str:
@@ -216,8 +216,8 @@ class _Weighing:
         narrow: losses are computed under the run's autocast.
     """
 
-    def __init__(self, trial: "Trial", seed: int) -> None:
-        self.trial, self._seed = trial, seed
+    def __init__(self, trial: "Trial", places: Sequence[HalvedSamples], seed: int) -> None:
+        self.trial, self._places, self._seed = trial, places, seed
         self.is_sharded = any(map(is_dtensor, trial.model.parameters()))
         self._model = trial.model if self.is_sharded else trial.plain
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -238,25 +238,41 @@ class _Weighing:
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 
-    def judge(self, place: HalvedSamples, seed: int) -> list[Finding]:
-        """Weigh one place; return the findings of all ranks. Collective."""
-        judgement = _Judgement(self, place, seed)
-        found = self.gather(judgement.first)  # collective
-        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in found):
+    def judge(self) -> list[Finding]:
+        """Weigh all places; return the findings of all ranks. Collective."""
+        judgements, found = self._first()  # collective
+        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in chain(*found)):
             self.narrow = True  # the loss may rely on autocast
-            judgement = _Judgement(self, place, seed)
-            found = self.gather(judgement.first)  # collective
-        for action in (judgement.in_other_layouts, judgement.with_rows, judgement.explained):
-            if not any(each.is_against for each in found):
+            judgements, found = self._first()  # collective
+        for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
+            columns = [[own[place] for own in found] for place in range(len(judgements))]
+            if not any(each.is_against for each in chain(*columns)):
                 break
-            found = self.gather(action)  # collective
+            for judgement, column in zip(judgements, columns, strict=True):
+                if any(each.is_against for each in column):
+                    action(judgement, column)  # collective
+            found = self._gather(judgements)  # collective
         if self.is_sharded:  # no rank can tell alone
-            found = [next((each for each in found if each.problem), found[0])]
-        return found
+            columns = [[own[place] for own in found] for place in range(len(judgements))]
+            return [next((each for each in column if each.problem), column[0]) for column in columns]
+        return [*chain(*found)]
 
-    def gather(self, action: Callable[[], Finding]) -> list[Finding]:
-        """Return the findings of all ranks. Collective."""
-        return [Finding(*each) for each in self.trial.world.gather([*action()])]  # collective
+    def _first(self) -> tuple[list["_Judgement"], list[list[Finding]]]:
+        """Compare each place once. Returns this rank's judgements, and every rank's findings. Collective."""
+        facts = [[place.problem, *_shares_of(place)] for place in self._places]
+        every = self.trial.world.gather(facts) if self.is_sharded else [facts]  # collective
+        judgements = [
+            _Judgement(self, place, self._seed + number, [rank[number] for rank in every])
+            for number, place in enumerate(self._places)
+        ]
+        for judgement in judgements:
+            judgement.first()
+        return judgements, self._gather(judgements)  # collective
+
+    def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
+        """Return the findings of each rank's places. Collective."""
+        own = [[*judgement.finding] for judgement in judgements]
+        return [[Finding(*each) for each in rank] for rank in self.trial.world.gather(own)]  # collective
 
     def differentiate(
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
@@ -296,8 +312,8 @@ class _Weighing:
         squares = torch.zeros(len(rows), len(self._parameters), dtype=torch.float64)
         for row, values in zip(squares, rows, strict=True):
             row.index_add_(0, self._owners, values.square())
-        if self.is_sharded:
-            squares = torch.tensor(self.trial.world.gather(squares.tolist()), dtype=torch.float64).sum(0)  # collective
+        if self.is_sharded and self.trial.world.size > 1:
+            dist.all_reduce(squares, group=self.trial.world.control)  # collective
         norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()  # the last column: of all tensors
         scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
         if not scale[-1]:
@@ -320,66 +336,62 @@ class _Weighing:
 class _Judgement:
     """The comparison at one place, on this rank. Its methods run on every rank."""
 
-    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int) -> None:
-        self._weighing, self._place, self._seed = weighing, place, seed
+    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: list[list[Any]]) -> None:
+        self._weighing, self._place, self._seed, self._facts = weighing, place, seed, facts
         self._book = DrawBook()
         self._whole: _Pass | None = None
-        self._finding = self._undecided("it was not tried")
+        self.finding = self._undecided("it was not tried")
 
-    def first(self) -> Finding:
+    def first(self) -> None:
         """Compare the whole with its halves."""
-        if any(self._gather(self._place.problem)):  # collective
-            return self._undecided(self._place.problem or "another rank cannot tell")
+        if any(problem for problem, *_ in self._facts):
+            self.finding = self._undecided(self._place.problem or "another rank cannot tell")
+            return
 
         def compare() -> Finding:
             self._whole = self._differentiate(self._place.whole, None)
             return self._compare(CONTIGUOUS)
 
-        self._finding = self._tried(compare)
-        return self._finding
+        self.finding = self._tried(compare)
 
-    def in_other_layouts(self) -> Finding:
+    def in_other_layouts(self, found: list[Finding]) -> None:
         """Compare with other rows of the random numbers, which may belong to the samples in another way."""
-        flags = self._gather([self._book.has_views, self._book.has_lengths])  # collective
-        has_views, has_lengths = (any(column) for column in zip(*flags, strict=True))
+        has_views, has_lengths = any(each.has_views for each in found), any(each.has_lengths for each in found)
         layouts = [Layout(a, b) for a in (False, has_views) for b in (False, has_lengths)]
         for layout in dict.fromkeys(layouts):
             if layout != CONTIGUOUS:
                 self._try_again(layout)
-        return self._finding
 
-    def with_rows(self) -> Finding:
-        """Compare with rows of the whole, if its samples are others each time that they are loaded."""
+    def with_rows(self, found: list[Finding]) -> None:
+        """Compare with rows of the whole, if its samples are others each time that they are loaded. Collective."""
         is_random = False
-        if self._finding.is_against and self._place.reload:
+        if self.finding.is_against and self._place.reload:
             is_random = not have_same_tensors(self._place.whole.held, self._place.reload().held)
-        if not any(self._gather(is_random)):  # collective
-            return self._finding
+        if not any(self._weighing.trial.world.gather(is_random)):  # collective
+            return
         if is_random:
             halves = cut_rows(self._place.whole, self._place.samples, self._weighing.trial.task)
             if halves is None:
-                self._finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
+                self.finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
             else:
                 self._place = replace(self._place, halves=halves)
         self._try_again(CONTIGUOUS)
-        return self._finding
 
-    def explained(self) -> Finding:
+    def explained(self, found: list[Finding]) -> None:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
         watch = _Watch(self._weighing.trial.task, self._weighing.trial.world.device)
-        found = self._tried(lambda: self._watched(watch))
-        if self._finding.is_against and watch.moved:
-            self._finding = found
-        return self._finding
+        watched = self._tried(lambda: self._watched(watch))
+        if self.finding.is_against and watch.moved:
+            self.finding = watched
 
     def _watched(self, watch: "_Watch") -> Finding:
         self._differentiate(self._place.whole, None, watch=watch)
-        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self._finding
+        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self.finding
 
     def _try_again(self, layout: Layout) -> None:
         found = self._tried(lambda: self._compare(layout))
-        if self._finding.is_against and not (found.is_against or found.failed):
-            self._finding = found
+        if self.finding.is_against and not (found.is_against or found.failed):
+            self.finding = found
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
         """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory."""
@@ -391,10 +403,11 @@ class _Judgement:
             return self._undecided(failure(error))._replace(failed=True)
 
     def _undecided(self, problem: str) -> Finding:
-        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples))
+        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
 
-    def _gather(self, own: Any) -> list[Any]:
-        return self._weighing.trial.world.gather(own)  # collective
+    @property
+    def _layouts(self) -> tuple[bool, bool]:
+        return self._book.has_views, self._book.has_lengths
 
     def _differentiate(
         self, batch: MicroBatch, part: int | None, layout: Layout = CONTIGUOUS, weight: float = 1.0, watch: Any = None
@@ -416,10 +429,9 @@ class _Judgement:
         assert whole is not None
         items = [float(half.items) for half in place.halves]
         ones = self._halves(layout, [1.0, 1.0])
-        shares = _shares(items), _shares(place.samples)
         expected = [ones[0].sketches + ones[1].sketches]
-        for own in shares:
-            everyone = self._gather(own) if weighing.is_sharded else [own]  # collective
+        by_items, by_samples = ([facts[column] for facts in self._facts] for column in (1, 2))
+        for own, everyone in zip(_shares_of(place), (by_items, by_samples), strict=True):
             parts = ones
             if any(each != everyone[0] for each in everyone):
                 parts = self._halves(layout, own)  # a sum over ranks of differently weighted parts
@@ -455,7 +467,7 @@ class _Judgement:
         if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
             errors = [math.inf] * len(errors)
         kinds = [kind for kind, error in zip(_KINDS, errors, strict=True) if error <= self._weighing.tolerance]
-        finding = Finding(kinds, "", errors, sum(self._place.samples))
+        finding = Finding(kinds, "", errors, sum(self._place.samples), *self._layouts)
         uncut = next((name for half in halves for name in half.uncut), "")
         if uncut:  # a permutation of two samples may fit by chance
             return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
@@ -466,9 +478,11 @@ class _Judgement:
         return finding
 
 
-def _shares(items: Sequence[float]) -> list[float]:
-    total = sum(items)
-    return [each / total if total else math.nan for each in items]
+def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
+    """Return each half's share of the items, 0 without any, and of the samples."""
+    items = [float(half.items) for half in place.halves]
+    total, samples = sum(items), sum(place.samples)
+    return [each / total if total else 0.0 for each in items], [each / samples for each in place.samples]
 
 
 # --- halves of a collated batch
