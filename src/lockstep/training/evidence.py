@@ -191,6 +191,19 @@ def _percent(error: float) -> str:
     return f"{100 * error:.2g}%" if error < 10 else "more than all of it"
 
 
+class _Facts(NamedTuple):
+    """What the ranks whose gradients are added have in common at a place; else this rank's own.
+
+    Attributes:
+        has_problem: a rank's samples can show nothing.
+        same_items, same_samples: the halves have the same shares on all of them.
+    """
+
+    has_problem: bool
+    same_items: bool
+    same_samples: bool
+
+
 class _Pass(NamedTuple):
     """The gradient of one call of the loss.
 
@@ -259,15 +272,25 @@ class _Weighing:
 
     def _first(self) -> tuple[list["_Judgement"], list[list[Finding]]]:
         """Compare each place once. Returns this rank's judgements, and every rank's findings. Collective."""
-        facts = [[place.problem, *_shares_of(place)] for place in self._places]
-        every = self.trial.world.gather(facts) if self.is_sharded else [facts]  # collective
+        facts = self._compare_places()  # collective
         judgements = [
-            _Judgement(self, place, self._seed + number, [rank[number] for rank in every])
-            for number, place in enumerate(self._places)
+            _Judgement(self, place, self._seed + number, facts[number]) for number, place in enumerate(self._places)
         ]
         for judgement in judgements:
             judgement.first()
         return judgements, self._gather(judgements)  # collective
+
+    def _compare_places(self) -> list["_Facts"]:
+        """Compare the ranks' places, where their gradients are added. Collective with sharded parameters."""
+        own = [[*chain(*_shares_of(place))] for place in self._places]
+        rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(self._places, own, strict=True)]
+        most = torch.tensor(rows, dtype=torch.float64)
+        if self.is_sharded and self.trial.world.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
+        same = (most[:, 1:5] == -most[:, 5:]).tolist()  # the largest is the least
+        return [
+            _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
+        ]
 
     def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
         """Return the findings of each rank's places. Collective."""
@@ -336,7 +359,7 @@ class _Weighing:
 class _Judgement:
     """The comparison at one place, on this rank. Its methods run on every rank."""
 
-    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: list[list[Any]]) -> None:
+    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: _Facts) -> None:
         self._weighing, self._place, self._seed, self._facts = weighing, place, seed, facts
         self._book = DrawBook()
         self._whole: _Pass | None = None
@@ -344,7 +367,7 @@ class _Judgement:
 
     def first(self) -> None:
         """Compare the whole with its halves."""
-        if any(problem for problem, *_ in self._facts):
+        if self._facts.has_problem:
             self.finding = self._undecided(self._place.problem or "another rank cannot tell")
             return
 
@@ -430,10 +453,10 @@ class _Judgement:
         items = [float(half.items) for half in place.halves]
         ones = self._halves(layout, [1.0, 1.0])
         expected = [ones[0].sketches + ones[1].sketches]
-        by_items, by_samples = ([facts[column] for facts in self._facts] for column in (1, 2))
-        for own, everyone in zip(_shares_of(place), (by_items, by_samples), strict=True):
+        is_same = self._facts.same_items, self._facts.same_samples
+        for own, same in zip(_shares_of(place), is_same, strict=True):
             parts = ones
-            if any(each != everyone[0] for each in everyone):
+            if not same:
                 parts = self._halves(layout, own)  # a sum over ranks of differently weighted parts
                 own = [1.0, 1.0]
             expected.append(own[0] * parts[0].sketches + own[1] * parts[1].sketches)
