@@ -349,6 +349,14 @@ def test_losses_that_show_nothing():
     assert weigh(trial_of(Written(network(), classes)), []).kind == "unknown"
 
 
+def test_weights_that_cannot_be_moved_are_no_error_of_the_run():
+    model = network()
+    model[0].bias = nn.Parameter(torch.ones(1).expand(12))
+    verdict = verdict_of(Written(model, classes), labelled, 8)
+    assert verdict.kind == "unknown"
+    assert "RuntimeError" in verdict.evidence
+
+
 def test_a_loss_that_needs_a_batch_is_shown_by_the_places_that_have_one():
     def loss(model, batch):
         assert len(batch[0]) >= 8

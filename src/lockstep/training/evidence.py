@@ -146,8 +146,13 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", refusal)
     if not places:
         return Verdict("unknown", "the first samples cannot be halved")
-    with _Weighing(trial, places, seed).prepared() as weighing:
-        return _conclude(weighing.judge())  # collective
+    try:
+        with _Weighing(trial, places, seed).prepared() as weighing:
+            return _conclude(weighing.judge())  # collective
+    except LockstepError:
+        raise
+    except Exception as error:  # the model's parameters cannot be moved or read, on every rank alike
+        return Verdict("unknown", failure(error))
 
 
 def _undecidable(trial: "Trial") -> str:
