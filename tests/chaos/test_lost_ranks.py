@@ -330,6 +330,28 @@ def test_without_exact_the_reducers_are_left_too(data, tmp_path, rank):
     assert Run(0, said, 0.0, tmp_path / "default").state["losses"] == 1
 
 
+def test_at_the_defaults_a_lost_rank_leaves_the_cut_of_its_run(data, tmp_path):
+    """Three ranks cut a step in three, and so do those that go on: the draws of the model are those of that cut."""
+    flags = ("--batch-size", "6", "--micro-batch-size", "auto", "--log-freq", "1")
+    command = [word for word in arguments(data, tmp_path / "lost", *flags, processes=3, losses=1) if word != "--exact"]
+    process = start([warm.python(), *command[1:]], [{"rank": 1, "step": 7, "at": BEAT, "do": "kill"}])
+    said = process.communicate(timeout=90)[0]
+    end(process)
+    lost = Run(process.returncode, said, 0.0, tmp_path / "lost" / "default")
+    assert lost.code == 0, said
+    assert lost.state["losses"] == 1
+    assert lost.state["plan"]["micro_batch_size"] == 2
+    flags = (*flags[:2], "--micro-batch-size", "2", *flags[4:])
+    command = [word for word in arguments(data, tmp_path / "alone", *flags, processes=0) if word != "--exact"]
+    process = start([warm.python(), *command[1:]])
+    alone = Run(process.wait(90), process.communicate()[0], 0.0, tmp_path / "alone" / "default")
+    assert alone.code == 0, alone.said
+    *_, trace = lost.mark()
+    *_, wanted = alone.mark()
+    assert [step for step, _ in trace] == [step for step, _ in wanted]
+    assert [loss for _, loss in trace] == pytest.approx([loss for _, loss in wanted], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_where_the_states_are_split_a_loss_ends_all_and_the_line_says_why(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": BEAT, "do": "kill"}

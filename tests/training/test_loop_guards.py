@@ -60,7 +60,9 @@ class Rows(torch.utils.data.Dataset):
 
 @dataclass
 class Task(lockstep.Task):
-    """A regression with bad samples."""
+    """A regression with bad samples; the model's running mean is that of each micro-batch."""
+
+    reduction = "micro-batch"
 
     size: int
     bad: tuple = ()
@@ -79,7 +81,7 @@ class Task(lockstep.Task):
         return len(batch)
 
     def loss(self, model, batch):
-        return (model(batch[:, :3]) - batch[:, 3:]).square().sum()
+        return (model(batch[:, :3]) - batch[:, 3:]).square().sum() / len(batch)
 
 
 def samples_of(step, count, seed=0):
@@ -113,7 +115,7 @@ def by_hand(task, config, left_out=()):
         samples = samples_of(step, len(data))
         for place in range(0, BATCH, MICRO):
             batch = task.collate([data[sample] for sample in samples[place : place + MICRO]])
-            (task.loss(model, batch) / BATCH).backward()
+            (task.loss(model, batch) * MICRO / BATCH).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip).item())
         for group in optimizer.param_groups:
             group["lr"] = config.lr * factor(step, steps, optim.warmup_steps, optim.floor)
