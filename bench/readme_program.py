@@ -180,9 +180,8 @@ def by_hand(s, turns, batches):
 
 def itself(s, turns, flags, folder):
     """README's program; its own `train` has no body, which is where the steps are counted here."""
-    micro = {"micro_batch_size": BATCH // s.world} if "micro_batch_size" not in flags else {}
     given = {"experiment_name": "classes", "save_dir": folder, "max_steps": s.steps, "batch_size": BATCH, "lr": RATE}
-    config = Config(**given | micro | flags)
+    config = Config(**given | flags)
     task = program(folder).Classes()
     for _ in lockstep.Run(config, task):
         turns.step()

@@ -244,7 +244,7 @@ class ObjectState:
             self._keep(owner, _Cells(owner, place))
         elif issubclass(kind, nn.Module):
             self._follow_module(owner, place, of_data)
-        elif not _is_left_alone(kind):
+        elif is_root or not _is_left_alone(kind):
             self._follow_plain(owner, place, of_data, is_root)
 
     def _follow_plain(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
@@ -768,11 +768,11 @@ class _TensorValues:
             self.tensor.grad = self._gradient
 
 
-class _CopiesAtWrites(TorchDispatchMode):
+class _CopiesAtWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that copies the values of tensors before an operation writes to their memory."""
 
     def __init__(self, records: list[_TensorValues]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._records: dict[int, list[_TensorValues]] = {}
         for record in records:
             self._records.setdefault(record.memory, []).append(record)

@@ -49,6 +49,7 @@ __all__ = [
     "has_own",
     "has_step_loss",
     "in_context",
+    "inner_task",
     "items_of_a_sample",
     "needs_graph",
     "set_detected",
@@ -560,9 +561,10 @@ def set_detected(task: Task, reduction: str, gradients: bool) -> None:
 
 def set_step(task: Task, step: int) -> None:
     """Set the present step, 0-based, of a task and of the object that it wraps, unless that has its own."""
-    vars(task)[_STEP] = step
-    own = user_task(task)
-    if own is not task and (not hasattr(own, "step") or hasattr(own, _STEP)):
+    inner = inner_task(task)
+    vars(task)[_STEP] = vars(inner)[_STEP] = step
+    own = user_task(inner)
+    if own is not inner and (not hasattr(own, "step") or hasattr(own, _STEP)):
         with contextlib.suppress(AttributeError):  # an object with slots has no room for it
             setattr(own, _STEP, step)
             own.step = step
@@ -571,6 +573,14 @@ def set_step(task: Task, step: int) -> None:
 def has_step_loss(task: Task) -> bool:
     """Whether the loss covers all samples of a step (`outputs` and `step_loss`)."""
     return has_own(task, "outputs")
+
+
+def inner_task(task: Task) -> Task:
+    """Return the task that wrappers of this package, which have it as `_wrapped`, delegate to."""
+    task = _inner(task)
+    while "_wrapped" in vars(task):
+        task = _inner(vars(task)["_wrapped"])
+    return task
 
 
 def user_task(task: Task) -> Any:

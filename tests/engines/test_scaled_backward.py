@@ -19,13 +19,13 @@ def gradients(backward, loss_scale=1.0):
 
 @pytest.mark.parametrize("factor", [1.0, 0.125, torch.tensor(3.0)])
 def test_it_has_the_bits_of_a_backward_with_that_root(factor):
-    found = gradients(lambda loss: ScaledBackward().backward(loss, factor))
+    found = gradients(lambda loss: ScaledBackward().run(loss, factor))
     wanted = gradients(lambda loss: loss.backward(torch.tensor(float(factor), dtype=torch.float64)))
     assert all(torch.equal(own, other) for own, other in zip(found, wanted, strict=True))
 
 
 def test_a_loss_that_is_not_finite_makes_each_gradient_nan():
-    found = gradients(lambda loss: ScaledBackward().backward(loss, 1.0), math.inf)
+    found = gradients(lambda loss: ScaledBackward().run(loss, 1.0), math.inf)
     assert all(own.isnan().all() for own in found)
 
 
@@ -34,17 +34,17 @@ def test_hooks_and_graphs_are_torchs_own():
     seen = []
     x.register_hook(lambda gradient: seen.append(gradient.clone()))
     loss = (2 * x).exp().sum()
-    ScaledBackward().backward(loss, 0.5)
+    ScaledBackward().run(loss, 0.5)
     assert torch.equal(seen[0], x.grad)
     with pytest.raises(RuntimeError):  # the graph is freed
-        ScaledBackward().backward(loss, 0.5)
+        ScaledBackward().run(loss, 0.5)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(torch.autograd, "backward"), (torch.Tensor, "backward")])
 def test_a_tool_that_wraps_torchs_backward_is_called(monkeypatch, owner, name):
     calls, public = [], getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *given, **named: calls.append(1) or public(*given, **named))
-    gradients(lambda loss: ScaledBackward().backward(loss, 1.0))
+    gradients(lambda loss: ScaledBackward().run(loss, 1.0))
     assert calls == [1]
 
 
@@ -58,7 +58,7 @@ def test_a_mode_that_watches_functions_sees_it():
 
     def backward(loss):
         with Watching():
-            ScaledBackward().backward(loss, 1.0)
+            ScaledBackward().run(loss, 1.0)
 
     gradients(backward)
     assert torch.Tensor.backward in seen

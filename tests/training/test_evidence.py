@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from weighed import Restoring, Written, halved, trial_of, verdict_of
 
 from lockstep.training.evidence import cut_rows, moved, sketch, weigh
+from lockstep.transforms.precision import autocast
 
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0, 0.3, 10.0])
 
@@ -348,6 +349,14 @@ def test_losses_that_show_nothing():
     assert weigh(trial_of(Written(network(), classes)), []).kind == "unknown"
 
 
+def test_weights_that_cannot_be_moved_are_no_error_of_the_run():
+    model = network()
+    model[0].bias = nn.Parameter(torch.ones(1).expand(12))
+    verdict = verdict_of(Written(model, classes), labelled, 8)
+    assert verdict.kind == "unknown"
+    assert "RuntimeError" in verdict.evidence
+
+
 def test_a_loss_that_needs_a_batch_is_shown_by_the_places_that_have_one():
     def loss(model, batch):
         assert len(batch[0]) >= 8
@@ -466,6 +475,14 @@ def test_weights_of_half_precision():
         assert verdict_of(Written(model, classes), make, 8).kind == "mean"
         assert verdict_of(Written(model, lambda m, b: classes(m, b, reduction="sum")), make, 8).kind == "sum"
         assert verdict_of(Written(model, info_nce), make, 8).kind == "neither"
+
+
+def test_a_loss_that_relies_on_autocast_is_tried_with_it():
+    for loss, right in ((classes, "mean"), (info_nce, "neither")):
+        model = network()
+        task = Written(autocast(model, torch.bfloat16, "cpu"), lambda m, b, loss=loss: loss(m, (b[0].bfloat16(), b[1])))
+        assert verdict_of(task, labelled, 8, precision="bf16").kind == right
+        assert verdict_of(task, labelled, 8, precision="float32").kind == "unknown"
 
 
 def test_weights_that_others_are_computed_from_and_frozen_ones():

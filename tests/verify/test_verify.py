@@ -210,6 +210,13 @@ def test_a_task_that_is_not_deterministic_is_found_first(task, named):
     assert task is not tasks.Undecided or "in blocks.1.1 (Noise)" in table.notes[0]
 
 
+def test_a_counter_in_the_loss_is_named_as_what_it_is():
+    table = lockstep.verify(tasks.Annealing(samples=60), config(), engines=("ddp",), **QUICK)
+    assert not table.ok
+    assert table.notes[-1].startswith("`loss` keeps task.calls from call to call, each rank")
+    assert not any("nondeterministic" in note for note in table.notes)
+
+
 def test_an_evaluation_that_is_not_deterministic_is_found_after_the_last_step():
     table = lockstep.verify(tasks.Counting(samples=60), config(), engines=("ddp",), **QUICK)
     assert not table.ok

@@ -226,7 +226,7 @@ def at_rest(model: nn.Module) -> None:
 
 
 class ScaledBackward:
-    """Scaled backwards: `roots.backward(loss, factor)` computes gradients of `factor * loss`.
+    """Scaled backwards: `roots.run(loss, factor)` computes gradients of `factor * loss`.
 
     Where the loss is NaN or infinite, the root is NaN. So is every gradient, on every rank that sums it, and the
     update is skipped even if the loss's own gradient would be finite. Factor tensors are cached. Does not wait for the
@@ -236,7 +236,7 @@ class ScaledBackward:
     def __init__(self) -> None:
         self._cache: dict[tuple[torch.dtype, float], Tensor] = {}
 
-    def backward(self, loss: Tensor, factor: float | Tensor) -> None:
+    def run(self, loss: Tensor, factor: float | Tensor) -> None:
         """Add the gradients of `factor * loss` to `.grad`."""
         root = self(loss, factor)
         if type(loss) is not Tensor or has_torch_function_unary(loss) or _backward_is_replaced():

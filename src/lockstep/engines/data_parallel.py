@@ -57,7 +57,7 @@ class DataParallel:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._roots.backward(loss, self._update.scale * weight)
+        self._roots.run(loss, self._update.scale * weight)
 
     def step(
         self,

@@ -195,19 +195,19 @@ class ReplicatedEngine:
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss`; DDP exchanges in the step's last micro-batch."""
         if self._tree or self._usage:
-            self._roots.backward(loss, scale)
+            self._roots.run(loss, scale)
             self._backwards += 1
             if self._tree:
                 self._tree.push()
             return
         # Starting from the world size undoes DDP's division at no cost.
-        self._roots.backward(loss, scale if self._settings.loss_scaling else scale * self._world.size)
+        self._roots.run(loss, scale if self._settings.loss_scaling else scale * self._world.size)
         if self._last:
             self._check_reduction()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
-        self._roots.backward(loss, scale)
+        self._roots.run(loss, scale)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -49,6 +49,7 @@ __all__ = [
     "engine",
     "engine_class",
     "exchanged",
+    "explain_no_backward",
     "explain_no_replica",
     "kinds",
     "least_held",
@@ -321,6 +322,19 @@ def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, f
 
 def _backward(loss: Tensor, weight: float) -> None:
     loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
+
+
+def explain_no_backward(name: str, *, exact: bool) -> str:
+    """Return why an engine cannot run a backward outside of a step; "" if it can.
+
+    Args:
+        exact: it sums the gradients of several ranks in the fixed tree.
+    """
+    if name == "deepspeed":
+        return f"--engine {name} has no backward outside of a step"
+    if name == "fsdp" and exact:
+        return f"--engine {name} with --exact has no backward outside of its tree"
+    return ""
 
 
 def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:

@@ -44,12 +44,12 @@ class Single:
         return NOTHING
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        self._roots.backward(loss, self._update.scale * weight)
+        self._roots.run(loss, self._update.scale * weight)
         if self._tree:
             self._tree.push()
 
     def _backward_alone(self, loss: Tensor) -> None:
-        self._roots.backward(loss, self._update.scale)
+        self._roots.run(loss, self._update.scale)
 
     def _finish(self) -> None:
         if self._tree:

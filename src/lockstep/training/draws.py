@@ -50,20 +50,14 @@ class DrawBook:
 
     Attributes:
         shapes: (key, operation) -> the shape of its numbers in the whole.
-        layouts: which other layouts the parts may have, because a draw had several rows a sample, or was shorter.
+        has_views: a part had several rows for a sample, which may lie in another layout.
+        has_lengths: a part was shorter in another dimension, so its places may be the whole's last.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[tuple[int, str], torch.Size] = {}
         self.has_views = self.has_lengths = False
         self._own: dict[int, tuple[Generator, Tensor]] = {}
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """Return the layouts to try after the first."""
-        views = (False, True) if self.has_views else (False,)
-        last = (False, True) if self.has_lengths else (False,)
-        return [Layout(a, b) for a in views for b in last][1:]
 
     def rewind(self, generator: Generator) -> None:
         """Set a generator of the task's own to where the whole found it."""

@@ -14,11 +14,12 @@ from typing import final
 
 import torch
 
+from lockstep.config.engine_options import ENGINES
 from lockstep.data.batches import MicroBatch
 from lockstep.distributed.progress import rank_label
+from lockstep.engines.registry import name_of
 from lockstep.errors import DataError
 from lockstep.passes import split_loss
-from lockstep.tensors import is_dtensor
 from lockstep.training.build import RunParts
 from lockstep.training.trial_state import preserve_state
 
@@ -29,8 +30,7 @@ __all__ = ["EmptyBatchCheck"]
 class EmptyBatchCheck:
     """A check of one rank's micro-batches without items.
 
-    It computes nothing where the parameters are sharded: a forward is collective there, and only this rank has such a
-    batch.
+    It computes nothing where a forward is collective, as with sharded parameters: only this rank has such a batch.
 
     Args:
         built: the run's parts.
@@ -39,8 +39,8 @@ class EmptyBatchCheck:
 
     def __init__(self, built: RunParts, seed: Callable[[int, int], None]) -> None:
         self._built, self._seed = built, seed
-        engine_has_all = not any(map(is_dtensor, built.engine.model.parameters()))
-        self._is_local = engine_has_all and built.config.engine != "deepspeed" and built.task.own_steps is None
+        is_alone = ENGINES[name_of(built.config.engine, built.world)].shares
+        self._is_local = is_alone and built.task.own_steps is None
 
     def __call__(self, step: int, batch: MicroBatch) -> None:
         """Check the batch that `batch` replaces.

@@ -36,10 +36,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -48,7 +50,7 @@ from torch.utils import _pytree as pytree
 from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import failure
-from lockstep.engines.registry import backward_apart, undo_step
+from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
 from lockstep.errors import LockstepError, PeerError
 from lockstep.passes import split_loss
 from lockstep.task import Task
@@ -120,6 +122,7 @@ class Finding(NamedTuple):
         problem: why it decides nothing; "": it decides.
         errors: relative error of each kind.
         samples: number in the whole.
+        has_views, has_lengths: see `DrawBook`.
         is_finite: the loss of the whole is.
         failed: the comparison raised an error.
     """
@@ -128,6 +131,8 @@ class Finding(NamedTuple):
     problem: str
     errors: list[float]
     samples: int
+    has_views: bool
+    has_lengths: bool
     is_finite: bool = True
     failed: bool = False
 
@@ -154,16 +159,16 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", refusal)
     if not places:
         return Verdict("unknown", "the first samples cannot be halved")
-    found = list[Finding]()
-    with _Weighing(trial, seed).prepared() as weighing:
-        for number, place in enumerate(places):
-            own = weighing.judge_stretched(place, seed + number) if number else []  # collective
-            if not own or any(each.problem for each in own):  # large weights show nothing: they may overflow
-                own = weighing.judge(place, seed + number)  # collective
-            found += own
-            if any(each.is_against for each in found):
-                break
-    return _conclude(found)
+    try:
+        with _Weighing(trial, seed).prepared() as weighing:
+            found = weighing.judge(places[:1], seed)  # collective
+            if len(places) > 1 and not any(each.is_against for each in found):
+                found += weighing.judge_stretched(places[1:], seed + 1)  # collective
+            return _conclude(found)
+    except LockstepError:
+        raise
+    except Exception as error:  # the model's parameters cannot be moved or read, on every rank alike
+        return Verdict("unknown", failure(error))
 
 
 def _undecidable(trial: "Trial") -> str:
@@ -174,11 +179,8 @@ def _undecidable(trial: "Trial") -> str:
         return "its loss cannot be computed for a part of a micro-batch before the run"
     if trial.config.engine_options.static_graph:
         return "--engine.static-graph records the first backward"
-    if trial.config.engine == "deepspeed":
-        return "--engine deepspeed has no backward outside of a step"
-    if trial.config.engine == "fsdp" and trial.config.exact and trial.world.size > 1:
-        return "--engine fsdp with --exact has no backward outside of its tree"
-    return ""
+    name = name_of(trial.config.engine, trial.world)
+    return explain_no_backward(name, exact=trial.config.exact and trial.world.size > 1)
 
 
 def _conclude(found: list[Finding]) -> Verdict:
@@ -205,6 +207,19 @@ def _describe(finding: Finding) -> str:
 
 def _percent(error: float) -> str:
     return f"{100 * error:.3g}%" if error < 10 else "more than all of it"
+
+
+class _Facts(NamedTuple):
+    """What the ranks whose gradients are added have in common at a place; else this rank's own.
+
+    Attributes:
+        has_problem: a rank's samples can show nothing.
+        same_items, same_samples: the halves have the same shares on all of them.
+    """
+
+    has_problem: bool
+    same_items: bool
+    same_samples: bool
 
 
 class _Pass(NamedTuple):
@@ -254,41 +269,68 @@ class _Weighing:
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 
-    def judge(self, place: HalvedSamples, seed: int) -> list[Finding]:
-        """Weigh one place; return the findings of all ranks. Collective."""
-        judgement = _Judgement(self, place, seed)
-        found = self.gather(judgement.first)  # collective
-        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in found):
+    def judge(self, places: Sequence[HalvedSamples], seed: int) -> list[Finding]:
+        """Weigh places; return the findings of all ranks. Collective."""
+        judgements, found = self._first(places, seed)  # collective
+        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in chain(*found)):
             self.narrow = True  # the loss may rely on autocast
-            judgement = _Judgement(self, place, seed)
-            found = self.gather(judgement.first)  # collective
-        for action in (judgement.in_other_layouts, judgement.with_rows, judgement.explained):
-            if not any(each.is_against for each in found):
+            judgements, found = self._first(places, seed)  # collective
+        for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
+            columns = [[own[place] for own in found] for place in range(len(judgements))]
+            if not any(each.is_against for each in chain(*columns)):
                 break
-            found = self.gather(action)  # collective
+            for judgement, column in zip(judgements, columns, strict=True):
+                if any(each.is_against for each in column):
+                    action(judgement, column)  # collective
+            found = self._gather(judgements)  # collective
         if self.is_sharded:  # no rank can tell alone
-            found = [next((each for each in found if each.problem), found[0])]
-        return found
+            columns = [[own[place] for own in found] for place in range(len(judgements))]
+            return [next((each for each in column if each.problem), column[0]) for column in columns]
+        return [*chain(*found)]
 
-    def judge_stretched(self, place: HalvedSamples, seed: int) -> list[Finding]:
-        """Weigh one place with larger weights; return the findings of all ranks. Collective.
+    def judge_stretched(self, places: Sequence[HalvedSamples], seed: int) -> list[Finding]:
+        """Weigh places with larger weights, or with the run's where those show nothing. Collective.
 
-        A gradient that rounding changes decides nothing there: large weights can amplify it without bound.
+        A gradient that rounding changes shows nothing there: large weights can amplify it without bound.
         """
         with stretched([local_of(p) for p in self._parameters]):
-            found = self.judge(place, seed)  # collective
-            if not any(each.is_against for each in found):
-                return found
-            judgement = _Judgement(self, place, seed)
-            unsteady = any(self.trial.world.gather(judgement.is_unsteady()))  # collective
-        if not unsteady:
-            return found
-        problem = "large weights amplify rounding"
-        return [each._replace(problem=problem) if each.is_against else each for each in found]
+            found = self.judge(places, seed)  # collective
+            unsteady = False
+            if any(each.is_against for each in found):
+                own = [each.is_unsteady() for each in self._judgements(places, seed)]  # collective
+                unsteady = any(self.trial.world.gather(any(own)))  # collective
+        if unsteady or any(each.problem for each in found):
+            return self.judge(places, seed)  # collective
+        return found
 
-    def gather(self, action: Callable[[], Finding]) -> list[Finding]:
-        """Return the findings of all ranks. Collective."""
-        return [Finding(*each) for each in self.trial.world.gather([*action()])]  # collective
+    def _judgements(self, places: Sequence[HalvedSamples], seed: int) -> list["_Judgement"]:
+        """Make a judgement of each place. Collective with sharded parameters."""
+        facts = self._compare(places)  # collective
+        return [_Judgement(self, place, seed + number, facts[number]) for number, place in enumerate(places)]
+
+    def _first(self, places: Sequence[HalvedSamples], seed: int) -> tuple[list["_Judgement"], list[list[Finding]]]:
+        """Compare each place once. Returns this rank's judgements, and every rank's findings. Collective."""
+        judgements = self._judgements(places, seed)  # collective
+        for judgement in judgements:
+            judgement.first()
+        return judgements, self._gather(judgements)  # collective
+
+    def _compare(self, places: Sequence[HalvedSamples]) -> list["_Facts"]:
+        """Compare the ranks' places, where their gradients are added. Collective with sharded parameters."""
+        own = [[*chain(*_shares_of(place))] for place in places]
+        rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(places, own, strict=True)]
+        most = torch.tensor(rows, dtype=torch.float64)
+        if self.is_sharded and self.trial.world.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
+        same = (most[:, 1:5] == -most[:, 5:]).tolist()  # the largest is the least
+        return [
+            _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
+        ]
+
+    def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
+        """Return the findings of each rank's places. Collective."""
+        own = [[*judgement.finding] for judgement in judgements]
+        return [[Finding(*each) for each in rank] for rank in self.trial.world.gather(own)]  # collective
 
     def differentiate(
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
@@ -328,8 +370,8 @@ class _Weighing:
         squares = torch.zeros(len(rows), len(self._parameters), dtype=torch.float64)
         for row, values in zip(squares, rows, strict=True):
             row.index_add_(0, self._owners, values.square())
-        if self.is_sharded:
-            squares = torch.tensor(self.trial.world.gather(squares.tolist()), dtype=torch.float64).sum(0)  # collective
+        if self.is_sharded and self.trial.world.size > 1:
+            dist.all_reduce(squares, group=self.trial.world.control)  # collective
         norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()  # the last column: of all tensors
         scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
         if not scale[-1]:
@@ -352,49 +394,46 @@ class _Weighing:
 class _Judgement:
     """The comparison at one place, on this rank. Its methods run on every rank."""
 
-    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int) -> None:
-        self._weighing, self._place, self._seed = weighing, place, seed
+    def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: _Facts) -> None:
+        self._weighing, self._place, self._seed, self._facts = weighing, place, seed, facts
         self._book = DrawBook()
         self._whole: _Pass | None = None
-        self._finding = self._undecided("it was not tried")
+        self.finding = self._undecided("it was not tried")
 
-    def first(self) -> Finding:
+    def first(self) -> None:
         """Compare the whole with its halves."""
-        if any(self._gather(self._place.problem)):  # collective
-            return self._undecided(self._place.problem or "another rank cannot tell")
+        if self._facts.has_problem:
+            self.finding = self._undecided(self._place.problem or "another rank cannot tell")
+            return
 
         def compare() -> Finding:
             self._whole = self._differentiate(self._place.whole, None)
             return self._compare(CONTIGUOUS)
 
-        self._finding = self._tried(compare)
-        return self._finding
+        self.finding = self._tried(compare)
 
-    def in_other_layouts(self) -> Finding:
+    def in_other_layouts(self, found: list[Finding]) -> None:
         """Compare with other rows of the random numbers, which may belong to the samples in another way."""
-        flags = self._gather([self._book.has_views, self._book.has_lengths])  # collective
-        has_views, has_lengths = (any(column) for column in zip(*flags, strict=True))
+        has_views, has_lengths = any(each.has_views for each in found), any(each.has_lengths for each in found)
         layouts = [Layout(a, b) for a in (False, has_views) for b in (False, has_lengths)]
         for layout in dict.fromkeys(layouts):
             if layout != CONTIGUOUS:
                 self._try_again(layout)
-        return self._finding
 
-    def with_rows(self) -> Finding:
-        """Compare with rows of the whole, if its samples are others each time that they are loaded."""
+    def with_rows(self, found: list[Finding]) -> None:
+        """Compare with rows of the whole, if its samples are others each time that they are loaded. Collective."""
         is_random = False
-        if self._finding.is_against and self._place.reload:
+        if self.finding.is_against and self._place.reload:
             is_random = not have_same_tensors(self._place.whole.held, self._place.reload().held)
-        if not any(self._gather(is_random)):  # collective
-            return self._finding
+        if not any(self._weighing.trial.world.gather(is_random)):  # collective
+            return
         if is_random:
             halves = cut_rows(self._place.whole, self._place.samples, self._weighing.trial.task)
             if halves is None:
-                self._finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
+                self.finding = self._undecided("the samples are random, and their batch cannot be cut by rows")
             else:
                 self._place = replace(self._place, halves=halves)
         self._try_again(CONTIGUOUS)
-        return self._finding
 
     def is_unsteady(self) -> bool:
         """Whether rounding changes the gradient of the whole. Collective with sharded parameters."""
@@ -406,30 +445,28 @@ class _Judgement:
             before = self._differentiate(self._place.whole, None)
             with moved(weights, self._seed, first_bit=_LAST_BIT):
                 after = self._differentiate(self._place.whole, None)
-            changes[:] = weighing.relative_errors(
-                before.sketches, [before.sketches] * 2, [after.sketches]
-            )  # collective
-            return self._finding
+            own = before.sketches, [before.sketches] * 2, [after.sketches]
+            changes[:] = weighing.relative_errors(*own)  # collective with sharded parameters
+            return self.finding
 
         self._tried(compare)
         return bool(changes) and not changes[0] <= _STEADY
 
-    def explained(self) -> Finding:
+    def explained(self, found: list[Finding]) -> None:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
         watch = _Watch(self._weighing.trial.task, self._weighing.trial.world.device)
-        found = self._tried(lambda: self._watched(watch))
-        if self._finding.is_against and watch.moved:
-            self._finding = found
-        return self._finding
+        watched = self._tried(lambda: self._watched(watch))
+        if self.finding.is_against and watch.moved:
+            self.finding = watched
 
     def _watched(self, watch: "_Watch") -> Finding:
         self._differentiate(self._place.whole, None, watch=watch)
-        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self._finding
+        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self.finding
 
     def _try_again(self, layout: Layout) -> None:
         found = self._tried(lambda: self._compare(layout))
-        if self._finding.is_against and not (found.is_against or found.failed):
-            self._finding = found
+        if self.finding.is_against and not (found.is_against or found.failed):
+            self.finding = found
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
         """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory."""
@@ -443,10 +480,11 @@ class _Judgement:
             return self._undecided(failure(error))._replace(failed=True)
 
     def _undecided(self, problem: str) -> Finding:
-        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples))
+        return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
 
-    def _gather(self, own: Any) -> list[Any]:
-        return self._weighing.trial.world.gather(own)  # collective
+    @property
+    def _layouts(self) -> tuple[bool, bool]:
+        return self._book.has_views, self._book.has_lengths
 
     def _differentiate(
         self, batch: MicroBatch, part: int | None, layout: Layout = CONTIGUOUS, weight: float = 1.0, watch: Any = None
@@ -468,12 +506,11 @@ class _Judgement:
         assert whole is not None
         items = [float(half.items) for half in place.halves]
         ones = self._halves(layout, [1.0, 1.0])
-        shares = _shares(items), _shares(place.samples)
         expected = [ones[0].sketches + ones[1].sketches]
-        for own in shares:
-            everyone = self._gather(own) if weighing.is_sharded else [own]  # collective
+        is_same = self._facts.same_items, self._facts.same_samples
+        for own, same in zip(_shares_of(place), is_same, strict=True):
             parts = ones
-            if any(each != everyone[0] for each in everyone):
+            if not same:
                 parts = self._halves(layout, own)  # a sum over ranks of differently weighted parts
                 own = [1.0, 1.0]
             expected.append(own[0] * parts[0].sketches + own[1] * parts[1].sketches)
@@ -507,7 +544,7 @@ class _Judgement:
         if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
             errors = [math.inf] * len(errors)
         kinds = [kind for kind, error in zip(_KINDS, errors, strict=True) if error <= self._weighing.tolerance]
-        finding = Finding(kinds, "", errors, sum(self._place.samples))
+        finding = Finding(kinds, "", errors, sum(self._place.samples), *self._layouts)
         uncut = next((name for half in halves for name in half.uncut), "")
         if uncut:  # a permutation of two samples may fit by chance
             return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
@@ -518,9 +555,11 @@ class _Judgement:
         return finding
 
 
-def _shares(items: Sequence[float]) -> list[float]:
-    total = sum(items)
-    return [each / total if total else math.nan for each in items]
+def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
+    """Return each half's share of the items, 0 without any, and of the samples."""
+    items = [float(half.items) for half in place.halves]
+    total, samples = sum(items), sum(place.samples)
+    return [each / total if total else 0.0 for each in items], [each / samples for each in place.samples]
 
 
 # --- halves of a collated batch

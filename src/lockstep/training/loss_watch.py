@@ -10,12 +10,11 @@ computes one micro-batch of the step and its halves, and leaves no trace on the 
 from collections.abc import Callable
 from typing import final
 
-from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError
-from lockstep.task import Task, has_step_loss
+from lockstep.task import has_step_loss
 from lockstep.training.build import RunParts
-from lockstep.training.evidence import HalvedSamples, cut_rows, weigh
+from lockstep.training.evidence import HalvedSamples, halve, weigh
 from lockstep.training.loss_check import Trial, is_cut
 from lockstep.training.trainable import trained_digest
 
@@ -56,8 +55,9 @@ class LossWatch:
             return
         built, task = self._built, self._built.task
         batch = next((each for each in micro if each.weight), micro[0])
+        place = halve(batch, task) if batch.weight else _empty_place(batch)
         trial = Trial(built.engine, built.model, task, built.world, built.config, lambda line: None)
-        verdict = weigh(trial, [_halve(batch, task)], seed=step)  # collective
+        verdict = weigh(trial, [place], seed=step)  # collective
         if verdict.kind in ("unknown", "not finite", _KINDS[task.reduction]):
             return
         samples = built.batches.samples(step, batch.index)
@@ -80,16 +80,5 @@ class LossWatch:
         return changed or due == number
 
 
-def _halve(batch: MicroBatch, task: Task) -> HalvedSamples:
-    """Cut a micro-batch in two by rows."""
-    samples = first_length(batch.held) or 0
-    sizes = samples // 2, samples - samples // 2
-    problem, halves = "", None
-    if not batch.weight:
-        problem = "this rank has no samples in the step"
-    elif samples < 2:
-        problem = "the micro-batch cannot be halved"
-    else:
-        halves = cut_rows(batch, sizes, task)
-        problem = "" if halves else "the batch has no rows for its samples"
-    return HalvedSamples(batch, halves or (batch, batch), sizes, problem=problem)
+def _empty_place(batch: MicroBatch) -> HalvedSamples:
+    return HalvedSamples(batch, (batch, batch), (0, 0), problem="this rank has no samples in the step")

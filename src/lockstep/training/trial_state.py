@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
-from lockstep.task import Task, user_task
+from lockstep.task import Task, inner_task, user_task
 
 __all__ = ["describe_marks", "differing_marks", "marks_of", "preserve_state", "refusal_of_marks"]
 
@@ -40,7 +40,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
         training: leave the modes as they are; False: run in eval mode, and without compiled code, so that large
             tensors are copied only where they are written.
     """
-    _start(task)
+    _start(inner_task(task))
     state = _record(model, task, late=not training)
     modes = [(module, module.training) for module in model.modules()]  # an engine's wrapper is no user's object
     cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -70,7 +70,7 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
         without: classes whose objects are left alone.
         late: large tensors are copied when they are written, see `ObjectState`.
     """
-    roots, skip = _roots(task)
+    roots, skip = _roots(inner_task(task))
     roots |= {"model": model, "task.state_dict()": task.state_dict()}
     fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
     return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
@@ -124,7 +124,7 @@ def marks_of(
         with moved():
             return marks_of(model, task, call)
     without: list[type[Any]] = [nn.modules.batchnorm._NormBase, *_metric_classes()]
-    lists = _lists_of(task)
+    lists = _lists_of(inner_task(task))
     first = _record(model, task, without, late=True)
     with first.watching():
         call()

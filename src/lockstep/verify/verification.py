@@ -221,7 +221,7 @@ class Verification:
         self._run([combination for combination in combinations if combination == REFERENCE])
         repeat = self._rows[REFERENCE]
         if repeat.difference:  # a difference of another combination could not be distinguished from this
-            table.notes = [_explain(repeat.difference, self._spec(REFERENCE), self._executor)]
+            table.notes = self._kept_notes() or [_explain(repeat.difference, self._spec(REFERENCE), self._executor)]
             table.difference = _nondeterminism(repeat.difference)
             table.rows = [dataclasses.replace(repeat, difference=table.difference)]
             return table
@@ -229,6 +229,8 @@ class Verification:
             self._run([combination for combination in combinations if combination.world_size == size])
         self._repeat_different()
         table.rows = [self._rows[combination] for combination in combinations]
+        if any(row.difference for row in table.rows) and not self._request.plant:
+            table.notes += self._kept_notes()
         if self._request.plant and table.ok:
             table.notes.append("no difference: this fault does not change this run (see docs/verify.md)")
         if self._against:
@@ -360,6 +362,16 @@ class Verification:
         row = TableRow(REFERENCE, "different" if table.difference else "equal", difference=table.difference)
         result = row.text if table.difference else "it agrees"
         table.notes.append(f"against the certificate, {how}{suffix}: {result}")
+
+    def _kept_notes(self) -> list[str]:
+        """Return a note on what `loss` keeps from call to call, which explains differences; [] if nothing."""
+        kept: list[str] = self._reference.get("kept", [])
+        if not kept:
+            return []
+        return [
+            f"`loss` keeps {', '.join(kept)} from call to call, each rank and each resumed run its own: compute what "
+            "belongs to a step in `step_loss`, or use `task.step`"
+        ]
 
     def _notes(self) -> list[str]:
         request, notes = self._request, []

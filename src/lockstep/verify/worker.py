@@ -27,14 +27,16 @@ from lockstep.engines.base import Engine
 from lockstep.engines.registry import options_for
 from lockstep.files import write_whole
 from lockstep.loop import StepControl, seeder, steps
+from lockstep.passes import loss_of
 from lockstep.records import StepRecord
-from lockstep.task import Task, as_task, items_of_a_sample
+from lockstep.task import Task, as_task, has_step_loss, items_of_a_sample
 from lockstep.training.build import BuildRequest, RunParts, build_together
 from lockstep.training.build_engine import choose_kernels
 from lockstep.training.evaluation import evaluate_all
 from lockstep.training.named_task import make_task
 from lockstep.training.resume import FIXED
 from lockstep.training.sharing import shares_for
+from lockstep.training.trial_state import marks_of, preserve_state
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import FaultContext, RunSpec, Seed
@@ -133,9 +135,29 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
             sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
             result = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": result.loss, "items": result.items, "metrics": result.metrics}
+        if end == request.steps and world.size == 1 and not built.config.compile:
+            trace["kept"] = _kept(built)
         del built, context, recorder
         gc.collect()  # free engines before the next is made or the groups are left
     return trace
+
+
+def _kept(built: RunParts) -> list[str]:
+    """Return the names of what `loss` keeps from call to call, and no checkpoint has; [] if it cannot be tried."""
+    task, device = built.task, built.world.device
+    if has_step_loss(task) or task.own_steps is not None:
+        return []
+
+    def call() -> None:
+        seeder(0, "check", device)(0, 0)
+        loss_of(task)(built.engine.model, first)
+
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception), preserve_state(built.model, task, device, training=True):
+        ((first, _),) = built.batches.parts(0, [(0, built.batches.own_samples(0))])
+        found = marks_of(built.model, task, call)
+    saved = {f"model.{name}" for name in built.model.state_dict()} | {f"task.{name}" for name in task.state_dict()}
+    return sorted(found.keys() - saved)
 
 
 def _run_steps(

@@ -20,7 +20,7 @@ class TaskWrapper(Task):
     """Task that delegates to `inner`; a subclass overrides one method."""
 
     def __init__(self, inner: Task) -> None:
-        self.inner = inner
+        self.inner = self._wrapped = inner
         own = {name for kind in type(self).__mro__ if kind not in Task.__mro__ for name in vars(kind)}
         for name in METHODS:  # only these, so that methods the task lacks are missing here too
             if name not in own and has_own(inner, name):
