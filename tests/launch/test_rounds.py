@@ -21,6 +21,8 @@ import os, signal
 from pathlib import Path
 import torch, lockstep
 
+CALLS = []
+
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 64
@@ -40,8 +42,8 @@ class Mortal(lockstep.Task):
             rank, calls = map(int, victim.split(":"))
             mark = Path(__file__).with_name(f"dead-{victim}")
             if os.environ.get("RANK") == str(rank) and not mark.exists():
-                self.calls = getattr(self, "calls", 0) + 1
-                if self.calls == calls:
+                CALLS.append(rank)  # of this process; the trial's too
+                if len(CALLS) == calls:
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
