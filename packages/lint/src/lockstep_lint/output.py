@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import quote
 
-from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding, Severity
 from lockstep_lint.rules import RULES
 
@@ -75,10 +74,10 @@ def _rule(code: str) -> dict[str, object]:
         return {"id": code, "shortDescription": {"text": OTHERS.get(code, code)}}
     return {
         "id": code,
-        "name": rule.name,
-        "shortDescription": {"text": rule.what},
-        "fullDescription": {"text": rule.why},
-        "help": {"text": rule.remedy, "markdown": page(rule)},
+        "name": rule.page.name,
+        "shortDescription": {"text": rule.page.what},
+        "fullDescription": {"text": rule.page.why},
+        "help": {"text": rule.page.remedy, "markdown": rule.page.text},
         "defaultConfiguration": {"level": LEVELS[rule.severity]},
         "properties": {"precision": rule.confidence.value},
     }

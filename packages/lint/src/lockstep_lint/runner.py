@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from lockstep_lint.analysis.budget import WORK, TooIntricate
 from lockstep_lint.analysis.imports import Graph, Importers, draw
 from lockstep_lint.analysis.index import Module
-from lockstep_lint.analysis.project import Project
+from lockstep_lint.analysis.project import Project, unit_test
 from lockstep_lint.analysis.source import Problem, Source, parse, place, read
 from lockstep_lint.analysis.view import Analysis, View
 from lockstep_lint.config import Config
+from lockstep_lint.events.entry import reached
 from lockstep_lint.finding import Confidence, Finding, Severity
 from lockstep_lint.rules import MERGED, RULES
 from lockstep_lint.rules.base import Found, Rule
@@ -240,6 +241,9 @@ def _run(rule: Rule, view: View) -> Iterator[Finding]:
     gravest: dict[int, Finding] = {}
     for found in rule.check(view):
         finding = _finding(rule, found, view.module)
+        unsure = unit_test(view.module) or (rule.placed and not reached(view, found.node))
+        if finding.severity is Severity.ERROR and unsure:
+            finding = replace(finding, severity=Severity.HINT)
         other = gravest.get(finding.line)
         if other is None or LEVELS.index(finding.severity) < LEVELS.index(other.severity):
             gravest[finding.line] = finding
@@ -249,7 +253,7 @@ def _run(rule: Rule, view: View) -> Iterator[Finding]:
 def _finding(rule: Rule, found: Found, module: Module) -> Finding:
     line, column = getattr(found.node, "lineno", 1), _column(module, found.node, "")
     end = getattr(found.node, "end_lineno", line) or line
-    remedy = rule.remedy or None
+    remedy = rule.page.remedy
     return Finding(
         module.path,
         line,

@@ -7,7 +7,6 @@ from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
-from lockstep_lint.analysis.tables import shared_class
 
 __all__ = [
     "COLLECTIVES",
@@ -168,7 +167,7 @@ class Calls:
         if found is not None and found.kind == "function":
             stack.extend((value, found, "") for value in reversed(list(found.returns())))
             return None
-        return found if found is not None else shared_class(self, node.func, scope)
+        return found
 
     def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
         """The plain values that a name is given in its own or an enclosing scope, or in the methods of its class."""

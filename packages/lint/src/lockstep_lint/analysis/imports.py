@@ -90,12 +90,6 @@ class Paths:
             (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts)), None
         )
 
-    @kept
-    def all_meant(self, folder: str, name: str, level: int = 0) -> tuple[str, ...]:
-        """Every file that the dotted name may mean in a file of `folder`, wherever the program is started."""
-        found = (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts))
-        return tuple({self.real(path): path for path in found}.values())
-
     def starts_of(self, folder: str, name: str, level: int) -> Iterator[tuple[str, list[str]]]:
         """Yield the folders in which the parts of a dotted name may be looked for, nearest first."""
         parts = [part for part in name.split(".") if part and part != "*"]

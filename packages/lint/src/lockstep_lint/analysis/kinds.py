@@ -274,14 +274,6 @@ class Steps:
         """Whether a call is `scheduler.step(...)`."""
         return site.name == "step" and site.receiver is not None and self.kinds.is_scheduler(site.receiver, site.scope)
 
-    def stepped(self, site: Site) -> str:
-        """The name of the optimizer that a step is for."""
-        if self.helps(site):
-            return dotted(argument(site.call, 1, "optimizer")) or ""
-        if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
-            return dotted(site.call.args[0]) or ""
-        return dotted(site.receiver) or ""
-
     def backwards(self, site: Site) -> bool:
         """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
         named = site.name in ("backward", "manual_backward") and site.receiver is not None

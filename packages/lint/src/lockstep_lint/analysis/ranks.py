@@ -484,12 +484,6 @@ class Ranks:
             return True
         return self.reserved(scope)
 
-    def owns_run(self, module: Module) -> bool:
-        """Check whether the programs of a file start a tracker's run, all on the main rank alone."""
-        return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(
-            self.calls, module, self.tests.test
-        )
-
     def in_turn(self, site: Site) -> bool:
         """Whether nothing keeps a call to the main rank but a `with` that lets the others do the same after it."""
         if self.side(site.stmt, site.scope) or self.reserved(site.scope):

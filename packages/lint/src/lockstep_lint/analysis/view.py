@@ -13,7 +13,6 @@ from lockstep_lint.analysis.index import Imported, Module, Scope, Site
 from lockstep_lint.analysis.kinds import Kinds, Steps
 from lockstep_lint.analysis.names import Names
 from lockstep_lint.analysis.nodes import SEQUENCES, Words, base, constant, dotted, keyword, last, walk
-from lockstep_lint.analysis.options import Options
 from lockstep_lint.analysis.origins import Origin, Origins
 from lockstep_lint.analysis.project import Project
 from lockstep_lint.analysis.ranks import Ranks
@@ -214,7 +213,6 @@ class Analysis:
         self.names = Names(project)
         self.calls = Calls(self.names)
         self.origins = Origins(self.calls)
-        self.options = Options(self.origins)
         self.effects = Effects(self.calls)
         self.ranks = Ranks(self.calls)
         self.kinds = Kinds(self.origins)
@@ -264,7 +262,6 @@ class View:
         self.steps = analysis.steps
         self.wrappers = analysis.wrappers
         self.origins = analysis.origins
-        self.options = analysis.options
         self.effects = analysis.effects
         self.ranks = analysis.ranks
         self.kinds = analysis.kinds

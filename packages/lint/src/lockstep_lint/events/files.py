@@ -9,7 +9,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["FETCHES", "FOLDERS", "OPENS", "SHELLS", "absent_paths", "fetches", "folder", "path_read", "path_written"]
+__all__ = ["FETCHES", "FOLDERS", "OPENS", "SHELLS", "fetches", "folder", "path_read", "path_written"]
 
 # What makes folders and takes them away.
 FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remove", "unlink", "rename")
@@ -17,7 +17,6 @@ FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remov
 TAKES = ("os.remove", "os.unlink", "os.rename")
 # Tests that ask whether a folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
-OF_FILES = ("exists", "isfile", "is_file")
 # What a shell is told to fetch.
 SHELLS = {"system", "run", "call", "check_call", "check_output", "Popen"}
 FETCH = re.compile(
@@ -60,17 +59,6 @@ def makes(view: View, site: Site, full: str) -> bool:
     if full in ("os.makedirs", "os.mkdir"):
         return len(site.call.args) < 3
     return site.name == "mkdir" and not full and of_path(view, site)
-
-
-def absent_paths(test: ast.expr, when: bool) -> Iterator[ast.expr]:
-    """Yield the paths of files that a test, come out `when`, has found not to be there, at least one of them."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from absent_paths(test.operand, not when)
-    elif isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from absent_paths(value, when)
-    elif isinstance(test, ast.Call) and last(test) in OF_FILES and not when:
-        yield from test.args[:1] or [test.func.value] * isinstance(test.func, ast.Attribute)  # type: ignore[attr-defined]
 
 
 def of_path(view: View, site: Site) -> bool:

@@ -22,7 +22,6 @@ from lockstep_lint.analysis.nodes import (
     is_true,
     keyword,
     last,
-    targets,
     walk,
 )
 from lockstep_lint.analysis.processes import STARTS
@@ -78,9 +77,6 @@ LAYERS = Words(
     r"^(Lazy)?(Linear|Bilinear|Conv(Transpose)?[123]d|Embedding(Bag)?|LSTM|GRU|RNN|PReLU|Parameter|MultiheadAttention"
     r"|\w*Norm([123]d)?|Transformer\w*)$"
 )
-GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
-# Parts of a model that are not to be trained with it.
-APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
 # What a full name begins with that says more than its last name: of libraries' models, of first weights.
 TELLING = ("torchvision.models.", "efficientnet_pytorch.", "torch.hub.", "torch.nn.init.")
@@ -96,22 +92,6 @@ def whole(node: ast.expr) -> ast.expr:
     while isinstance(node, ast.Attribute) and node.attr != "module" and dotted(node.value) != "self":
         node = node.value
     return node
-
-
-def grown(holder: ast.expr | None, scope: Scope) -> bool:
-    """Check whether a layer that an object gets is given later than in the making of the object itself."""
-    owner = scope.owner
-    if (dotted(holder) or "").partition(".")[0] != "self" or owner is None:
-        return dotted(whole_chain(holder)) is not None
-    begins = owner.defs.get("__init__")
-    return scope.name != "__init__" and (begins is None or not begins.named(scope.name))
-
-
-def whole_chain(holder: ast.expr | None) -> ast.expr | None:
-    """The name that an attribute or an item of an item begins with."""
-    while isinstance(holder, ast.Attribute | ast.Subscript):
-        holder = holder.value
-    return holder
 
 
 def names_gpu(site: Site) -> bool:
@@ -367,10 +347,6 @@ class Marks:
         """A model is sharded where it is."""
         yield "wrap", next(iter(site.call.args), None), "fsdp2"
 
-    def convert(self, site: Site) -> Found:
-        """The batch norms of a model are made ones that share their statistics."""
-        yield "sync_bn", argument(site.call, 0, "module"), ""
-
     def move(self, site: Site) -> Found:
         """A model is moved to a device."""
         receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
@@ -477,53 +453,6 @@ class Marks:
         elif site.name == "train_test_split" and not full and site.receiver is not None:
             yield "shuffle", site.receiver, "numpy split"
 
-    def grow(self, site: Site) -> Found:
-        """A model is given more parameters, by a function that makes them or by a layer that it is handed."""
-        call, holder = site.call, site.receiver
-        if site.name in GROWS:
-            yield (
-                "grow",
-                holder if holder is not None else next(iter(call.args), None),
-                "resize" * ("resize" in site.name),
-            )
-            return
-        holder = next(iter(call.args), None) if site.name == "setattr" else holder
-        given = call.args[-1] if call.args else None
-        local = site.name == "append" and not isinstance(holder, ast.Attribute)  # a list of the function's own
-        if given is not None and not local and grown(holder, site.scope) and self.has_parameters(given, site.scope):
-            yield "grow", holder, ""
-
-    def group(self, site: Site) -> Found:
-        """An optimizer is given more parameters."""
-        yield "group", parameters_of(next(iter(site.call.args), None)), ""
-
-    def has_parameters(self, value: ast.expr, scope: Scope) -> bool:
-        """Whether an expression makes layers that have parameters."""
-        for part in walk(value):
-            if isinstance(part, ast.Call) and last(part)[:1].isupper():
-                if LAYERS.search(last(part)) and self.calls.names.qualify(part.func, scope).startswith("torch.nn."):
-                    return True
-                made = self.calls.names.definition(part.func, scope) if part is value else None
-                if made is not None and made.kind == "class" and self.kinds.is_module_class(made):
-                    return True
-        return False
-
-    def changed(self, stmt: ast.Assign, scope: Scope) -> Iterator[Mark]:
-        """Yield the marks of an assignment that gives a model a new layer, or a variable a new model."""
-        target, value = stmt.targets[0], stmt.value
-        if not isinstance(value, ast.Call) or dotted(value.func) is None:
-            return
-        part = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
-        trained = part is not None and not APART.search(last(target)) and grown(part, scope)
-        if trained and self.has_parameters(value, scope):
-            yield Mark("grow", stmt, stmt, scope, part)
-        key = dotted(target)
-        if key is not None and MODEL.search(last(target)) and key not in map(dotted, walk(value)):
-            made = self.calls.names.definition(value.func, scope)
-            pretrained = last(value) == "from_pretrained" or self.calls.names.qualify(value.func, scope) == "torch.load"
-            if pretrained or (made is not None and made.kind == "class" and self.kinds.is_module_class(made)):
-                yield Mark("remake", stmt, stmt, scope, target)
-
     def state(self, site: Site) -> Found:
         """The state of something is read, for which sharded objects need all ranks."""
         sharded = self.full(site).startswith("torch.distributed")
@@ -568,26 +497,10 @@ class Marks:
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
-        if isinstance(stmt, ast.Assign) and last(stmt.targets[0]) == "requires_grad":
-            model = parameters_around(stmt, scope)
-            if model is not None and isinstance(constant(stmt.value), bool):
-                return (Mark("thaw" if constant(stmt.value) else "freeze", stmt, stmt, scope, model),)
-        if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call):
-            return tuple(self.changed(stmt, scope))
         holder, value = summed(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()
-
-
-def parameters_around(stmt: ast.Assign, scope: Scope) -> ast.expr | None:
-    """Return the model over whose parameters the loop around an assignment to one of them goes."""
-    name = dotted(getattr(stmt.targets[0], "value", None))
-    for loop in loops(stmt, scope.module):
-        over = loop.iter if isinstance(loop, ast.For) and name in {key for key, _ in targets(loop.target)} else None
-        if isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute):
-            return over.func.value if over.func.attr in ("parameters", "named_parameters") else None
-    return None
 
 
 # The readers of calls, with the last names of what they read.
@@ -602,7 +515,6 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.epoch: ("set_epoch",),
     Marks.sampler: ("DistributedSampler",),
     Marks.shard: SHARDS,
-    Marks.convert: ("convert_sync_batchnorm",),
     Marks.move: MOVES,
     Marks.mode: ("eval", "train"),
     Marks.collective: tuple({*COLLECTIVES, *OF_MPI, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
@@ -619,8 +531,6 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),
-    Marks.grow: (*GROWS, "append", "setattr", "add_module", "register_parameter"),
-    Marks.group: ("add_param_group",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():

@@ -26,7 +26,7 @@ from lockstep_lint.events.event import (
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Reader", "Run", "literals", "outcome", "run_from", "runs"]
+__all__ = ["Reader", "Run", "literals", "outcome", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -80,12 +80,6 @@ class Reader(Protocol):
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
         """The marks of a statement."""
-
-
-def run_from(view: View, entry: Scope, reader: Reader | None = None) -> Run:
-    """The run of one function by itself, perhaps with the events of another reader."""
-    programs = _Programs(view.analysis, reader) if reader is not None else _programs(view.analysis)
-    return programs.run(entry)
 
 
 @kept

@@ -19,18 +19,11 @@ __all__ = [
     "StepLoop",
     "accumulating",
     "accumulations",
-    "exchanges",
     "in_few_turns",
     "step_loops",
     "turn_of",
     "turns",
 ]
-
-
-def exchanges(view: View, run: Run) -> bool:
-    """Check whether the gradients of a program are exchanged in each backward."""
-    kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
-    return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or "accelerate" in view.frameworks
 
 
 @dataclass(eq=False, slots=True)

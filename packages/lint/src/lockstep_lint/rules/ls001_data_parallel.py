@@ -84,32 +84,8 @@ def is_torchs(name: str) -> bool:
 
 RULE = Rule(
     code="LS001",
-    name="nn.DataParallel",
-    what=(
-        "A model is wrapped in `nn.DataParallel` (or run by `data_parallel`), or Lightning's Trainer is told to do so "
-        '(`strategy="dp"`).'
-    ),
-    why=(
-        "One Python process drives all GPUs: the interpreter's lock serialises them, the model is copied in every "
-        "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
-        "GPUs, also on one machine."
-    ),
-    bad="""
-import torch
-from torch import nn
-
-model = nn.DataParallel(nn.Linear(4, 2)).cuda()
-""",
-    good="""
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-def wrap(model, local_rank):
-    return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Wrap in DistributedDataParallel and start one process a GPU with torchrun",
 )

@@ -8,7 +8,6 @@ from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
-    Words,
     argument,
     constant,
     dotted,
@@ -20,7 +19,6 @@ from lockstep_lint.analysis.nodes import (
     strings,
 )
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -33,15 +31,11 @@ DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
 )
 SAMPLERS = ("sampler", "batch_sampler")
-FIXED = "divides the data among {number} ranks, however many there are: leave num_replicas out"
-UNPREPARED = "every rank reads the same samples: Accelerate was not given this loader, so pass it to prepare()"
-# What the object of Accelerate is called.
-ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
 SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
+    """Find loaders that train under DDP without a sampler, and samplers next to shuffle=True."""
     fed: set[ast.Call] = set()
     for run in runs(view) if "DataLoader" in view.module.by_name else ():
         if "accelerate" not in view.analysis.frameworks(run.entry.module) and wraps(view, run):
@@ -50,65 +44,10 @@ def check(view: View) -> Iterator[Found]:
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
             yield Found(site.call, SAME, proposal=sampler_given(view, site))
     if "accelerate" in view.frameworks:
-        yield from missing_prepare(view)
         return
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
-    yield from fixed_numbers(view)
-
-
-def missing_prepare(view: View) -> Iterator[Found]:
-    """Yield the loaders that train in a program of Accelerate, and that it was not given to divide."""
-    given = list(prepare_arguments(view))
-    if not given or any(may_be_loader(view, value, scope) for value, scope in given):
-        return
-    backs = (event for run in runs(view) for event in run.of("backward") if by_accelerator(event))
-    fed = {call for event in backs for call in feeds(view, event)}
-    known = {call for value, scope in given for call, _, _ in view.origins.calls_of(value, scope)}
-    for site in view.sites("DataLoader"):
-        if site.call in fed - known and view.ranks.everywhere(site, view.module) and not divided(view, site):
-            yield Found(site.call, UNPREPARED)
-
-
-def by_accelerator(event: Event) -> bool:
-    """Check whether Accelerate computes the gradients of a backward."""
-    return event.mark.site is not None and ACCELERATOR.search(last(event.mark.site.receiver))
-
-
-def prepare_arguments(view: View) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what the programs of a file hand to Accelerate."""
-    for member in view.project.family(view.module):
-        for site in member.sites("prepare", "prepare_data_loader", "skip_first_batches"):
-            yield from ((value, site.scope) for value in (*site.call.args, *(k.value for k in site.call.keywords)))
-
-
-def may_be_loader(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Check whether an argument may be a loader that is not seen to be one: a list of all, or what nobody knows."""
-    kinds = view.kinds
-    if isinstance(value, ast.Starred) or kinds.loader_call(value, scope) is not None:
-        return isinstance(value, ast.Starred)
-    if any(ask(value, scope) for ask in (kinds.is_model, kinds.is_optimizer, kinds.is_scheduler)):
-        return False
-    made = [(origin.call, origin.scope) for origin in view.origins.of(value, scope)]
-    classes = [view.names.definition(call.func, home) if call is not None else None for call, home in made]
-    return kinds.is_loader(value, scope) or not made or not all(c is not None and c.kind == "class" for c in classes)
-
-
-def fixed_numbers(view: View) -> Iterator[Found]:
-    """The samplers that divide the data among a number of ranks that is written out, each by its own rank."""
-    for site in view.sites("DistributedSampler"):
-        number, rank = (argument(site.call, place, name) for place, name in ((1, "num_replicas"), (2, "rank")))
-        count, name = constant(number), dotted(rank.func if isinstance(rank, ast.Call) else rank) or ""
-        if not isinstance(count, int) or isinstance(count, bool) or count < 2 or not name:
-            continue
-        looped = any(bind.how not in ("assign", "param") for bind in site.scope.binds.get(name, []))
-        known = isinstance(rank, ast.Call) or name in site.scope.params or "." in name or name in site.scope.binds
-        text = "\n".join(member.text for member in view.project.family(view.module))
-        started = r"(nprocs?(_per_node)?|world_?size|num_processes)['\"\]]*\s*=\s*"
-        meant = re.search(rf"{started}{count}\b", text, re.IGNORECASE)
-        if known and not looped and not meant:
-            yield Found(site.call, FIXED.format(number=count))
 
 
 def samples(view: View, site: Site) -> bool:
@@ -213,66 +152,11 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS003",
-    name="DDP without a distributed sampler",
-    what=(
-        "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
-        "samples, as has one that Accelerate's `prepare` was not given, or DeepSpeed's engine; or a loader has "
-        "`shuffle=True` beside a sampler, or `num_replicas` is a number written out."
-    ),
-    why=(
-        "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "
-        "seeds all ranks compute the same gradients. Beside a sampler, shuffle=True is an error."
-    ),
-    bad="""
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torchvision.datasets import CIFAR10
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    loader = DataLoader(CIFAR10("data"), batch_size=32, shuffle=True)
-    for epoch in range(10):
-        for images, labels in loader:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-    dist.destroy_process_group()
-""",
-    good="""
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision.datasets import CIFAR10
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    data = CIFAR10("data")
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        sampler.set_epoch(epoch)
-        for images, labels in loader:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-    dist.destroy_process_group()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Pass sampler=DistributedSampler(dataset) and call its set_epoch in every epoch",
     moot=frozenset(
         {
             "lightning",

@@ -164,54 +164,10 @@ def starts(view: View, event: Event, key: str) -> bool:
 
 RULE = Rule(
     code="LS004",
-    name="set_epoch missing",
-    what=(
-        "A DistributedSampler shuffles for training, but its `set_epoch` is never called, or always with the same"
-        " number, such as the first epoch."
-    ),
-    why=(
-        "The sampler's order depends on its seed and epoch alone: without set_epoch every epoch has the same "
-        "order and the same division among ranks."
-    ),
-    bad="""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
-    good="""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Call sampler.set_epoch(epoch) at the start of every epoch",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
-    note=(
-        "It is told at the sampler, in the file that makes it, or where a file gets it from a helper of another "
-        "file (unless a flag that this is given turns the sampler off); once a place, whatever file the epochs are in. "
-        "Where set_epoch is called, it is told of a sampler whose name another one gets first, as the call is then for "
-        "that one alone. A class of samplers that only defines set_epoch calls nothing."
-    ),
 )

@@ -125,44 +125,9 @@ def feeds_model(view: View, shifted: set[str], body: list) -> bool:  # type: ign
 
 RULE = Rule(
     code="LS006",
-    name="criterion or target on the CPU",
-    what="The weights of a loss, or the targets of a batch, stay on the CPU while the model's outputs are on a GPU.",
-    why=(
-        "The first step stops with 'Expected all tensors to be on the same device'; if it is in the evaluation, "
-        "only after the first epoch."
-    ),
-    bad="""
-import torch
-from torch import nn
-
-def train(model, loader, optimizer):
-    model.cuda()
-    criterion = nn.CrossEntropyLoss()
-    for inputs, targets in loader:
-        inputs = inputs.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-from torch import nn
-
-def train(model, loader, optimizer, device):
-    model.to(device)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]).to(device))
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Move criterion and targets to the model's device",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
 )

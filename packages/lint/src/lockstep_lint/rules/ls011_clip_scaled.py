@@ -109,44 +109,9 @@ def misplaced(events: list[Event], clip: Event) -> str:
 
 RULE = Rule(
     code="LS011",
-    name="clipping scaled or stepped gradients",
-    what=(
-        "Gradients are clipped while the factor of a GradScaler or of apex's `scale_loss` is still in them, or after "
-        "the optimizer's step."
-    ),
-    why=(
-        "A scaler multiplies the loss, and so the gradients, by up to 65536: a clip at norm 1 then shrinks nearly "
-        "everything to nothing. A clip after the step has no effect at all."
-    ),
-    bad="""
-import torch
-
-def step(model, optimizer, scaler, loss):
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    good="""
-import torch
-
-def step(model, optimizer, scaler, loss):
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call scaler.unscale_(optimizer), clip, then step",
     moot=frozenset({"lockstep", "composer"}),
-    note=(
-        'With Accelerate and Fabric it is told where the precision is written out (`mixed_precision="fp16"`, '
-        '`precision="16-mixed"`) and torch\'s own clip stands behind their backward.'
-    ),
 )

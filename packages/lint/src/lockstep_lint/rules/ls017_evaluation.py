@@ -1,15 +1,13 @@
 """LS017: evaluation without eval() or no_grad, or train mode not restored."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import TURN, above, following, guards, inside, loops
+from lockstep_lint.analysis.context import TURN, above
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, strings, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.evaluation import evaluates, in_eval_mode, looped, span, trains, without_graph
+from lockstep_lint.events.evaluation import evaluates, in_eval_mode, span, trains, without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import opposed, same, subject, things
 from lockstep_lint.events.run import Run, runs
@@ -28,34 +26,24 @@ TRAINED = Words(
 EVAL, NO_GRAD = "model.eval()", "torch.no_grad()"
 
 
-LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
-# What Lightning calls between two batches that it trains on; after a validation it puts the mode back itself.
-HOOKS = ("on_train_epoch_end", "on_train_batch_end", "on_epoch_end")
-
-
 def check(view: View) -> Iterator[Found]:
-    """Looks at the calls of models that evaluate, and at training loops that evaluate in between."""
-    if view.analysis.is_moot(view.module, LIGHTNING):
-        yield from left_by_hooks(view)
-        return
+    """Find models that evaluate in training mode or with a graph, and those that then train in eval mode."""
     answers: dict[Site, dict[str, set[bool | None]]] = {}
     for run in runs(view):
         for event, site in evaluations(view, run):
             asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
             asked[EVAL].add(in_eval_mode(view, run, event))
             asked[NO_GRAD].add(without_graph(view, run, event))
-        for event, site in (*shared(view, run), *phases(view, run)):
-            asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
-            asked[EVAL].add(in_eval_mode(view, run, event) if site is not event.mark.site else None)
-            asked[NO_GRAD].add(without_graph(view, run, event) is True)  # what calls it trains, and keeps graphs
     done: set[Scope] = set()
+    trained = any(run.of("backward") for run in runs(view))
     for site in sorted(answers, key=lambda each: each.line):
         missing = [what for what, found in answers[site].items() if False in found and None not in found]
         if missing and site.scope not in done and site.module is view.module:
             done.add(site.scope)
-            yield at(site, f"evaluates without {' and '.join(missing)}")
+            # What libraries load is in eval mode already, so a missing eval() matters most where something trains.
+            level = None if trained or NO_GRAD in missing else Severity.HINT
+            yield at(site, f"evaluates without {' and '.join(missing)}", severity=level)
     yield from not_restored(view)
-    yield from averaged(view)
 
 
 def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
@@ -73,93 +61,7 @@ def in_loop(run: Run, event: Event) -> Site | None:
     return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
 
 
-def shared(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
-    """Yield the calls of a function that evaluate by their arguments, where others train (`epoch(loader, False)`)."""
-    calls: dict[Scope, dict[CallBlock, None]] = defaultdict(dict)
-    for event in run.of("run", "backward"):
-        for block in event.path:
-            if isinstance(block, CallBlock):
-                calls[block.function][block] = None
-    trained = {back for event in run.of("backward") for back in event.path}
-    idle = [block for blocks in calls.values() if trained & blocks.keys() for block in blocks if block not in trained]
-    for block in idle:
-        models = [e for e in span(run, block) if e.kind == "run" and looped(e.within(block))]
-        inner = any(outer in idle for outer in models[0].path[: models[0].path.index(block)]) if models else True
-        if not inner and not evaluates(view, run, models[0]):
-            yield models[0], block.site
-
-
-def phases(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
-    """Yield the calls of the model in a loop over phases, of which only the training one computes gradients."""
-    for event in run.of("run"):
-        for loop in event.loops if event.mark.site is not None and event.module is view.module else ():
-            phase = dotted(getattr(loop.node, "target", None)) or ""
-            over = getattr(loop.node, "iter", None)
-            if over is not None and any(map(EVALUATION.search, strings(over))):
-                backs = list(turn(run.events, loop, "backward"))
-                apart_from = any(mentions(arm.node, phase) for arm in event.tests)
-                site = event.mark.site
-                if backs and site is not None and not apart_from and all(in_training(back, phase) for back in backs):
-                    yield event, site
-
-
-def in_training(event: Event, phase: str) -> bool:
-    """Check whether a test of the phase keeps an event to the training."""
-    for arm in event.tests:
-        test = arm.node
-        if isinstance(test, ast.Compare) and mentions(test, phase) and "train" in strings(test):
-            return arm.when is isinstance(test.ops[0], ast.Eq)
-    return False
-
-
-AVERAGED = "training goes on from the averaged weights: store the model's own before, and restore them after"
-# What puts averaged weights in the place of a model's own.
-PUTS_IN = ("copy_to", "apply_shadow")
-PUTS_BACK = ("load_state_dict", "copy_", "swap")
 STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
-
-
-def left_by_hooks(view: View) -> Iterator[Found]:
-    """The callbacks of Lightning that switch the module to eval mode, where no function of their file puts it back."""
-    if any(view.module.sites("train")):
-        return
-    for site in view.sites("eval"):
-        params = list(site.scope.params)
-        if site.scope.name in HOOKS and params[:1] == ["self"] and dotted(site.receiver) in params[2:3]:
-            yield at(site, STAYS)
-
-
-def averaged(view: View) -> Iterator[Found]:
-    """Yield the calls that put averaged weights into the model that a loop goes on to train, and is averaged from."""
-    sites = [site for site in view.sites(*PUTS_IN) if site.receiver is not None and site.call.args]
-    if not sites or any(True for member in view.project.family(view.module) for _ in member.sites("restore")):
-        return
-    for site in sites:
-        outer = next(iter(loops(site.stmt, site.module)[-1:]), None)
-        turns = [each for each in site.scope.sites if outer is not None and inside(each.stmt, outer, site.module)]
-        fed = [each for each in turns if each.name in ("step", "update") and each.call.args]
-        own = [each for each in fed if dotted(each.receiver) == dotted(site.receiver)]
-        same_model = [each for each in own if weights_of(view, each) == weights_of(view, site)]
-        if same_model and not once_only(site) and not any(each.name in PUTS_BACK for each in turns):
-            yield at(site, AVERAGED)
-
-
-def weights_of(view: View, site: Site) -> str:
-    """Return the text of the weights that a call is handed, with the first name of a model that has two."""
-    given = site.call.args[0]
-    model = given.func.value if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else given
-    binds = view.origins.binds(dotted(model) or "", site.scope, site.line)
-    alias = binds[0][0].value if len(binds) == 1 else None
-    return dotted(alias if isinstance(alias, ast.Name) else model) or ast.unparse(given)
-
-
-def once_only(site: Site) -> bool:
-    """Check whether a call is made in one turn of its loops, or the loop ends behind it."""
-    tests = [guard.test for guard in guards(site.stmt, site.module)]
-    asks = (node for test in tests for node in walk(test) if isinstance(node, ast.Compare))
-    single = any(isinstance(node.ops[0], ast.Eq) and not isinstance(node.left, ast.BinOp) for node in asks)
-    behind = following(site.stmt, site.module)
-    return single or any(isinstance(stmt, ast.Break | ast.Return) for stmt in behind)
 
 
 def not_restored(view: View) -> Iterator[Found]:
@@ -290,63 +192,9 @@ def in_last(test: ast.expr) -> bool:
 
 RULE = Rule(
     code="LS017",
-    name="evaluation mode",
-    what=(
-        "An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode, or "
-        "from averaged weights that were put into the model (`ema.copy_to`)."
-    ),
-    why=(
-        "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
-        "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
-    ),
-    bad="""
-import torch
-
-def evaluate(model, val_loader):
-    correct = 0
-    with torch.no_grad():
-        for x, y in val_loader:
-            correct += (model(x).argmax(1) == y).sum()
-    return correct
-
-def main(model, val_loader):
-    print(evaluate(model, val_loader))
-
-if __name__ == "__main__":
-    main(torch.nn.Linear(4, 2), [])
-""",
-    good="""
-import torch
-
-@torch.no_grad()
-def evaluate(model, val_loader):
-    model.eval()
-    correct = 0
-    for x, y in val_loader:
-        correct += (model(x).argmax(1) == y).sum()
-    model.train()
-    return correct
-
-def main(model, val_loader):
-    print(evaluate(model, val_loader))
-
-if __name__ == "__main__":
-    main(torch.nn.Linear(4, 2), [])
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
-    moot=frozenset({"composer", "lockstep", "trl", "fastai"}),
-    note=(
-        "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
-        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
-        "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
-        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`). "
-        "A method that a class of the project only inherits the calls of is judged by what its base class does before. "
-        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation. "
-        "Of a program of Lightning, which switches the modes itself, only callbacks are told that end a training epoch "
-        "or batch with `pl_module.eval()`."
-    ),
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
 )

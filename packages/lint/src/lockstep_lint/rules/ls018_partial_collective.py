@@ -120,35 +120,9 @@ def describe(view: View, run: Run, event: Event, called: bool) -> str:
 
 RULE = Rule(
     code="LS018",
-    name="collective on some ranks only",
-    what=(
-        "A collective (`barrier`, `all_reduce`, ..., Accelerate's `wait_for_everyone`, Fabric's `save`) stands where "
-        "only some ranks arrive, directly or in a function called there; or only some ranks run a model that FSDP has "
-        "wrapped, or wrap one, or have DeepSpeed's engine save."
-    ),
-    why=(
-        "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "
-        "default half an hour, and the job dies."
-    ),
-    bad="""
-import torch.distributed as dist
-
-def log(loss, rank):
-    if rank == 0:
-        dist.all_reduce(loss)
-        print(loss)
-""",
-    good="""
-import torch.distributed as dist
-
-def log(loss, rank):
-    dist.all_reduce(loss)
-    if rank == 0:
-        print(loss)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Let every rank call the collective; guard only what is done with the result",
 )

@@ -74,39 +74,9 @@ def named_elsewhere(view: View, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS019",
-    name="no destroy_process_group",
-    what="A program starts a process group and never calls `destroy_process_group`.",
-    why=(
-        "NCCL's threads and sockets are torn down in any order at exit: hangs, warnings, and leaked GPU memory; "
-        "torch warns of it at every exit."
-    ),
-    bad="""
-import torch.distributed as dist
-
-def main():
-    dist.init_process_group("nccl")
-
-if __name__ == "__main__":
-    main()
-""",
-    good="""
-import torch.distributed as dist
-
-def main():
-    dist.init_process_group("nccl")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call torch.distributed.destroy_process_group() when training has ended",
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
-    note=(
-        "It is told at `init_process_group`, in the file that calls it, be it the script or its helper. A "
-        "`destroy_process_group` in the programs silences it, but not one in a function that nothing in sight names."
-    ),
 )

@@ -94,40 +94,9 @@ def conditional(event: Event, loop: LoopBlock) -> bool:
 
 RULE = Rule(
     code="LS021",
-    name="zero_grad",
-    what=(
-        "The gradients are never cleared, cleared before the loop only, cleared between backward and step, or cleared "
-        "in every micro-batch of an accumulation."
-    ),
-    why=(
-        "Uncleared gradients add up over all steps and training diverges; cleared at the wrong moment, the step "
-        "or the accumulation does nothing."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        for p in model.parameters():
-            p.grad = None
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call optimizer.zero_grad() once a step, before backward or after step",
     moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl", "fastai"}),
-    note="Gradients that are never cleared are told at the optimizer's step, those cleared too early at `zero_grad`.",
 )

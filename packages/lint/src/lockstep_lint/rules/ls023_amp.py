@@ -130,39 +130,8 @@ def trains_under(view: View, site: Site) -> bool:
 
 RULE = Rule(
     code="LS023",
-    name="mixed precision",
-    what="A GradScaler is used with bfloat16, or float16 is trained without one, or with one that scales nothing.",
-    why=(
-        "Float16 gradients below 6e-8 become zero unless the loss is scaled; bfloat16 needs no scaling, and the scaler "
-        "only skips steps."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    scaler = torch.amp.GradScaler("cuda")
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Use a GradScaler with float16 only",
 )

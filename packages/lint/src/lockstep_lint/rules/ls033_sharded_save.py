@@ -44,37 +44,10 @@ def reads(view: View, event: Event) -> bool:
 
 RULE = Rule(
     code="LS033",
-    name="sharded state on one rank",
-    what="The state of an FSDP model, or of a sharded optimizer, is read on one rank only.",
-    why=(
-        "Reading it gathers the shards from all ranks: alone, the rank waits for ever, or it saves a fraction of "
-        "the parameters."
-    ),
-    bad="""
-import torch
-import torch.distributed.checkpoint.state_dict as dcs
-from torch.distributed.fsdp import fully_shard
-
-def save(model, rank):
-    fully_shard(model)
-    if rank == 0:
-        torch.save(dcs.get_model_state_dict(model), "model.pt")
-""",
-    good="""
-import torch
-import torch.distributed.checkpoint.state_dict as dcs
-from torch.distributed.fsdp import fully_shard
-
-def save(model, rank):
-    fully_shard(model)
-    state = dcs.get_model_state_dict(model)
-    if rank == 0:
-        torch.save(state, "model.pt")
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Take the state on all ranks, write it on one",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "accelerate"}),
 )

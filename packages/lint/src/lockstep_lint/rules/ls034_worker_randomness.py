@@ -145,55 +145,9 @@ def level(view: View, site: Site) -> Severity:
 
 RULE = Rule(
     code="LS034",
-    name="numpy randomness in workers",
-    what=(
-        "A Dataset draws from a generator of numpy's that it has made itself, its loader has workers, and no "
-        "`worker_init_fn` seeds them. A hint: it draws from numpy's global generator."
-    ),
-    why=(
-        "Each worker gets a copy of the data set with its generator, and draws the same numbers as all others, anew in "
-        "every epoch: augmentations repeat. numpy's global generator is seeded in each worker since torch 1.9; before, "
-        "it was copied too."
-    ),
-    bad="""
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Noisy(Dataset):
-    def __init__(self):
-        self.rng = np.random.default_rng(0)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return torch.tensor(i + self.rng.normal())
-
-loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
-""",
-    good="""
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Noisy(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return i + torch.randn(())
-
-loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Draw from torch's generator, or seed numpy in a worker_init_fn",
     moot=frozenset({"lockstep"}),
-    note=(
-        "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
-        "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the "
-        "draw, and at the first loader of a data set that stands in another file, in each arm of a test."
-    ),
 )

@@ -89,48 +89,10 @@ def changes_one(view: View, run: Run, event: Event) -> bool:
 
 RULE = Rule(
     code="LS041",
-    name="weights of one rank",
-    what=(
-        "Only some ranks load the state of a model, or initialise it, after DDP or FSDP has wrapped it, or step its "
-        "optimizer."
-    ),
-    why=(
-        "The wrapper makes the ranks' parameters equal once, when it is made. What one rank changes later it keeps to "
-        "itself: the gradients are averaged, the weights differ, and the ranks train different models."
-    ),
-    bad="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(rank, loader, path):
-    model = DDP(torch.nn.Linear(4, 2).to(rank), device_ids=[rank])
-    if rank == 0:
-        model.module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(rank, loader, path):
-    model = torch.nn.Linear(4, 2).to(rank)
-    if rank == 0:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    model = DDP(model, device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Load the state on every rank, or before the wrapper is made",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer"}),
 )

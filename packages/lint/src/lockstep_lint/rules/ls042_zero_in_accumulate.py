@@ -41,41 +41,8 @@ def first(run: Run, zero: Event, block: WithBlock) -> bool:
 
 RULE = Rule(
     code="LS042",
-    name="zero_grad first in accumulate()",
-    what="Under `accelerator.accumulate(model)`, `optimizer.zero_grad()` comes before backward instead of after step.",
-    why=(
-        "A prepared optimizer's zero_grad does something in the last micro-batch only, where gradients are exchanged. "
-        "Called first, it wipes what the others have accumulated, and each step is made of one micro-batch."
-    ),
-    bad="""
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            optimizer.zero_grad()
-            loss = model(x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-""",
-    good="""
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = model(x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call optimizer.zero_grad() after optimizer.step()",
 )

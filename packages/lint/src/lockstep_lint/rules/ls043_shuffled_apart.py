@@ -106,41 +106,9 @@ def line(stmt: ast.stmt) -> int:
 
 RULE = Rule(
     code="LS043",
-    name="shuffled apart",
-    what=(
-        "Each rank shuffles a data set or a list of files without a seed, or splits it at random, and then takes its "
-        "own part of it, or holds a part out for the evaluation (`data[:n]`, `data[n:]`)."
-    ),
-    why=(
-        "Every process draws its own order, so the parts overlap: some samples are trained on several times an epoch, "
-        "others never. Of a split, one rank trains on what another tests on. Nothing fails, and the score is not what "
-        "it seems."
-    ),
-    bad="""
-import torch.distributed as dist
-from datasets import load_dataset
-
-def main():
-    dist.init_process_group("nccl")
-    data = load_dataset("imdb", split="train").shuffle()
-    data = data.shard(num_shards=dist.get_world_size(), index=dist.get_rank())
-    dist.destroy_process_group()
-    return data
-""",
-    good="""
-import torch.distributed as dist
-from datasets import load_dataset
-
-def main():
-    dist.init_process_group("nccl")
-    data = load_dataset("imdb", split="train").shuffle(seed=0)
-    data = data.shard(num_shards=dist.get_world_size(), index=dist.get_rank())
-    dist.destroy_process_group()
-    return data
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Shuffle with one seed on all ranks, or divide first",
 )

@@ -68,33 +68,8 @@ def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS044",
-    name="local rank as rank",
-    what="`init_process_group` is given the rank on the node (`LOCAL_RANK`) as `rank`.",
-    why=(
-        "On one node both numbers are the same. On two nodes each rank exists twice: the start waits for the missing "
-        "ranks until it times out."
-    ),
-    bad="""
-import os
-import torch.distributed as dist
-
-def main():
-    local_rank = int(os.environ["LOCAL_RANK"])
-    dist.init_process_group("nccl", rank=local_rank, world_size=int(os.environ["WORLD_SIZE"]))
-    dist.destroy_process_group()
-""",
-    good="""
-import os
-import torch.distributed as dist
-
-def main():
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("nccl", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    dist.destroy_process_group()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy='Leave rank and world_size out (torchrun sets them), or pass int(os.environ["RANK"])',
 )

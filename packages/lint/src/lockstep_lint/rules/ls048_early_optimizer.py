@@ -33,34 +33,9 @@ def sharded_after(view: View, run: Run, event: Event) -> Event | None:
 
 RULE = Rule(
     code="LS048",
-    name="optimizer before the shards",
-    what="An optimizer is made of a model's parameters before `fully_shard`, or FSDP, replaces them by shards.",
-    why=(
-        "The optimizer keeps the parameters that it was given. The sharded model computes with others: every step "
-        "changes tensors that nothing reads, and the model stays as it was."
-    ),
-    bad="""
-import torch
-from torch.distributed.fsdp import fully_shard
-
-def build(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    fully_shard(model)
-    return model, optimizer
-""",
-    good="""
-import torch
-from torch.distributed.fsdp import fully_shard
-
-def build(model):
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return model, optimizer
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Make the optimizer after the model is sharded",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep"}),
 )

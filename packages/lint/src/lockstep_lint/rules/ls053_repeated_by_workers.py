@@ -63,49 +63,8 @@ def fixed(view: View, node: ast.expr) -> bool:
 
 RULE = Rule(
     code="LS053",
-    name="data repeated by workers",
-    what="A loader with several workers reads an IterableDataset whose `__iter__` gives each worker all of the data.",
-    why=(
-        "Each worker has its own copy of the data set and iterates over all of it: with four workers an epoch has each "
-        "sample four times, and an evaluation counts it four times."
-    ),
-    bad="""
-from pathlib import Path
-from torch.utils.data import DataLoader, IterableDataset
-
-class Lines(IterableDataset):
-    def __init__(self, folder):
-        self.files = sorted(Path(folder).glob("*.txt"))
-
-    def __iter__(self):
-        for file in self.files:
-            yield file.read_text()
-
-loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
-""",
-    good="""
-from pathlib import Path
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-class Lines(IterableDataset):
-    def __init__(self, folder):
-        self.files = sorted(Path(folder).glob("*.txt"))
-
-    def __iter__(self):
-        info = get_worker_info()
-        own = self.files[info.id :: info.num_workers] if info else self.files
-        for file in own:
-            yield file.read_text()
-
-loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="none",
-    remedy="Divide the data by torch.utils.data.get_worker_info() in __iter__",
-    note=(
-        "Silent where a class draws by chance, knows of workers or ranks, or iterates over what it is given, which may "
-        "divide itself, and beside `worker_init_fn`."
-    ),
 )

@@ -1,0 +1,161 @@
+"""LS005: BatchNorm under DDP."""
+
+import pytest
+
+from lockstep_lint.config import configure
+from lockstep_lint.runner import check_paths, check_text
+
+
+def told(text, code):
+    return bool(check_text(text, configure({}, code, "")))
+
+
+WRAPPED = """
+import segmentation_models_pytorch as smp
+import timm
+import torch
+import torchvision
+from efficientnet_pytorch import EfficientNet
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(local_rank):
+    model = {made}.to(local_rank)
+    return DDP(model, device_ids=[local_rank])
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("smp.Unet(encoder_name='resnet34', classes=1)", True),
+        ("smp.DeepLabV3Plus('mit_b0')", True),
+        ("EfficientNet.from_pretrained('efficientnet-b0')", True),
+        ("torchvision.models.segmentation.deeplabv3_resnet50()", True),
+        ("torchvision.models.video.r3d_18()", True),
+        ("timm.create_model('seresnext50_32x4d')", True),
+        ("timm.create_model('tf_efficientnet_b4', pretrained=True)", True),
+        ("smp.Unet('mit_b0', decoder_use_batchnorm=False)", False),
+        ("smp.losses.DiceLoss('binary')", False),
+        ("timm.create_model('resnetv2_50x1_bit')", False),
+        ("timm.create_model('resnet50_gn')", False),
+        ("timm.create_model('convnext_tiny')", False),
+        ("torchvision.models.resnet50(norm_layer=lambda n: nn.GroupNorm(32, n))", False),
+        ("torchvision.models.vit_b_16()", False),
+    ],
+)
+def test_models_of_libraries_that_hold_batch_norm(made, found):
+    assert told(WRAPPED.format(made=made), "LS005") is found
+
+
+ON_CPU = """
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+visible = "CUDA_VISIBLE_DEVICES"
+
+def main(data, optimizer, rank):
+    dist.init_process_group("gloo")
+    device = {device}
+    model = torchvision.models.resnet18().to(device)
+    model = DDP(model)
+    for x in DataLoader(data, 8, num_workers=2, pin_memory=True):
+        x = x.to(device)
+        model(x).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "found"),
+    [
+        ("torch.device('cpu')", False),
+        ("'cpu'", False),
+        ("torch.device('cuda', rank)", True),
+        ("torch.device('cuda') if torch.cuda.is_available() else torch.device('cpu')", True),
+        ("rank", True),
+    ],
+)
+@pytest.mark.parametrize("code", ["LS005", "LS022"])
+def test_a_device_that_is_the_cpu(code, device, found):
+    assert told(ON_CPU.format(device=device), code) is found
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, body=None):
+        super().__init__()
+        self.layer = nn.BatchNorm1d(4)
+"""
+
+
+WRAPPED_2 = """
+{line}
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def wrap(rank):
+    return DDP({made}.to(rank), device_ids=[rank])
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "made", "found"),
+    [
+        ("import parts.builder", "parts.builder.Net()", True),
+        ("import parts.deep.more", "parts.deep.more.Net()", True),
+        ("import parts", "parts.builder.Net()", True),
+        ("from parts import deep", "deep.more.Net()", True),
+        ("import parts.builder", "parts.builder.Other()", False),
+        ("import pieces.builder", "pieces.builder.Net()", False),
+    ],
+)
+@pytest.mark.parametrize("package", [True, False])
+def test_a_package_that_is_named_with_its_file(tmp_path, line, made, found, package):
+    (tmp_path / "parts" / "deep").mkdir(parents=True)
+    (tmp_path / "parts" / "builder.py").write_text(NET)
+    (tmp_path / "parts" / "deep" / "more.py").write_text(NET)
+    if package:
+        (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "main.py").write_text(WRAPPED_2.format(line=line, made=made))
+    assert bool(check_paths([str(tmp_path / "main.py")], configure({}, "LS005", ""))) is found
+
+
+ADDS = (
+    "import os.path as osp\nimport sys\n\ndef add_path(path):\n    if path not in sys.path:\n        {does}\n\n{call}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("does", "call", "found"),
+    [
+        ("sys.path.insert(0, path)", "lib_path = osp.join(this_dir, '..', 'lib')\nadd_path(lib_path)", True),
+        ("sys.path.append(path)", "add_path(osp.join(this_dir, '..', 'lib'))", True),
+        ("print(path)", "lib_path = osp.join(this_dir, '..', 'lib')\nsys.path.insert(0, lib_path)", True),
+        ("print(path)", "add_path(osp.join(this_dir, '..', 'lib'))", False),
+        ("sys.path.insert(0, path)", "add_path(osp.join(this_dir, '..', 'bin'))", False),
+    ],
+)
+def test_a_function_that_adds_to_the_path(tmp_path, does, call, found):
+    for name in ("lib", "bin", "tools"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "setup.py").write_text("")
+    (tmp_path / "lib" / "nets.py").write_text(NET)
+    (tmp_path / "tools" / "_init_paths.py").write_text(ADDS.format(does=does, call=call))
+    script = WRAPPED_2.format(line="import _init_paths\nfrom nets import Net", made="Net()")
+    (tmp_path / "tools" / "main.py").write_text(script)
+    assert bool(check_paths([str(tmp_path / "tools" / "main.py")], configure({}, "LS005", ""))) is found
+
+
+@pytest.mark.parametrize(("norm", "expected"), [("BatchNorm2d", True), ("GroupNorm", False)])
+def test_a_model_of_an_object_that_is_wrapped_in_its_place(tmp_path, norm, expected):
+    text = "from torch import nn\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n"
+    text += f"class Trainer:\n    def __init__(self):\n        self.model = nn.Sequential(nn.{norm}(8, 8))\n\n"
+    text += "def main(rank):\n    trainer = Trainer()\n    trainer.model = DDP(trainer.model, device_ids=[rank])\n"
+    (tmp_path / "run.py").write_text(text)
+    assert bool(check_paths([str(tmp_path / "run.py")], configure({}, "LS005", ""))) is expected
