@@ -118,7 +118,7 @@ def test_every_module_has_its_floor():
 
 
 def test_engines_are_named_in_their_own_room_alone():
-    """But for an export's formats, a person's names for an engine (hints), a user's files, and traced scripts' packages."""
+    """But for an export's formats, hints of an engine's name, a user's files, and the packages of traced scripts."""
     elsewhere = (
         *(
             "trace/",
