@@ -111,32 +111,3 @@ def told_3(text, rule):
 )
 def test_data_parallel_by_other_names(line, number):
     assert told_3(line + "\n", "LS001") == number
-
-
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
-
-COPY = """
-import torch
-from torch import nn
-
-class Ema:
-    def copy(self, module):
-        {test}:
-            copied = nn.DataParallel(type(module.module)())
-        return copied
-"""
-
-
-@pytest.mark.parametrize(
-    ("test", "found"),
-    [
-        ("if isinstance(module, nn.DataParallel)", False),
-        ("if isinstance(module, (nn.DataParallel, DDP))", False),
-        ("if not isinstance(module, nn.DataParallel)", True),
-        ("if module.gpus > 1", True),
-    ],
-)
-def test_a_copy_of_what_is_wrapped_is_wrapped_like_it(test, found):
-    assert bool(lines(COPY.format(test=test), "LS001")) == found

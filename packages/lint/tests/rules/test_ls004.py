@@ -9,63 +9,6 @@ STEP = "            loss = model(x.to('cuda')).sum()\n            optimizer.zero
 STEP += "            optimizer.step()\n"
 
 
-DATA = "from torch.utils.data import DataLoader, DistributedSampler\n\ndef make({params}):\n{body}"
-
-
-RUN = (
-    """
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from data import make
-
-def main(args, model, optimizer, train_set, val_set):
-    dist.init_process_group('nccl')
-    model = DistributedDataParallel(model)
-    {loaders}
-    for epoch in range(args.epochs):
-        {extra}
-        for x in {loop}:
-"""
-    + STEP
-)
-
-
-BOTH = "    sampler = DistributedSampler(data)\n    held = DataLoader(other)\n"
-BOTH += "    return DataLoader(data, sampler=sampler), held\n"
-
-
-ONE = "    return DataLoader(data, sampler=DistributedSampler(data) if shared else None)\n"
-
-
-FIXED = "    return DataLoader(data, sampler=DistributedSampler(data, shuffle=False))\n"
-
-
-@pytest.mark.parametrize(
-    ("body", "loaders", "loop", "extra", "number"),
-    [
-        (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "pass", 1),
-        (ONE, "loader = make(train_set, shared=True)", "loader", "pass", 1),
-        (ONE, "loader = make(train_set, shared=True)", "(tqdm(loader) if args.bar else loader)", "pass", 1),
-        (BOTH, "loader, val_loader = make(train_set, val_set)", "loader", "loader.sampler.set_epoch(epoch)", 0),
-        (FIXED, "loader = make(train_set)", "loader", "pass", 0),
-        (ONE, "val_loader = make(val_set, shared=True)", "args.data", "pass", 0),
-        (
-            ONE,
-            "loader = make(train_set) if dist.get_rank() == 0 else None",
-            "args.data",
-            "pass",
-            0,
-        ),  # `shared` is False
-        ("    return DataLoader(data)\n", "loader = make(train_set)", "loader", "pass", 0),
-    ],
-)
-def test_set_epoch_of_a_loader_that_another_file_makes(tmp_path, body, loaders, loop, extra, number):
-    (tmp_path / "data.py").write_text(DATA.format(params="data, other=None, shared=False", body=body))
-    (tmp_path / "run.py").write_text(RUN.format(loaders=loaders, loop=loop, extra=extra))
-    found = check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))
-    assert len(found) == number
-
-
 TWICE = """
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -162,11 +105,48 @@ def test_a_helper_that_is_told_for_which_part_it_makes_a_sampler(tmp_path, split
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
 
 
-def test_a_sampler_of_an_object_may_be_read_anywhere():
-    call = "sampler.set_epoch(epoch)"
-    text = TWICE.format(between="self.keep_first()", other="sampler = DistributedSampler(keep)", call=call)
-    text = text.replace("def main(", "def main(self, ").replace("sampler = D", "self.sampler = D")
-    text = text.replace("sampler=sampler", "sampler=self.sampler").replace(
-        "sampler.set_epoch", "self.sampler.set_epoch"
-    )
-    assert not check_text(text + STEP, configure({}, "LS004", ""))
+def count_findings(text, rule):
+    """Count the findings of a rule in a script."""
+    return len(check_text(text, configure({}, rule, "")))
+
+
+EPOCHS = """
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Trainer:
+    def __init__(self, model, data, optimizer):
+        self.epoch = 0
+        self.model, self.optimizer = model, optimizer
+        self.loader = DataLoader(data, sampler=DistributedSampler(data))
+
+    def resume(self, state):
+        self.epoch = state["epoch"] + 1
+
+    def run(self, epoch):
+        self.loader.sampler.set_epoch({given})
+        for x, y in self.loader:
+            self.optimizer.zero_grad()
+            torch.nn.functional.mse_loss(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def train(self, epochs):
+        for e in range({start}, epochs):
+            self.run(e)
+            {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "start", "last", "number"),
+    [
+        ("self.epoch", "self.epoch", "pass", 1),
+        ("epoch", "self.epoch", "pass", 0),
+        ("self.epoch", "self.epoch", "self.epoch = e + 1", 0),
+        ("self.epoch", "self.epoch", "self.epoch += 1", 0),
+        ("self.epoch", "0", "pass", 0),
+    ],
+)
+def test_the_epoch_that_the_loop_starts(given, start, last, number):
+    assert count_findings(EPOCHS.format(given=given, start=start, last=last), "LS004") == number

@@ -240,3 +240,22 @@ def test_numbers_under_names_and_words_that_choose_nothing(script, told):
 )
 def test_a_device_of_several_that_are_written_out(place, told):
     assert bool(lines_2(inside=f"{place}\n    model = model.to(device)")) is told
+
+
+SOUND = """
+import torch
+import torch.distributed as dist
+
+def precompile(model, world_size):
+    dist.init_process_group("fake", rank=0, world_size=world_size)
+    device = torch.device("cuda:0")
+    torch.cuda.set_device(device)
+    return torch.compile(model.to(device))
+
+if __name__ == "__main__":
+    precompile(torch.nn.Linear(2, 2), 8)
+"""
+
+
+def test_a_fake_group_of_one_process():
+    assert check_text(SOUND, configure({}, "LS007", "")) == []

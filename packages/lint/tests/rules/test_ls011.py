@@ -48,61 +48,6 @@ def test_clips_where_a_framework_scales(package, name, option, clip, number):
     assert len(levels(text, "LS011")) == number
 
 
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
-
-CLIPPED = """
-import torch
-
-def clip_gradient(parameters, value):
-    parameters = [p for p in parameters if p.grad is not None]
-    torch.nn.utils.{clip}(parameters, value)
-
-def unscale(scaler, optimizer):
-    scaler.unscale_(optimizer)
-
-def step(model, optimizer, scaler, loss):
-    optimizer.zero_grad()
-    {backward}
-    {before}
-    {call}
-    {after}
-    {step}
-"""
-
-
-SCALED = {
-    "clip": "clip_grad_norm_",
-    "backward": "scaler.scale(loss).backward()",
-    "before": "pass",
-    "call": "clip_gradient(model.parameters(), 1.0)",
-    "after": "pass",
-    "step": "scaler.step(optimizer)",
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({}, True),
-        ({"after": "scaler.unscale_(optimizer)"}, True),
-        ({"clip": "clip_grad_value_"}, True),
-        (
-            {"call": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "after": "scaler.unscale_(optimizer)"},
-            True,
-        ),
-        ({"call": "pass", "step": "optimizer.step()\n    clip_gradient(model.parameters(), 1.0)"}, True),
-        ({"before": "scaler.unscale_(optimizer)"}, False),
-        ({"before": "unscale(scaler, optimizer)"}, False),
-        ({"backward": "loss.backward()", "step": "optimizer.step()"}, False),
-        ({"clip": "get_total_norm"}, False),
-    ],
-)
-def test_a_helper_that_clips(change, found):
-    assert told(CLIPPED.format(**SCALED | change), "LS011") is found
-
-
 STALE = """
 import torch
 
@@ -127,3 +72,30 @@ def train(model, loader, optimizer, criterion):
 def test_a_clip_of_what_is_cleared_next(lines, expected):
     text = STALE.format(lines="\n        ".join(lines))
     assert bool(check_text(text, configure({}, "LS011", ""))) == expected
+
+
+def count_findings(text, rule):
+    """Count the findings of a rule in a script."""
+    return len(check_text(text, configure({}, rule, "")))
+
+
+APEX = """
+import torch
+from apex import amp
+
+def step(model, optimizer, loss):
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+        {inner}
+    {after}
+    optimizer.step()
+"""
+
+
+CLIP_2 = "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
+
+
+@pytest.mark.parametrize(("inner", "after", "number"), [(CLIP_2, "pass", 1), ("pass", CLIP_2, 0)])
+def test_a_clip_before_apex_has_unscaled(inner, after, number):
+    assert count_findings(APEX.format(inner=inner, after=after), "LS011") == number

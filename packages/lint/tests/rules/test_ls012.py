@@ -230,3 +230,22 @@ ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator({})
 )
 def test_only_an_accelerator_divides_by_itself(tmp_path, before, loss, backward, number):
     assert told(tmp_path, MICRO.format(loss=loss, backward=backward), before) == number
+
+
+SOUND = """
+import torch
+
+def train(model, loader, optimizer, criterion, n):
+    model.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        for xs, ys in zip(x.chunk(n), y.chunk(n)):
+            loss = criterion(model(xs), ys)
+            loss.mul_(len(xs) / len(x))
+            loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_loss_that_is_scaled_in_place():
+    assert check_text(SOUND, configure({}, "LS012", "")) == []

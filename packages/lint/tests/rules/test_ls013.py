@@ -5,47 +5,6 @@ import pytest
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
 
-
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
-
-SCHEDULED = """
-import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
-
-def make(optimizer, kind, steps, epochs):
-    if kind == "onecycle":
-        return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-    return CosineAnnealingLR(optimizer, T_max=epochs)
-
-def train(model, loader, optimizer, kind, epochs):
-    scheduler = make(optimizer, kind, len(loader), epochs)
-    for epoch in range(epochs):
-        for x in loader:
-            optimizer.zero_grad()
-            model(x).backward()
-            optimizer.step()
-        if {test}:
-            scheduler.step()
-"""
-
-
-@pytest.mark.parametrize(
-    ("test", "found"),
-    [
-        ("kind == 'onecycle'", True),
-        ("kind == 'OneCycleLR'", True),
-        ("epoch > 0", True),
-        ("kind == 'cosine'", False),
-        ("kind in ['cosine', 'cosine_warm']", False),
-        ("kind == 'cosine' and epoch > 2", False),
-    ],
-)
-def test_a_scheduler_by_a_flag(test, found):
-    assert told(SCHEDULED.format(test=test), "LS013") is found
-
-
 TEXT = """
 import torch
 from torch.optim.lr_scheduler import StepLR

@@ -11,55 +11,6 @@ def told(text):
     return [(finding.line, finding.message) for finding in check_text(text, configure({}, "LS017", ""))]
 
 
-STEPS = """
-import torch
-
-@torch.no_grad()
-def evaluate(model, test_loader):
-    model.eval()
-    total = sum((model(x).argmax(1) == y).sum() for x, y in test_loader)
-    {last}
-    return total
-
-def train(model, raw_model, teacher, loader, test_loader, optimizer, criterion):
-    step = 0
-    for epoch in range(9):
-        model.train()
-        for i, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-            step += 1
-            if {test}:
-                print(evaluate({given}, test_loader))
-                {after}
-
-train(None, None, None, [], [], None, None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "number"),
-    [
-        ({}, 1),
-        ({"given": "raw_model"}, 1),
-        ({"given": "teacher"}, 0),
-        ({"last": "model.train()"}, 0),
-        ({"after": "model.train()"}, 0),
-        ({"after": "break"}, 0),
-        ({"test": "i == len(loader) - 1"}, 0),
-        ({"test": "epoch > 3 and i + 1 == len(loader)"}, 0),
-        ({"test": "i % (len(loader) // 4) == 0"}, 1),
-        ({"test": "step % 100 == 0 or i == len(loader) - 1"}, 1),
-    ],
-)
-def test_an_evaluation_between_two_steps(change, number):
-    parts = {"given": "model", "last": "pass", "after": "pass", "test": "step % 100 == 0"} | change
-    found = told(STEPS.format(**parts))
-    assert len(found) == number
-    assert all("stays in eval mode" in message for _, message in found)
-
-
 WHOLE = """
 import torch
 

@@ -231,3 +231,28 @@ def main(model):
 )
 def test_what_all_processes_of_a_fabric_do_together(line, told):
     assert bool(lines(FABRIC.format(line=line), "LS018")) is told
+
+
+SOUND = """
+import torch.distributed as dist
+
+
+def convert(path, c):
+    rank = dist.get_rank()
+    if rank == 0:
+        if c is None:
+            dist.barrier()
+            return
+        print(path, c)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    convert("x", None)
+    dist.destroy_process_group()
+"""
+
+
+def test_an_early_exit_with_its_own_barrier():
+    assert check_text(SOUND, configure({}, "LS018", "")) == []

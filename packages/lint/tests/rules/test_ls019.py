@@ -51,32 +51,6 @@ def test_a_main_function_that_the_file_calls(tmp_path, last, other, told):
     assert bool(check_paths([str(path)], ALL)) is told
 
 
-HEAD = """
-import os
-import shutil
-import subprocess
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel as DDP
-"""
-
-
-@pytest.mark.parametrize(("ends", "called"), [(False, False), (True, False), (True, True)])
-def test_an_end_in_a_file_that_is_imported(tmp_path, ends, called):
-    """What another script that starts this one calls besides is no part of this one, nor is what it never calls."""
-    (tmp_path / "pyproject.toml").write_text("")
-    helper = "def size():\n    return 1\n" + ("def end():\n    dist.destroy_process_group()\n" if ends else "")
-    (tmp_path / "helper.py").write_text(HEAD + helper)
-    (tmp_path / "other.py").write_text("from absent import finish\nfrom train import main\nmain(), finish()\n")
-    script = "import helper\n\ndef main():\n    dist.init_process_group('nccl')\n    helper.size()\n"
-    script += "    helper.end()\n\n" if called else "\n"
-    script += "if __name__ == '__main__':\n    main()\n"
-    (tmp_path / "train.py").write_text(HEAD + script)
-    found = check_paths([str(tmp_path / "train.py")], configure({}, "LS019", ""))
-    assert [finding.rule for finding in found] == ["LS019"] * (not called)
-
-
 def lines(text, code):
     return [finding.line for finding in check_text(text, configure({}, code, ""))]
 

@@ -109,31 +109,3 @@ def main(model, loader, optimizer, kind):
 )
 def test_an_autocast_that_is_half_by_default(given, found):
     assert told_2(UNDER.format(given=given), "LS023") is found
-
-
-SCALED = """
-def main(model, loader, optimizer):
-    scaler = ShardedGradScaler()
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype={dtype}):
-            loss = model(x).mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return {more}
-"""
-
-
-@pytest.mark.parametrize(
-    ("dtype", "more", "found"),
-    [
-        ("torch.bfloat16", "model", True),
-        ("torch.float16", "model", False),
-        ("torch.bfloat16", "MixedPrecision(param_dtype=torch.float16)", False),  # FSDP itself computes in it
-        ("loader.dtype", "model", False),
-    ],
-)
-def test_the_scaler_of_fsdp_with_bfloat16(dtype, more, found):
-    before = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
-    assert told_2(before + SCALED.format(dtype=dtype, more=more), "LS023") is found

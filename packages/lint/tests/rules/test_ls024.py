@@ -43,3 +43,25 @@ ALONE = "else:\n        print('one process')"
 )
 def test_a_question_to_a_group_that_may_not_be_there(other, asked, number):
     assert len(lines(GROUPED.format(other=other, asked=asked), "LS024")) == number
+
+
+SOUND = """
+import torch.distributed as dist
+
+def size():
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return 1
+
+def start(backend, world_size):
+    if dist.is_initialized():
+        print(dist.get_world_size())
+    dist.init_process_group(backend)
+
+if __name__ == "__main__":
+    start("nccl", size())
+"""
+
+
+def test_a_library_that_asks_for_the_group():
+    assert check_text(SOUND, configure({}, "LS024", "")) == []

@@ -83,48 +83,6 @@ def test_a_download_into_a_place_of_its_own(first, place, found):
     assert told(PLACES.format(first=first, place=place), "LS025") is found
 
 
-TURNS = """
-import contextlib
-import os
-import torch.distributed as dist
-from torchvision.datasets import MNIST
-
-@contextlib.contextmanager
-def sequence(rank):
-    {waits}
-    yield
-
-def data():
-    return {gives}
-
-def main(rank):
-    dist.init_process_group("nccl")
-    {lines}
-    dist.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        (["if rank == 0:", "    data()", "dist.barrier()", "train = data()"], False),
-        (["if rank == 0:", "    data()", "train = data()"], True),
-        (["train = data()", "dist.barrier()"], True),
-        (["if rank > 0:", "    dist.barrier()", "train = data()", "if rank == 0:", "    dist.barrier()"], False),
-        (["if rank == 0:", "    MNIST('a', download=True)", "dist.barrier()", "MNIST('a', download=True)"], False),
-        (["if rank == 0:", "    os.makedirs('a')", "dist.barrier()", "os.makedirs('b')"], True),
-        (["with contextlib.suppress(FileExistsError):", "    os.makedirs('b')"], False),
-        (["with contextlib.suppress(OSError):", "    data()"], True),
-        (["with sequence(rank):", "    data()"], False),
-        (["with open('a'):", "    data()"], True),
-    ],
-)
-def test_one_rank_goes_first(lines, found):
-    gives = 'MNIST("data", download=True)' if any("data()" in line for line in lines) else "None"
-    text = TURNS.format(waits="if rank: dist.barrier()", gives=gives, lines="\n    ".join(lines))
-    assert told(text, "LS025") is found
-
-
 def told_2(tmp_path, files, rule="LS028"):
     """The line numbers of a rule in the first of some files."""
     for name, text in files.items():
@@ -136,6 +94,20 @@ def told_2(tmp_path, files, rule="LS028"):
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "number"),
+    [
+        ("if rank != 0:\n        dist.barrier()", "if rank == 0:\n        dist.barrier()", 0),
+        ("pass", "if rank != 0:\n        dist.barrier()", 1),
+        ("pass", "pass", 1),
+    ],
+)
+def test_barriers_before_a_folder(tmp_path, before, after, number):
+    text = "import os\nimport torch.distributed as dist\n\ndef main(rank, out):\n    dist.init_process_group('nccl')\n"
+    text += f"    {before}\n    if not os.path.exists(out):\n        os.makedirs(out)\n    {after}\n"
+    assert len(told_2(tmp_path, {"run.py": text}, "LS025")) == number
+
+
+@pytest.mark.parametrize(
     ("held", "number"),
     [("FileLock('data.lock')", 0), ("locks.held('data')", 1), ("self.block", 1), ("portalocker.Lock('data')", 0)],
 )
@@ -144,3 +116,27 @@ def test_a_download_that_one_process_after_the_other_makes(tmp_path, held, numbe
     text += f"def main(self, rank):\n    dist.init_process_group('nccl')\n    with {held}:\n"
     text += "        return MNIST('data', download=True)\n"
     assert len(told_2(tmp_path, {"run.py": text}, "LS025")) == number
+
+
+SOUND = """
+import os
+import shutil
+import torch.distributed as dist
+
+def clear(folder):
+    if os.path.isdir(folder):
+        shutil.rmtree(folder)
+
+def main(rank):
+    dist.init_process_group("nccl")
+    if rank == 0:
+        clear("out")
+    dist.barrier()
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]))
+"""
+
+
+def test_a_folder_that_the_caller_names():
+    assert check_text(SOUND, configure({}, "LS025", "")) == []

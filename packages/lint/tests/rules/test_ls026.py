@@ -104,21 +104,6 @@ def found(text):
     return [finding.rule for finding in check_text(HEAD_2 + text, configure({}, "LS026", ""))]
 
 
-SAMPLERS = {
-    "of a helper that makes all loaders": ("DistributedSampler(data)", True),
-    "of one that may be there": ("DistributedSampler(data) if dist.is_initialized() else None", True),
-    "none": ("None", False),
-    "of one process": ("torch.utils.data.SequentialSampler(data)", False),
-    "one that pads nothing": ("DistributedSampler(data, drop_last=True)", False),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_sampler(name):
-    sampler, told = SAMPLERS[name]
-    assert found(MAKE.format(sampler=sampler) + SUM.format(end="pass")) == ["LS026"] * told
-
-
 ENDS = {
     "nothing": ("pass", True),
     "only waits": ("torch.cuda.synchronize()", True),

@@ -5,33 +5,6 @@ import pytest
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
 
-CERTAIN = """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Trainer:
-    def __init__(self, model, rank, path):
-        self.model = model
-        {early}
-        self.model = DDP(self.model, device_ids=[rank])
-        {late}
-
-    def load(self):
-        for name in self.model.parts:
-            print(name)
-"""
-
-
-@pytest.mark.parametrize(
-    ("early", "late", "number"),
-    [
-        ("self.load()", "pass", 0),
-    ],
-)
-def test_a_method_that_runs_before_the_wrapping(early, late, number):
-    assert len(check_text(CERTAIN.format(early=early, late=late), configure({}, "LS027", ""))) == number
-
-
 HEAD = """
 import functools
 import os

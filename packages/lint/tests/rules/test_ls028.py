@@ -1,12 +1,10 @@
 """LS028: output on every rank."""
 
-import textwrap
-
 import pytest
 
 from lockstep_lint.analysis.imports import folders_added
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
+from lockstep_lint.runner import check_text
 
 START = "import logging\nimport sys\nimport torch.distributed as dist\nimport torch.multiprocessing as mp\n"
 
@@ -17,23 +15,6 @@ GROUP = "def main(args):\n    dist.init_process_group('nccl')\n"
 def told(text, rule="LS028"):
     """How often a rule is told."""
     return len(check_text(START + text, configure({}, rule, "")))
-
-
-@pytest.mark.parametrize(
-    ("flag", "number"),
-    [
-        ("master_process = True", 1),
-        ("is_main = True\n    master_process = True", 1),
-        ("master_process = dist.get_rank() == 0", 0),
-        ("master_process = True\n    if args.ddp:\n        master_process = args.rank == 0", 0),
-        ("master_process = False\n    if args.rank == 0:\n        master_process = True", 0),
-        ("if args.rank == 0:\n        master_process = True", 0),
-        ("master_process, seed = True, 1", 0),  # not followed
-        ("pass", 0),
-    ],
-)
-def test_a_flag_that_is_always_true_tells_no_rank(flag, number):
-    assert told(f"{GROUP}    {flag}\n    if master_process:\n        print('begin')\n") == number
 
 
 @pytest.mark.parametrize(
@@ -106,66 +87,6 @@ def told_2(body, before=""):
 )
 def test_who_prints(test, number):
     assert told_2(f"if {test}:\n        print('begin')", "MAIN = 0\nBOUND = 2\n") == number
-
-
-START_3 = """import subprocess
-import sys
-import torch.distributed as dist
-{imports}
-
-def work(args):
-    dist.init_process_group('nccl')
-    print('at work')
-
-"""
-
-
-def told_3(folder, **files):
-    """The lines, without spaces, at which the rule is told in run.py, beside other files."""
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    text = files["run"].split("\n")
-    found = check_paths([str(folder / "run.py")], configure({}, "LS028", ""))
-    return [text[finding.line - 1].strip() for finding in found]
-
-
-WORK = "print('at work')"
-
-
-TORCHRUN = "subprocess.run(['torchrun', '--nproc_per_node', '4', __file__])"
-
-
-LAUNCHES = {
-    "Ray Train": ("from ray.train.torch import TorchTrainer", "TorchTrainer(work).fit()"),
-    "Ray Train by a keyword": (
-        "import ray.train.torch",
-        "ray.train.torch.TorchTrainer(train_loop_per_worker=work).fit()",
-    ),
-    "Ray Tune": (
-        "from ray.tune.integration.horovod import DistributedTrainableCreator",
-        "tune.run(DistributedTrainableCreator(work))",
-    ),
-    "Ray": ("import ray", "ray.init()"),
-    "Accelerate": ("from accelerate import notebook_launcher", "notebook_launcher(work, (args,), 4)"),
-    "torch": ("from torch.distributed.launcher.api import elastic_launch", "elastic_launch(args.all, work)(args)"),
-    "detectron2": ("from detectron2.engine import launch", "launch(work, 4, args=(args,))"),
-    "Horovod on Ray": ("from horovod.ray import RayExecutor", "RayExecutor(args.all, num_workers=4).run(work)"),
-    "Horovod on Spark": ("import horovod.spark", "horovod.spark.run(work, num_proc=4)"),
-    "submitit": ("import submitit", "submitit.AutoExecutor(folder='x').submit(work, args)"),
-    "torchrun": ("", TORCHRUN),
-    "torchrun by a name": (
-        "",
-        "line = [sys.executable, '-m', 'torch.distributed.run', __file__]\n    subprocess.Popen(line)",
-    ),
-    "a line for the shell": ("import os", "os.system('accelerate launch train.py')"),
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_the_process_that_starts_the_others(tmp_path, name):
-    imports, launch = LAUNCHES[name]
-    body = f"def main(args):\n    print('begin')\n    {launch}\n    print('end')\n\nmain(parse())\n"
-    assert told_3(tmp_path, run=START_3.format(imports=imports) + body) == [WORK]
 
 
 def test_a_long_function_of_blank_lines_is_read_fast():
@@ -261,62 +182,10 @@ def test_tests_that_do_not(name):
     assert found(script([*SHARED[name], "    print('hello')"], "rank, given")) == ["LS028"]
 
 
-STARTED = {
-    "a place from the environment": ("place = int(os.environ.get('LOCAL_RANK', 0))", True),
-    "a number of processes from the environment": ("size = os.environ['WORLD_SIZE']", True),
-    "getenv": ("place = os.getenv('LOCAL_RANK')", True),
-    "what is only set": ("os.environ['WORLD_SIZE'] = '1'", False),
-    "another variable": ("place = os.environ.get('HOME')", False),
-    "a comment": ("pass  # os.environ['LOCAL_RANK']", False),
-}
-
-
-@pytest.mark.parametrize("name", STARTED)
-def test_a_program_that_its_launcher_starts_several_times(name):
-    line, several = STARTED[name]
-    text = f"def main(args):\n    {line}\n    print('hello')\n    Trainer(args).train()\n"
-    assert found("from transformers import Trainer\n\n" + text) == ["LS028"] * several
-
-
 def test_a_model_that_is_handed_to_deepspeed():
     text = "import {0}\n\ndef main(model):\n    engine, *_ = {0}.initialize(model=model)\n    print('hello')\n"
     assert found(text.format("deepspeed")) == ["LS028"]
     assert found(text.format("colors")) == []
-
-
-def told_4(tmp_path, files, rule="LS028"):
-    """The line numbers of a rule in the first of some files."""
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(textwrap.dedent(text))
-    found = check_paths([str(tmp_path / next(iter(files)))], configure({}, rule, ""))
-    return [finding.line for finding in found]
-
-
-@pytest.mark.parametrize(
-    ("test", "number"),
-    [
-        ("args.distributed", 1),
-        ("not args.distributed", 0),
-        ("args.distributed or args.verbose", 1),
-        ("not args.distributed or args.verbose", 1),
-        ("not args.distributed and args.verbose", 0),
-        ("not (args.distributed or args.verbose)", 0),
-        ("not (args.distributed and args.verbose)", 1),
-        ("not (args.distributed and args.world_size > 1)", 0),
-        ("not cfg.MODEL.DIST_TRAIN", 0),
-        ("cfg.MODEL.DIST_TRAIN", 1),
-        ("args.single_gpu", 0),
-        ("not args.single_gpu", 1),
-        ("args.single_process", 0),
-    ],
-)
-def test_tests_of_several_processes(tmp_path, test, number):
-    start = "import torch.distributed as dist\n\ndef main(args, cfg):\n    dist.init_process_group('nccl')\n"
-    inside = f"{start}    if {test}:\n        print('begin')\n"
-    after = f"{start}    if not ({test}):\n        return\n    print('begin')\n"
-    assert len(told_4(tmp_path, {"run.py": inside})) == len(told_4(tmp_path, {"run.py": after})) == number
 
 
 def lines(text, code="LS028"):

@@ -82,47 +82,33 @@ def test_a_loader_of_the_projects_own_class(parent, workers, found):
     assert told(NOISE.format(parent=parent, workers=workers), "LS034") == found
 
 
-JOINS = """
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Subset, random_split
-from data import Noisy, Quiet
-
-def main():
-    data, parts = Noisy(), []
-    for _ in range(2):
-        parts.append(Noisy())
-    train, rest = random_split(data, [6, 2])
-    return DataLoader({data}, num_workers=2)
-"""
-
-
-NOISY = """
+GENERATORS = """
 import numpy as np
-from torch.utils.data import Dataset
-
-class Quiet(Dataset):
-    def __getitem__(self, i):
-        return i
+from torch.utils.data import DataLoader, Dataset
 
 class Noisy(Dataset):
+    def __init__(self):
+        self.rng = np.random.{made}(0)
+
     def __getitem__(self, i):
-        return i + np.random.randn()
+        return i + {drawn}
+
+loader = DataLoader(Noisy(), num_workers=2)
 """
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("made", "drawn", "torch", "levels"),
     [
-        "ConcatDataset([Quiet(), Noisy()])",
-        "ConcatDataset(parts)",
-        "Subset(Noisy(), [1, 2])",
-        "train",
-        "ConcatDataset([Subset(Noisy(), [1]), Quiet()])",
-        "ConcatDataset([Quiet(), Quiet()])",
-        "Subset(Quiet(), [1])",
+        ("default_rng", "self.rng.normal()", "2.1", ["error"]),
+        ("RandomState", "self.rng.randn()", "2.1", ["error"]),
+        ("default_rng", "np.random.randn()", "2.1", ["hint"]),  # seeded in each worker
+        ("default_rng", "np.random.randn()", "1.8", ["error"]),
+        ("default_rng", "torch.randn(())", "1.8", []),
     ],
 )
-def test_data_sets_that_are_joined_or_cut_are_told_in_their_own(tmp_path, data):
-    (tmp_path / "data.py").write_text(NOISY)
-    (tmp_path / "train.py").write_text(JOINS.format(data=data))
-    found = check_paths([str(tmp_path / name) for name in ("train.py", "data.py")], configure({}, "LS034", ""))
-    assert [(finding.path[-7:], finding.line) for finding in found] == [("data.py", 11)]
+def test_numpys_generators_in_workers(tmp_path, made, drawn, torch, levels):
+    (tmp_path / "requirements.txt").write_text(f"torch=={torch}\n")
+    (tmp_path / "train.py").write_text(GENERATORS.format(made=made, drawn=drawn))
+    found = check_paths([str(tmp_path / "train.py")], configure({}, "LS034", ""))
+    assert [finding.severity.value for finding in found] == levels

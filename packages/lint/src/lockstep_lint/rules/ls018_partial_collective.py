@@ -81,7 +81,19 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
     """Whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
-    return len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set())
+    if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
+        return True
+    return any(skipped(view, other, event, frame(event, block)) for other in run.of(event.kind))
+
+
+def skipped(view: View, other: Event, event: Event, call: Block | None) -> bool:
+    """Check whether all ranks but those that have left the function come to a later collective of the same kind."""
+    later = other.detail == event.detail and other.place > event.place
+    if not later or any(side(view, block) for block in other.path):
+        return False
+    calls = [block for block in other.path if isinstance(block, CallBlock)]
+    leaves = any(isinstance(block, ArmBlock) and block.leaves for block in other.path)
+    return leaves and (calls[-1] if calls else None) is call
 
 
 @kept

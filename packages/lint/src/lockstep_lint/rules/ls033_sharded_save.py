@@ -15,11 +15,14 @@ MESSAGE = "needs all ranks, but only one comes here: take the state on every ran
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the state of sharded objects read or written where only one rank comes."""
+    """Find states of sharded objects that only one rank reads or writes."""
     if not view.effects.mentioned(view.module, "FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer"):
         return
     for run in runs(view):
+        wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
         for event in run.of("state"):
+            if wraps and event.place < wraps[0].place:
+                continue  # nothing is sharded yet
             found = sides(view, event)
             calls = calls_after(event, found[0][0]) if found else []
             site = calls[0].site if calls else event.mark.site
