@@ -24,7 +24,11 @@ GUARD = "\nif __name__ == '__main__':\n    {call}\n"
         (LOG + GUARD.format(call="main(1, dist.get_rank())"), "example.py", "error"),
         (LOG + "\nmain(1, dist.get_rank())\n", "example.py", "error"),
         (LOG + GUARD.format(call="print(1)"), "example.py", "hint"),
-        ("import pytest\n" + LOG + "\ndef test_log():\n    main(1, dist.get_rank())\n", "tests/test_example.py", "hint"),
+        (
+            "import pytest\n" + LOG + "\ndef test_log():\n    main(1, dist.get_rank())\n",
+            "tests/test_example.py",
+            "hint",
+        ),
     ],
 )
 def test_an_error_needs_a_program(text, path, level):

@@ -83,17 +83,19 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
     if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
         return True
-    return any(skipped(view, other, event, frame(event, block)) for other in run.of(event.kind))
+    return rests(view, run).get((event.kind, event.detail, frame(event, block)), -1) > event.place
 
 
-def skipped(view: View, other: Event, event: Event, call: Block | None) -> bool:
-    """Check whether all ranks but those that have left the function come to a later collective of the same kind."""
-    later = other.detail == event.detail and other.place > event.place
-    if not later or any(side(view, block) for block in other.path):
-        return False
-    calls = [block for block in other.path if isinstance(block, CallBlock)]
-    leaves = any(isinstance(block, ArmBlock) and block.leaves for block in other.path)
-    return leaves and (calls[-1] if calls else None) is call
+@kept
+def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
+    """Map (kind, detail, frame) to the last event there that all ranks reach but those that have left the function."""
+    found: dict[tuple[str, str, object], int] = {}
+    for event in run.of("collective", "wrap", "forward"):
+        leaves = any(isinstance(block, ArmBlock) and block.leaves for block in event.path)
+        if leaves and not any(side(view, block) for block in event.path):
+            calls = [block for block in event.path if isinstance(block, CallBlock)]
+            found[event.kind, event.detail, calls[-1] if calls else None] = event.place
+    return found
 
 
 @kept
