@@ -20,7 +20,7 @@ __all__ = ["command", "find_files"]
 
 
 def find_files(paths: list[str]) -> list[str]:
-    """The Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
+    """Return the Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
     found: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
@@ -112,7 +112,7 @@ def check(args: argparse.Namespace, prog: str) -> int:
 
 
 def fail(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> bool:
-    """Whether some finding makes the command exit with 1, under the configuration that holds for its file."""
+    """Check whether some finding makes the command exit with 1, under the configuration that holds for its file."""
     configs = {path: config for config, paths in groups for path in paths}
     return any(configs[finding.path].fails(finding) for finding in findings)
 
@@ -127,7 +127,7 @@ def write_sarif(path: str, findings: list[Finding], prog: str) -> None:
 
 
 def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:
-    """Corrects until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
+    """Correct until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
     total, assumed = 0, (0, 0)
     for _ in range(MAX_ROUNDS):
         changed, needed = fix_files(findings)
@@ -146,18 +146,18 @@ def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list
 
 
 def unfixed(findings: list[Finding]) -> str:
-    """Says that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
+    """Tell that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
     found = f"fixed nothing: {len(findings)} finding{'s' * (len(findings) > 1)}, none that --fix can correct"
     return f"{found}; --unsafe-fixes prints corrections to read first" if diff(findings) else found
 
 
 def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:
-    """The findings in all files, each under the configuration that holds for it."""
+    """Return the findings in all files, each under the configuration that holds for it."""
     return in_order(finding for config, paths in groups for finding in check_paths(paths, config))
 
 
 def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, list[str]]]:
-    """The files by the configuration of the project that each belongs to, with the flags on top."""
+    """Return the files by the configuration of the project that each belongs to, with the flags on top."""
     homes: dict[str, list[str]] = {}
     for path in paths:
         homes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(path)
@@ -171,7 +171,7 @@ def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, l
 
 
 def sources(findings: list[Finding]) -> dict[str, list[str]]:
-    """The lines of the files, or of the notebooks' cells, that have findings."""
+    """Return the lines of the files, or of the notebooks' cells, that have findings."""
     lines: dict[str, list[str]] = {}
     for path in {finding.path for finding in findings}:
         if path.endswith(".ipynb"):

@@ -45,7 +45,7 @@ class Guard:
 
 
 def above(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
-    """The statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
+    """Return the statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
     found = _chain(stmt, module)
     WORK.spend(len(found))
     return found
@@ -62,29 +62,29 @@ def _chain(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
 
 
 def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
-    """The loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
+    """Return the loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
     return [node for node, place in above(stmt, module) if isinstance(node, Loop) and place == "body"]
 
 
 def apart(site: Site, other: Site) -> bool:
-    """Whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
+    """Check whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
     return parted(site, other.stmt)
 
 
 def parted(site: Site, stmt: ast.stmt) -> bool:
-    """Whether a call and a statement of its scope stand in two arms of one `if`."""
+    """Check whether a call and a statement of its scope stand in two arms of one `if`."""
     arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
     return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
 
 
 def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:
-    """Whether `stmt` stands in the body of `outer`."""
+    """Check whether `stmt` stands in the body of `outer`."""
     return any(node is outer and place == "body" for node, place in above(stmt, module))
 
 
 def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
-    """The context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
+    """Yield the context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
     if isinstance(stmt, ast.With | ast.AsyncWith):
         yield from (item.context_expr for item in stmt.items)
     for node, _ in above(stmt, module):
@@ -93,7 +93,7 @@ def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
 
 
 def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> tuple[Guard, ...]:
-    """The tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
+    """Return the tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
 
     With `within`, only the tests between that statement and `stmt`.
     """
@@ -119,8 +119,8 @@ def _tests(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> Iterator[
 
 
 def choices(site: Site) -> Iterator[Guard]:
-    """The tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else x`,
-    `[f(x) for x in y if test]`.
+    """Yield the tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else
+    x`, `[f(x) for x in y if test]`.
     """
     for node in walk(site.stmt):
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp) and any(
@@ -151,7 +151,7 @@ def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
 
 
 def following(stmt: ast.stmt, module: Module) -> list[ast.stmt]:
-    """The statements after `stmt` in its block."""
+    """Return the statements after `stmt` in its block."""
     parent, place = module.up.get(stmt, (None, ""))
     block = getattr(parent, place, []) if parent is not None else _scope_body(stmt, module)
     return block[block.index(stmt) + 1 :] if stmt in block else []
@@ -203,7 +203,7 @@ ASKS = ("every", "should_log", "is_last_step")
 
 
 def every_so_often(test: ast.expr) -> bool:
-    """Whether a test asks for every n-th step."""
+    """Check whether a test asks for every n-th step."""
     for node in walk(test):
         if turns_left(node) is not None or (isinstance(node, ast.Call) and last(node) in ASKS):
             return True
@@ -211,7 +211,7 @@ def every_so_often(test: ast.expr) -> bool:
 
 
 def elapsed(test: ast.expr) -> bool:
-    """Whether a test asks how long ago something was (`now - last_print_time > 30`)."""
+    """Check whether a test asks how long ago something was (`now - last_print_time > 30`)."""
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Gt | ast.GtE):
         return False
     ago = test.left
@@ -219,7 +219,7 @@ def elapsed(test: ast.expr) -> bool:
 
 
 def now_and_then(test: ast.expr, when: bool) -> bool:
-    """Whether a test comes out `when` in every n-th step only."""
+    """Check whether a test comes out `when` in every n-th step only."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return now_and_then(test.operand, not when)
     if isinstance(test, ast.BoolOp):
@@ -237,8 +237,8 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
 
 
 def in_most_turns(guard: Guard) -> bool:
-    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but every
-    n-th (`if step % n == 0: ... else: ...`).
+    """Check whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but
+    every n-th (`if step % n == 0: ... else: ...`).
     """
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -271,8 +271,8 @@ def explores(test: ast.expr) -> bool | None:
 
 
 def something_there(test: ast.expr, when: bool) -> bool:
-    """Whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a batch
-    brings that most often.
+    """Check whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a
+    batch brings that most often.
     """
     size = test
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 0:
@@ -287,8 +287,8 @@ def something_there(test: ast.expr, when: bool) -> bool:
 
 
 def each_update(guard: Guard) -> bool:
-    """Whether a statement runs once for each step of the optimizer, which an engine makes out of sight
-    (`if step % accumulation_steps == 0:`, with the last step besides).
+    """Check whether a statement runs once for each step of the optimizer, which an engine makes out of sight (`if step
+    % accumulation_steps == 0:`, with the last step besides).
     """
     tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
     if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):

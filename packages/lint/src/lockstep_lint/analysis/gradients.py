@@ -24,7 +24,7 @@ CUTS = ("split", "chunk", "tensor_split")
 
 
 def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
+    """Check whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
     if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
         if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], scope):
             return False
@@ -36,32 +36,34 @@ def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 def is_text(call: ast.Call) -> bool:
-    """Whether a call divides a text."""
+    """Check whether a call divides a text."""
     return not call.args or isinstance(constant(call.args[0]), str)
 
 
 def told_when(view: View, site: Site) -> Guard | None:
-    """The test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
+    """Return the test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
     tests = (part.value for part in site.call.keywords if rarely(view, part.value, site.scope))
     return next((Guard(test, True, site.stmt) for test in tests), None)
 
 
 def rarely(view: View, test: ast.expr, scope: Scope) -> bool:
-    """Whether a test asks for the remainder of a count, by another number than 1."""
+    """Check whether a test asks for the remainder of a count, by another number than 1."""
     found = modulo(test, scope)
     return found is not None and not is_one(view, found[0].right, scope)
 
 
 def is_one(view: View, count: ast.expr, scope: Scope) -> bool:
-    """Whether a number of micro-batches certainly is 1, so that nothing is accumulated (`accum_steps = 1`): no option
-    of another object, which is there to be changed.
+    """Check whether a number of micro-batches certainly is 1, so that nothing is accumulated (`accum_steps = 1`): no
+    option of another object, which is there to be changed.
     """
     option = isinstance(count, ast.Attribute) and last(count.value) != "self"
     return not option and all(constant(origin.node) == 1 for origin in view.origins.of(count, scope))
 
 
 def periodic(view: View, guard: Guard, scope: Scope) -> bool:
-    """Whether a test holds in every n-th turn; a name that was given such a test counts, here or by every caller."""
+    """Check whether a test holds in every n-th turn; a name that was given such a test counts, here or by every
+    caller.
+    """
     if modulo(guard.test, scope) is not None:
         return rarely(view, guard.test, scope)
     if handed(view, guard.test, scope):
@@ -71,7 +73,7 @@ def periodic(view: View, guard: Guard, scope: Scope) -> bool:
 
 
 def handed(view: View, test: ast.expr, scope: Scope) -> bool:
-    """Whether a test is of a parameter for which the callers pass what holds in every n-th turn."""
+    """Check whether a test is of a parameter for which the callers pass what holds in every n-th turn."""
     if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
         return False
     given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
@@ -79,12 +81,12 @@ def handed(view: View, test: ast.expr, scope: Scope) -> bool:
 
 
 def asks_whether(test: ast.expr) -> bool:
-    """Whether a test asks if anything is accumulated at all (`steps > 1`), the same in every turn."""
+    """Check whether a test asks if anything is accumulated at all (`steps > 1`), the same in every turn."""
     return isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 1
 
 
 def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
-    """The `a % b` in a test, with the test itself or with what a name in it was given."""
+    """Return the `a % b` in a test, with the test itself or with what a name in it was given."""
     found = _remainder(test)
     if found is not None:
         return found, test
@@ -98,7 +100,7 @@ def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
 
 
 def without_order(test: ast.expr) -> Iterator[ast.AST]:
-    """The parts of a test, without what it only compares by size (`step < resume_step`)."""
+    """Yield the parts of a test, without what it only compares by size (`step < resume_step`)."""
     operands = test.values if isinstance(test, ast.BoolOp) else [test]
     for operand in operands:
         if not (isinstance(operand, ast.Compare) and isinstance(operand.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)):

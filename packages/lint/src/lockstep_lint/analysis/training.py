@@ -25,14 +25,16 @@ NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.
 
 
 def chooses(test: ast.Compare, scope: Scope) -> bool:
-    """Whether a parameter that nothing changes is compared with the name of a way to compute (`kind == "focal"`)."""
+    """Check whether a parameter that nothing changes is compared with the name of a way to compute (`kind ==
+    "focal"`).
+    """
     name = dotted(test.left)
     words = (name or "", str(constant(test.comparators[0])))
     return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
 
 
 def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
-    """The calls in some statements of a function."""
+    """Return the calls in some statements of a function."""
     start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
     return [site for site in scope.sites if start <= site.stmt.lineno <= end]
 
@@ -58,14 +60,14 @@ def parts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def of_a_name(node: ast.AST) -> bool:
-    """Whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
+    """Check whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
         return isinstance(constant(node.left), str)
     return isinstance(node, ast.Constant) and node.value is None
 
 
 def held_names(test: ast.expr) -> Iterator[str]:
-    """The names in a test, without those of flags that must not hold (`not validating`)."""
+    """Yield the names in a test, without those of flags that must not hold (`not validating`)."""
     off = {
         id(node)
         for part in walk(test)
@@ -76,14 +78,14 @@ def held_names(test: ast.expr) -> Iterator[str]:
 
 
 def _own(node: ast.AST) -> Iterator[str]:
-    """The name that a node itself is."""
+    """Yield the name that a node itself is."""
     name = getattr(node, "id", getattr(node, "attr", None))
     if isinstance(name, str):
         yield name
 
 
 def is_option(node: ast.expr) -> bool:
-    """Whether an expression is an option of the command line or of a configuration, the same in every step."""
+    """Check whether an expression is an option of the command line or of a configuration, the same in every step."""
     if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
         return any(map(OPTIONS.search, idents(node.value))) and not COUNTS.search(str(constant(node.slice)))
     if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
@@ -92,7 +94,7 @@ def is_option(node: ast.expr) -> bool:
 
 
 def is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
-    """Whether a name is bound before the loop and the loops around that, an attribute by its object's `__init__`
+    """Check whether a name is bound before the loop and the loops around that, an attribute by its object's `__init__`
     alone, or an attribute says how a model is built (`model.n_classes == 1`).
     """
     key = dotted(node)
@@ -159,7 +161,7 @@ class Trainings:
 
     @kept
     def of(self, module: Module) -> tuple[Training, ...]:
-        """The training loops whose backward call stands in a file."""
+        """Return the training loops whose backward call stands in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
         helpers = [s for name, sites in module.by_name.items() if SCALER.search(name) for s in sites]
         for site in (*module.sites("backward", "manual_backward", "step"), *helpers):
@@ -170,11 +172,11 @@ class Trainings:
 
     @kept
     def near(self, module: Module) -> tuple[Training, ...]:
-        """The training loops of all files of the programs that a file is part of."""
+        """Return the training loops of all files of the programs that a file is part of."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
 
     def around(self, site: Site) -> Iterator[Training]:
-        """The step loops that run a backward call: around it, or around a call of its function."""
+        """Yield the step loops that run a backward call: around it, or around a call of its function."""
         entries = [(site.stmt, site.scope)]
         for _ in range(4):
             outside: list[tuple[ast.stmt, Scope]] = []
@@ -188,7 +190,9 @@ class Trainings:
         return
 
     def pick(self, nest: list[Loop], scope: Scope, site: Site) -> Training:
-        """The loop of a nest that runs one optimizer step a turn; inside it the loop over micro-batches, if any."""
+        """Return the loop of a nest that runs one optimizer step a turn; inside it the loop over micro-batches, if
+        any.
+        """
         inner = nest[0]
         if len(nest) > 1 and not self.steps_in(inner, scope) and self.steps_in(nest[1], scope):
             return Training(nest[1], scope, site, inner)
@@ -200,11 +204,11 @@ class Trainings:
         return self.effects.find(block, self.steps.steps_optimizer) is not None
 
     def body(self, loop: Loop, scope: Scope) -> list[Site]:
-        """The calls in the body of a loop, without those of its header."""
+        """Return the calls in the body of a loop, without those of its header."""
         return [s for s in self.effects.block(loop, scope) if s.stmt is not loop or isinstance(loop, ast.While)]
 
     def epochs(self, training: Training) -> Iterator[tuple[Loop, Scope, ast.stmt]]:
-        """The loops over epochs around a training loop, each with the statement in it that holds the training."""
+        """Yield the loops over epochs around a training loop, each with the statement in it that holds the training."""
         nest = loops(training.loop, training.module)
         if nest:
             yield nest[0], training.scope, training.loop
@@ -220,8 +224,8 @@ class Trainings:
                     queue.append(site.scope)
 
     def forwards(self, site: Site) -> list[Scope]:
-        """The forward of a loss of the project's own, or of a model of the same file, which a call of the object runs
-        (`criterion(output, target)`).
+        """Return the forward of a loss of the project's own, or of a model of the same file, which a call of the object
+        runs (`criterion(output, target)`).
         """
         if not site.call.args or "forward" not in self.calls.method_names(site.module):
             return []
@@ -240,8 +244,8 @@ class Trainings:
         return [forward] if forward is not None else []
 
     def overrides(self, site: Site) -> Iterator[Scope]:
-        """The methods that a call of the object's own method may run in classes that derive from this one, which may
-        leave it to them.
+        """Yield the methods that a call of the object's own method may run in classes that derive from this one, which
+        may leave it to them.
         """
         receiver = site.receiver
         if not isinstance(receiver, ast.Name) or receiver.id != "self":
@@ -253,8 +257,8 @@ class Trainings:
 
     @kept
     def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
-        """Whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`), or
-        what follows does where the arm ends the turn (`if show: plot(batch); continue`).
+        """Check whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`),
+        or what follows does where the arm ends the turn (`if show: plot(batch); continue`).
         """
         own = getattr(branch, "body" if when else "orelse", [])
         if not isinstance(branch, ast.If) or not own:
@@ -267,7 +271,9 @@ class Trainings:
         return self.trains(sites_in(other, scope)) and not self.trains(sites_in(own, scope))
 
     def steady(self, test: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
-        """Whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls `scope`."""
+        """Check whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls
+        `scope`.
+        """
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
         named = isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str)
@@ -291,5 +297,5 @@ class Trainings:
         )
 
     def trains(self, sites: list[Site]) -> bool:
-        """Whether a block computes gradients, itself or by what it calls."""
+        """Check whether a block computes gradients, itself or by what it calls."""
         return self.effects.find(sites, self.steps.backwards) is not None

@@ -31,7 +31,7 @@ BRINGS = ("torchtext.datasets.", "torch_geometric.datasets.", "dgl.data.")
 
 
 def fetches(view: View, site: Site, full: str) -> bool:
-    """Whether a call fetches files without a lock."""
+    """Check whether a call fetches files without a lock."""
     if is_true(keyword(site.call, "download")) or full in FETCHES:
         return True
     if site.name in SHELLS and full.startswith(("os.", "subprocess.")):
@@ -53,7 +53,7 @@ def folder(view: View, site: Site, full: str) -> Iterator[str]:
 
 
 def makes(view: View, site: Site, full: str) -> bool:
-    """Whether a call makes a folder that must not be there."""
+    """Check whether a call makes a folder that must not be there."""
     if keyword(site.call, "exist_ok") is not None:
         return False
     if full in ("os.makedirs", "os.mkdir"):
@@ -62,14 +62,14 @@ def makes(view: View, site: Site, full: str) -> bool:
 
 
 def of_path(view: View, site: Site) -> bool:
-    """Whether a call is of a method of a path of pathlib."""
+    """Check whether a call is of a method of a path of pathlib."""
     called = [name for _, _, name in view.origins.calls_of(site.receiver, site.scope)]
     called += [view.names.qualify(node, site.scope) for node in walk(site.receiver)] if site.receiver else []
     return any(name.endswith("pathlib.Path") for name in called)
 
 
 def handled(site: Site) -> bool:
-    """Whether an exception of a call is caught."""
+    """Check whether an exception of a call is caught."""
     caught = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
     return caught or any(last(block) == "suppress" for block in withs(site.stmt, site.module))
 
@@ -92,7 +92,7 @@ OPENS = frozenset(name.rstrip("*").rpartition(".")[2] for name in (*WRITERS, *RE
 
 
 def path_written(site: Site, full: str) -> ast.expr | None:
-    """The path of a file or data set that a call writes."""
+    """Return the path of a file or data set that a call writes."""
     if opens(site):
         return site.call.args[0] if str(constant(argument(site.call, 1, "mode")))[:1] in ("w", "x") else None
     place = WRITERS.get(full) or WRITERS.get(f"{site.name}*")
@@ -100,7 +100,7 @@ def path_written(site: Site, full: str) -> ast.expr | None:
 
 
 def path_read(site: Site, full: str) -> ast.expr | None:
-    """The path of a file or data set that a call reads."""
+    """Return the path of a file or data set that a call reads."""
     if opens(site):
         mode = argument(site.call, 1, "mode")
         return site.call.args[0] if mode is None or str(constant(mode))[:1] == "r" else None
@@ -109,5 +109,5 @@ def path_read(site: Site, full: str) -> ast.expr | None:
 
 
 def opens(site: Site) -> bool:
-    """Whether a call is Python's own `open`."""
+    """Check whether a call is Python's own `open`."""
     return site.name == "open" and isinstance(site.call.func, ast.Name) and bool(site.call.args)

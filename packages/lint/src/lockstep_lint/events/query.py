@@ -41,13 +41,13 @@ def side(view: View, block: Block) -> int:
 
 
 def by_rank(view: View, block: WithBlock) -> bool:
-    """Whether a decorator of the project calls its function on some ranks only."""
+    """Check whether a decorator of the project calls its function on some ranks only."""
     name = block.node.func if isinstance(block.node, ast.Call) else block.node
     return view.ranks.calls_by_rank(view.names.definition(name, block.scope))
 
 
 def sides(view: View, event: Event) -> list[tuple[Block, int]]:
-    """The tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
+    """Return the tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
     found = ((block, side(view, block)) for block in event.path)
     return [(block, ranks) for block, ranks in found if ranks]
 
@@ -59,7 +59,7 @@ def many(view: View, block: Block) -> int:
 
 
 def alone(view: View, event: Event) -> bool:
-    """Whether an event happens only where there is one process."""
+    """Check whether an event happens only where there is one process."""
     return any(many(view, block) == -1 for block in event.tests)
 
 
@@ -90,7 +90,7 @@ def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]
 
 
 def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
-    """The model in a wrapper, or the wrapped one of `model.module`."""
+    """Return the model in a wrapper, or the wrapped one of `model.module`."""
     if isinstance(made, ast.Attribute) and made.attr in ("module", "_orig_mod"):
         return made.value
     if isinstance(made, ast.Call) and (view.wrappers.of_call(made, scope) or last(made) in KEEPING):
@@ -99,7 +99,9 @@ def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
 
 
 def owner_of(node: ast.expr, scope: Scope) -> object:
-    """The scope that a name without a value in sight belongs to: a function's parameter, or a class's attribute."""
+    """Return the scope that a name without a value in sight belongs to: a function's parameter, or a class's
+    attribute.
+    """
     key = dotted(node) or ""
     if key.startswith("self.") and scope.owner is not None:
         return scope.owner
@@ -132,7 +134,7 @@ def given_as(
 
 
 def same(view: View, one: Event, other: Event) -> bool:
-    """Whether two events may act on one object: same name in one function, or same maker."""
+    """Check whether two events may act on one object: same name in one function, or same maker."""
     (first, here), (second, there) = subject(one), subject(other)
     if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True
@@ -148,7 +150,7 @@ def shown_at(view: View, event: Event) -> Site | None:
 
 
 def calls_after(event: Event, block: Block) -> list[CallBlock]:
-    """The calls of the project's functions on the way from a block to an event."""
+    """Return the calls of the project's functions on the way from a block to an event."""
     rest = event.path[event.path.index(block) + 1 :]
     return [inner for inner in rest if isinstance(inner, CallBlock)]
 

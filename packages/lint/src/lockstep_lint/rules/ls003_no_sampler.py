@@ -51,7 +51,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def samples(view: View, site: Site) -> bool:
-    """Whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
+    """Check whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
     value = keyword(site.call, "sampler")
     if value is None or isinstance(value, ast.Call):
         return value is not None
@@ -68,7 +68,9 @@ def wraps(view: View, run: Run) -> bool:
 
 
 def by_deepspeed(view: View) -> bool:
-    """Whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to divide."""
+    """Check whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to
+    divide.
+    """
     made = [site for member in view.project.family(view.module) for site in member.sites("initialize")]
     engines = [site.call for site in made if view.ranks.programs.deepspeed(site)]
     apart = any(keyword(call, name) is not None for call in engines for name in ("mpu", "training_data", "mesh_device"))
@@ -77,7 +79,7 @@ def by_deepspeed(view: View) -> bool:
 
 
 def divided(view: View, site: Site) -> bool:
-    """Whether the loader's arguments divide the data, or may."""
+    """Check whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
     given = any(is_given(view, keyword(call, name), site.scope) for name in SAMPLERS)
     if given or not known(site) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
@@ -86,13 +88,15 @@ def divided(view: View, site: Site) -> bool:
 
 
 def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
-    """Whether an argument is given and may be anything but None."""
+    """Check whether an argument is given and may be anything but None."""
     made = view.origins.of(value, scope) if value is not None else []
     return value is not None and not (made and all(is_none(origin.node) for origin in made))
 
 
 def known(site: Site) -> bool:
-    """Whether what a loader is given is seen, with no sampler in it: `**options` are written out and left alone."""
+    """Check whether what a loader is given is seen, with no sampler in it: `**options` are written out and left
+    alone.
+    """
     for item in (item for item in site.call.keywords if item.arg is None):
         name = item.value.id if isinstance(item.value, ast.Name) else ""
         binds = site.scope.binds.get(name, [])
@@ -104,7 +108,7 @@ def known(site: Site) -> bool:
 
 
 def is_plain(table: ast.expr | None) -> bool:
-    """Whether an expression is a dictionary that is written out, without a sampler."""
+    """Check whether an expression is a dictionary that is written out, without a sampler."""
     if isinstance(table, ast.Dict):
         keys = [constant(key) for key in table.keys]
     elif isinstance(table, ast.Call) and dotted(table.func) == "dict" and not table.args:
@@ -115,14 +119,16 @@ def is_plain(table: ast.expr | None) -> bool:
 
 
 def whole(view: View, data: ast.expr, scope: Scope) -> bool:
-    """Whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all alike."""
+    """Check whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all
+    alike.
+    """
     made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
     made = [(node, home) for node, home in made if not (isinstance(node, ast.List) and not node.elts)]
     return all(alike(view, node, home) for node, home in made)
 
 
 def alike(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether what makes a data set knows nothing of ranks."""
+    """Check whether what makes a data set knows nothing of ranks."""
     if not isinstance(node, ast.Call):
         binds = view.origins.binds(dotted(node) or "", scope, node.lineno)
         split = binds[0][0].value if len(binds) == 1 else None
@@ -132,7 +138,7 @@ def alike(view: View, node: ast.expr, scope: Scope) -> bool:
 
 
 def divides(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether the code that makes a data set knows of ranks."""
+    """Check whether the code that makes a data set knows of ranks."""
     if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
         return True
     given = (dotted(arg) or "" for arg in (*call.args, *(item.value for item in call.keywords)))

@@ -32,7 +32,7 @@ IDLE = re.compile(
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the models that DDP wraps for BatchNorm layers that nothing converts."""
+    """Look at the models that DDP wraps for BatchNorm layers that nothing converts."""
     for run in runs(view):
         for wrap in run.of("wrap"):
             site = wrap.mark.site if wrap.module is view.module and wrap.detail == "ddp" else None
@@ -44,20 +44,22 @@ def check(view: View) -> Iterator[Found]:
 
 @kept
 def converts(module: Module) -> bool:
-    """Whether a file converts BatchNorm layers, or may make others."""
+    """Check whether a file converts BatchNorm layers, or may make others."""
     text = IDLE.sub("", module.text) if any(word in module.text for word in (*CONVERSIONS, "SyncB", "ABN")) else ""
     own = sum(map(own_layer, module.sites("SyncBatchNorm")))
     return any(word in text for word in CONVERSIONS) or len(SHARED.findall(text)) > own
 
 
 def own_layer(site: Site) -> bool:
-    """Whether a call makes a layer of a class that knows no other kind: the model's other layers are not converted."""
+    """Check whether a call makes a layer of a class that knows no other kind: the model's other layers are not
+    converted.
+    """
     owner = site.scope.owner
     return owner is not None and not re.search(r"(?<!Sync)BatchNorm", ast.unparse(owner.node))
 
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
-    """Whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
+    """Check whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
     makers = dict(made(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
@@ -68,7 +70,7 @@ def has_norm(view: View, run: Run, wrap: Event) -> bool:
 
 
 def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
-    """The calls that make a model or its parts, also one that gives it beside other things."""
+    """Yield the calls that make a model or its parts, also one that gives it beside other things."""
     for origin in view.origins.of(node, scope):
         found = [(origin.node, origin.scope)]
         if isinstance(origin.node, REFERENCES):
@@ -82,7 +84,7 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
 
 
 def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
-    """The arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
+    """Yield the arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
     start = view.calls.target(call, scope)
     if start is None:
         yield from call.args if last(call) == "Sequential" else ()
@@ -94,14 +96,14 @@ def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
 
 
 def stays(view: View, wrap: Event) -> bool:
-    """Whether the model is moved to the CPU before it is wrapped."""
+    """Check whether the model is moved to the CPU before it is wrapped."""
     moves = [site for site in wrap.scope.named("to") if site.line <= wrap.line and site.call.args]
     models = [s for s in moves if view.kinds.is_model(s.receiver, s.scope) or bound_model(s)]
     return any(view.is_cpu(site.call.args[0], site.scope) for site in models)
 
 
 def bound_model(site: Site) -> bool:
-    """Whether a call gives a model its name."""
+    """Check whether a call gives a model its name."""
     return any(MODEL.search(bind.key.rpartition(".")[2]) for bind in site.scope.bound(site.stmt))
 
 

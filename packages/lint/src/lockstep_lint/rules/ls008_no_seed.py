@@ -16,7 +16,7 @@ WEIGHTS = ("torch", "all")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the first model that a program trains, and for a seed before it."""
+    """Look for the first model that a program trains, and for a seed before it."""
     found = [made for run in runs(view) if trains(view, run) and (made := next(iter(run.of("make")), None)) is not None]
     seeded = any(seeds(run) for run in runs(view))
     site = shown_at(view, found[0]) if found and not seeded else None
@@ -25,12 +25,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def trains(view: View, run: Run) -> bool:
-    """Whether a program that starts in the file trains."""
+    """Check whether a program that starts in the file trains."""
     return run.entry.module is view.module and bool(run.of("fit") or (run.of("backward") and run.of("step")))
 
 
 def seeds(run: Run) -> bool:
-    """Whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
+    """Check whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
     if run.entry.kind == "function" and not run.of("make", "backward"):
         return False
     made = next((event.place for event in run.of("make")), len(run.events))

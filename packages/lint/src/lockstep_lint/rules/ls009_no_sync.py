@@ -26,7 +26,7 @@ LATE = "no_sync around backward alone changes nothing, as DDP decides in forward
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
+    """Look for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
     yield from late(view)
     if view.effects.mentioned(view.module, *SKIPS):
         return
@@ -44,7 +44,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def late(view: View) -> Iterator[Found]:
-    """The contexts of no_sync around backward that the forward of the same turn stands before."""
+    """Yield the contexts of no_sync around backward that the forward of the same turn stands before."""
     for run in runs(view):
         for back in run.of("backward"):
             block = next((b for b in back.withs if any(name == "no_sync" for name in idents(b.node))), None)

@@ -28,7 +28,7 @@ KINDS = ("backward", "zero", "step", "unscale", "clip")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every clip: are the gradients still scaled, and is it between backward and the step?"""
+    """Look at every clip: are the gradients still scaled, and is it between backward and the step?"""
     yield from managed(view)
     if view.analysis.is_moot(view.module, MOOT):
         return
@@ -78,14 +78,16 @@ def half(view: View, call: ast.Call | None, scope: Scope) -> tuple[str, object] 
 
 
 def within_scaling(run: Run, clip: Event) -> bool:
-    """Whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is left."""
+    """Check whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is
+    left.
+    """
     blocks = [block for block in clip.withs if last(block.node) == "scale_loss"]
     backs = (back for back in run.of("backward") if back.place < clip.place)
     return bool(blocks) and any(blocks[-1] in back.path for back in backs)
 
 
 def misplaced(events: list[Event], clip: Event) -> str:
-    """What is wrong with the place of a clip among the events of its turn, if anything is."""
+    """Return what is wrong with the place of a clip among the events of its turn, if anything is."""
     if clip not in events:
         return ""
     place = events.index(clip)

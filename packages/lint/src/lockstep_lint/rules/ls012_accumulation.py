@@ -37,7 +37,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def undivided(view: View, found: Accumulation) -> bool:
-    """Whether nothing between the model and backward divides or scales the loss."""
+    """Check whether nothing between the model and backward divides or scales the loss."""
     site = found.training.backward
     if divides_itself(view, site):
         return False
@@ -73,8 +73,8 @@ def undivided(view: View, found: Accumulation) -> bool:
 
 
 def divides_itself(view: View, site: Site) -> bool:
-    """Whether Accelerate's backward divides the loss: by the number of steps that its Accelerator is told, which is 1
-    where nothing is told.
+    """Check whether Accelerate's backward divides the loss: by the number of steps that its Accelerator is told, which
+    is 1 where nothing is told.
     """
     if "Accelerator" not in view.module.text and last(site.receiver) != "accelerator":
         return False
@@ -88,7 +88,7 @@ def divides_itself(view: View, site: Site) -> bool:
 
 
 def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """The terms of a sum, and what a method reduces (`loss.mean()`)."""
+    """Yield the terms of a sum, and what a method reduces (`loss.mean()`)."""
     if isinstance(value, ast.BinOp):
         yield from ((value.left, scope), (value.right, scope))
     elif (
@@ -101,7 +101,9 @@ def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr,
 
 
 def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
-    """What a loss is made of, here or by all callers; None where that cannot be seen or it is divided on the way."""
+    """Return what a loss is made of, here or by all callers; None where that cannot be seen or it is divided on the
+    way.
+    """
     binds = scope.binds.get(key, [])
     if not binds and key in scope.params:
         callers = view.calls.callers(scope)
@@ -129,14 +131,14 @@ def of_ranks(value: ast.expr) -> ast.expr | None:
 
 
 def scales(node: ast.AST) -> bool:
-    """Whether an expression divides or multiplies."""
+    """Check whether an expression divides or multiplies."""
     if isinstance(node, ast.Call) and last(node) in SCALES:
         return True
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult | ast.FloorDiv)
 
 
 def sums(view: View, node: ast.AST, scope: Scope) -> bool:
-    """Whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
+    """Check whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
     if not isinstance(node, ast.Call):
         return False
     makers = [node, *(call for call, _, _ in view.origins.calls_of(node.func, scope))]
@@ -144,7 +146,7 @@ def sums(view: View, node: ast.AST, scope: Scope) -> bool:
 
 
 def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
-    """Whether a call of the project divides inside, where the loss may come out already divided."""
+    """Check whether a call of the project divides inside, where the loss may come out already divided."""
     if not isinstance(node, ast.Call):
         return False
     if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
@@ -159,7 +161,7 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
 
 
 def starts_at_zero(found: Accumulation) -> bool:
-    """Whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
+    """Check whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
     loop, guard = found.training.loop, found.guard
     if guard is None or not guard.when or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
         return False
@@ -205,7 +207,7 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
 
 
 def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
-    """Whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
+    """Check whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
     binds = found.step.scope.binds.get(name, [])
     value = binds[0].value if len(binds) == 1 else None
     if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
@@ -218,12 +220,12 @@ def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
 
 
 def rebound(found: Accumulation, name: str) -> bool:
-    """Whether the counter is changed in the loop."""
+    """Check whether the counter is changed in the loop."""
     return any(b.how == "aug" for b in found.step.scope.binds.get(name, []))
 
 
 def equals_zero(test: ast.expr, node: ast.BinOp) -> bool:
-    """Whether a test is true when `node` is 0."""
+    """Check whether a test is true when `node` is 0."""
     for item in walk(test):
         if isinstance(item, ast.Compare) and item.left is node:
             return isinstance(item.ops[0], ast.Eq) and constant(item.comparators[0]) == 0

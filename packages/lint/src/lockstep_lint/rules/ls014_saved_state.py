@@ -49,7 +49,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def of_wrappers(view: View, run: Run) -> Iterator[Found]:
-    """The states of wrappers, and wrappers themselves, that are written to a file."""
+    """Yield the states of wrappers, and wrappers themselves, that are written to a file."""
     for event in run.of("state", "save"):
         site = event.mark.site
         if site is None or event.module is not view.module or knows_wrapper(view, site):
@@ -69,13 +69,15 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
 
 
 def parts(view: View, site: Site) -> Iterator[ast.expr]:
-    """The objects that `torch.save` is given, by themselves or in a dictionary."""
+    """Yield the objects that `torch.save` is given, by themselves or in a dictionary."""
     for origin in view.origins.of(next(iter(site.call.args), None), site.scope):
         yield from origin.node.values if isinstance(origin.node, ast.Dict) else site.call.args[:1]
 
 
 def wrapped(view: View, node: ast.expr, event: Event) -> str:
-    """The wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is plain."""
+    """Return the wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is
+    plain.
+    """
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*SAME, "deepcopy"):
         node = node.func.value if node.func.attr in SAME or not node.args else node.args[0]
     if dotted(node) is None and not isinstance(node, ast.Subscript):
@@ -99,7 +101,7 @@ def wrapped(view: View, node: ast.expr, event: Event) -> str:
 
 
 def knows_wrapper(view: View, site: Site) -> bool:
-    """Whether the code around takes the wrapper's names off, or tests for the wrapper."""
+    """Check whether the code around takes the wrapper's names off, or tests for the wrapper."""
     if any(last(item) == "state_dict_type" for item in withs(site.stmt, site.module)):
         return True
     lines, start, end = view.module.lines, site.stmt.lineno, site.stmt.end_lineno or site.stmt.lineno
@@ -118,7 +120,9 @@ def knows_wrapper(view: View, site: Site) -> bool:
 
 
 def saved(view: View, event: Event) -> bool:
-    """Whether a state gets into a file: in the call that writes it, by a name, or by what its function returns."""
+    """Check whether a state gets into a file: in the call that writes it, by a name, or by what its function
+    returns.
+    """
     node, stmt, scope = event.node, event.mark.stmt, event.scope
     for block in (*reversed(event.path), None):
         names = holders(scope, stmt, node)
@@ -133,7 +137,7 @@ def saved(view: View, event: Event) -> bool:
 
 
 def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """What the calls of all runs write to files, as it stands in one function."""
+    """Yield what the calls of all runs write to files, as it stands in one function."""
     for event in (event for run in runs(view) for event in run.of("save", "hand")):
         call = event.node
         for value in (*call.args, *(item.value for item in call.keywords)) if isinstance(call, ast.Call) else ():
@@ -143,7 +147,7 @@ def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
-    """The names of a function that hold a value, by themselves, copied, or in a table."""
+    """Return the names of a function that hold a value, by themselves, copied, or in a table."""
     names: set[str] = set()
     for other in (stmt, *(each for each in scope.stmts if each.lineno >= stmt.lineno and each is not stmt)):
         value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
@@ -158,7 +162,7 @@ def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
 
 
 def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: Scope) -> bool:
-    """Whether what is written is a state, or one of the names that hold it."""
+    """Check whether what is written is a state, or one of the names that hold it."""
     if any(part is node for part in walk(value)):
         return True
     known = names if home is scope else {n for n in names if n.startswith("self.") and home.owner is scope.owner}
@@ -166,7 +170,7 @@ def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: S
 
 
 def by_all(view: View, run: Run) -> Iterator[Found]:
-    """The files of a model that all ranks write, told at the call that forgot the test which others have."""
+    """Yield the files of a model that all ranks write, told at the call that forgot the test which others have."""
     saves = [event for event in run.of("save") if event.detail in MODELS]
     guarded = {event.node for event in saves if sides(view, event)}
     for event in saves:
@@ -183,13 +187,13 @@ def by_all(view: View, run: Run) -> Iterator[Found]:
 
 
 def called(view: View, event: Event) -> Site | None:
-    """The last call of another function in the file, on the way to an event."""
+    """Return the last call of another function in the file, on the way to an event."""
     calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
     return calls[-1] if calls else None
 
 
 def out_of_sight(view: View, run: Run, event: Event) -> bool:
-    """Whether who runs a function that saves cannot be seen."""
+    """Check whether who runs a function that saves cannot be seen."""
     entry = run.entry
     if entry.kind != "function" or event.scope is not entry or view.calls.callers(entry):
         return False
@@ -200,7 +204,7 @@ def out_of_sight(view: View, run: Run, event: Event) -> bool:
 
 
 def replicated(view: View) -> bool:
-    """Whether every rank has the whole model."""
+    """Check whether every rank has the whole model."""
     named = {"horovod", "transformers", "lightning_fabric"} & view.frameworks
     if named or "ddp" in view.wrappers.kinds(view.module) or view.ranks.programs.accelerated(view.module):
         return True
@@ -209,7 +213,9 @@ def replicated(view: View) -> bool:
 
 
 def own_path(view: View, event: Event) -> bool:
-    """Whether a path holds the rank, or is of a temporary file or of a buffer in memory, there or where it is given."""
+    """Check whether a path holds the rank, or is of a temporary file or of a buffer in memory, there or where it is
+    given.
+    """
     queue, seen = [(event.mark.subject, event.scope)], set[object]()
     while queue and len(seen) < 30:
         node, scope = given_as(event, *queue.pop())
@@ -226,7 +232,7 @@ def own_path(view: View, event: Event) -> bool:
 
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
-    """The reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
+    """Yield the reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
     waits = {"collective", "wrap", "backward"}
     if view.wrappers.kinds(view.module) != {"ddp"}:
         waits.add("state")  # FSDP gathers it from all ranks

@@ -13,7 +13,7 @@ __all__ = ["RULE"]
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every torch.load."""
+    """Look at every torch.load."""
     for site in view.sites("load"):
         if view.full(site) != "torch.load":
             continue

@@ -55,7 +55,9 @@ def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
 
 
 def in_loop(run: Run, event: Event) -> Site | None:
-    """The call that runs the model in the loop that evaluates: its own, or that of a function that loops share."""
+    """Return the call that runs the model in the loop that evaluates: its own, or that of a function that loops
+    share.
+    """
     loop = event.loops[-1] if event.loops and not trains(span(run, event.loops[-1])) else None
     inner = event.within(loop) if loop is not None else ()
     return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
@@ -65,7 +67,7 @@ STAYS = "the model stays in eval mode for the training that follows: call model.
 
 
 def not_restored(view: View) -> Iterator[Found]:
-    """The calls that switch the trained model to eval mode, in which it still is when it trains next."""
+    """Yield the calls that switch the trained model to eval mode, in which it still is when it trains next."""
     for run in runs(view):
         done: set[Mark] = set()
         steps = {back.loops[-1] for back in run.of("backward") if back.loops}
@@ -79,8 +81,8 @@ def not_restored(view: View) -> Iterator[Found]:
 
 
 def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event, Event] | None:
-    """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next, and
-    that backward.
+    """Return the switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the
+    next, and that backward.
     """
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
@@ -108,7 +110,9 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
 
 
 def own_training(view: View, run: Run, switch: Event, back: Event, backward: Event) -> bool:
-    """Whether a switched model is put back by a function that trains it, where another backward is of another model."""
+    """Check whether a switched model is put back by a function that trains it, where another backward is of another
+    model.
+    """
     calls = [block for block in back.path if isinstance(block, CallBlock)]
     own = back.kind == "train" and bool(calls) and calls[-1] not in backward.path and trains(span(run, calls[-1]))
     selves = {dotted(each.mark.subject) for each in (switch, back)} == {"self"}
@@ -116,7 +120,9 @@ def own_training(view: View, run: Run, switch: Event, back: Event, backward: Eve
 
 
 def one_arm(switch: Event, back: Event) -> ArmBlock | None:
-    """The test of data, no count of turns, that decides whether a model is switched back (`if length < limit:`)."""
+    """Return the test of data, no count of turns, that decides whether a model is switched back (`if length <
+    limit:`).
+    """
     arms = (block for block in back.tests if block not in switch.path and isinstance(block.node, ast.Compare))
     bounds = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     asks = (arm for arm in arms if isinstance(arm.node, ast.Compare) and isinstance(arm.node.ops[0], bounds))
@@ -124,7 +130,7 @@ def one_arm(switch: Event, back: Event) -> ArmBlock | None:
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:
-    """Whether each turn of a loop makes the model anew, which begins in training mode."""
+    """Check whether each turn of a loop makes the model anew, which begins in training mode."""
     node, home = subject(switch, loop.scope)
     key = dotted(node)
     binds = home.binds.get(key, []) if key is not None and home is loop.scope else []
@@ -134,13 +140,13 @@ def made_anew(switch: Event, loop: LoopBlock) -> bool:
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
-    """Whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
+    """Check whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
     steps = list(turn(run.events, loop, "step"))
     return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
 
 
 def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
-    """Whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
+    """Check whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
     node, home = subject(switch, loop.scope)
     name = last(node)
     if name != "self" and OTHERS.search(name):
@@ -155,7 +161,7 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
 
 
 def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
-    """The models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
+    """Yield the models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):
         node, home = subject(event)
@@ -166,7 +172,7 @@ def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
-    """Whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
+    """Check whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
     inner = switch.within(loop)
     site = next((block.site for block in inner if isinstance(block, CallBlock)), switch.mark.site)
     if epochs or site is None:
@@ -180,7 +186,7 @@ def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
 
 
 def in_last(test: ast.expr) -> bool:
-    """Whether a test compares with the number of batches, in each of its parts where one of them is enough."""
+    """Check whether a test compares with the number of batches, in each of its parts where one of them is enough."""
     if isinstance(test, ast.BoolOp):
         found = map(in_last, test.values)
         return all(found) if isinstance(test.op, ast.Or) else any(found)

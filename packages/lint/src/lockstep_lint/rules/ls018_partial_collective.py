@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at what waits for all ranks: does a test of the rank keep some of them away?"""
+    """Look at what waits for all ranks: does a test of the rank keep some of them away?"""
     for run in runs(view):
         for event in run.of("collective", "wrap", "forward"):
             site = event.mark.site
@@ -31,14 +31,16 @@ def check(view: View) -> Iterator[Found]:
 
 
 def waits(view: View, run: Run, event: Event) -> bool:
-    """Whether an event ends when all ranks are in it."""
+    """Check whether an event ends when all ranks are in it."""
     if event.kind == "wrap":
         return event.detail in ("ddp", "fsdp")
     return event.kind == "collective" or is_sharded(view, run, event) or sends_buffers(view, run, event)
 
 
 def is_sharded(view: View, run: Run, event: Event) -> bool:
-    """Whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all ranks."""
+    """Check whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all
+    ranks.
+    """
     wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
     model = event.mark.subject
     if model is None or not (wraps or "fsdp" in view.wrappers.kinds(view.module)):
@@ -50,7 +52,9 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
 
 
 def sends_buffers(view: View, run: Run, event: Event) -> bool:
-    """Whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all ranks."""
+    """Check whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all
+    ranks.
+    """
     model, scope = subject(event)
     if model is None or not run.of("norm"):
         return False
@@ -61,13 +65,15 @@ def sends_buffers(view: View, run: Run, event: Event) -> bool:
 
 
 def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
-    """Whether a test keeps some ranks from an event which the others certainly reach."""
+    """Check whether a test keeps some ranks from an event which the others certainly reach."""
     ranks = side(view, block)
     return bool(ranks) and certain(view, event, block) and not paired(view, run, event, block, ranks)
 
 
 def certain(view: View, event: Event, block: Block) -> bool:
-    """Whether a function that is called under a test reaches an event in it, wherever there are several processes."""
+    """Check whether a function that is called under a test reaches an event in it, wherever there are several
+    processes.
+    """
     calls = calls_after(event, block)
     inner = event.path[event.path.index(calls[0]) :] if calls else ()
     return all(
@@ -78,7 +84,7 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
-    """Whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
+    """Check whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
     if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
@@ -112,7 +118,7 @@ def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
 
 
 def frame(event: Event, block: Block) -> Block | None:
-    """The call whose function a block stands in."""
+    """Return the call whose function a block stands in."""
     before = event.path[: event.path.index(block)]
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 

@@ -28,7 +28,7 @@ HELPERS = ("cleanup_dist", "dist_cleanup")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the end of the process group in the programs that start one."""
+    """Look for the end of the process group in the programs that start one."""
     if ended(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
@@ -42,13 +42,15 @@ def check(view: View) -> Iterator[Found]:
 
 
 def run_here(view: View, scope: Scope) -> bool:
-    """Whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
+    """Check whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
     called = any(site.scope is view.module.top for site in view.calls.callers(scope))
     return called and not view.project.importers(view.module)
 
 
 def ended(view: View) -> bool:
-    """Whether a file's programs end the group, or hand its end on (`atexit.register(dist.destroy_process_group)`)."""
+    """Check whether a file's programs end the group, or hand its end on
+    (`atexit.register(dist.destroy_process_group)`).
+    """
     if not view.module.by_name.get("init_process_group"):
         return True
     own = view.module.is_script  # other scripts that import it end their own runs
@@ -65,7 +67,9 @@ def ended(view: View) -> bool:
 
 
 def named_elsewhere(view: View, scope: Scope) -> bool:
-    """Whether a function may be run out of sight: something unknown of its name is called, or Python runs it itself."""
+    """Check whether a function may be run out of sight: something unknown of its name is called, or Python runs it
+    itself.
+    """
     owner = scope.owner
     if scope.name.startswith("__") and owner is not None:
         return any(member.words[owner.name] > (member is scope.module) for member in view.project.family(scope.module))

@@ -41,7 +41,7 @@ HELPED = "every rank has this helper make one folder: call it on rank 0 only, or
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for what all ranks fetch, make or remove at once, and for data that some open before it is there."""
+    """Look for what all ranks fetch, make or remove at once, and for data that some open before it is there."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
@@ -64,24 +64,24 @@ def removes_given(event: Event) -> bool:
 
 
 def at_an_end(event: Event) -> bool:
-    """Whether a file is taken away where an exception is handled, which one process may have, or in a test."""
+    """Check whether a file is taken away where an exception is handled, which one process may have, or in a test."""
     handles = any(isinstance(block, HandlerBlock) for block in event.path)
     return event.detail == "take" and (handles or unit_test(event.module))
 
 
 def helps(view: View, site: Site, event: Event) -> bool:
-    """Whether a call is of a function of another file that makes the folder which it is given."""
+    """Check whether a call is of a function of another file that makes the folder which it is given."""
     given = not {*event.scope.params}.isdisjoint(idents(event.node))
     return given and event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
 
 
 def by_all(view: View, site: Site) -> bool:
-    """Whether all ranks, or all but the main one, make a call."""
+    """Check whether all ranks, or all but the main one, make a call."""
     return view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
 
 
 def own(site: Site) -> bool:
-    """Whether a call names a place of the process's own, or is given one by a name."""
+    """Check whether a call names a place of the process's own, or is given one by a name."""
     given = [node for node in walk(site.call) if isinstance(node, ast.Name | ast.Attribute)]
     owners = {node.value for node in given if isinstance(node, ast.Attribute)}
     given = [node for node in given if node not in owners]  # `args.data`, not what made `args`
@@ -91,7 +91,9 @@ def own(site: Site) -> bool:
 
 
 def in_turn(view: View, run: Run, event: Event) -> bool:
-    """Whether one rank goes first: in a block that lets it, where some wait before, or where it has done the same."""
+    """Check whether one rank goes first: in a block that lets it, where some wait before, or where it has done the
+    same.
+    """
     if any(LOCKS.search(last(block.node)) or orders(view, block.node, block.scope) for block in event.withs):
         return True
     side = [ranks for _, ranks in sides(view, event)]
@@ -105,14 +107,14 @@ def in_turn(view: View, run: Run, event: Event) -> bool:
 
 
 def orders(view: View, block: ast.expr, scope: Scope) -> bool:
-    """Whether a block is a context manager of the project that has some ranks wait for the others."""
+    """Check whether a block is a context manager of the project that has some ranks wait for the others."""
     function = view.calls.target(block, scope) if isinstance(block, ast.Call) else None
     waits = function.named("barrier") if function is not None else []
     return any(view.ranks.side(wait.stmt, wait.scope) for wait in waits)
 
 
 def same_work(one: Event, other: Event) -> bool:
-    """Whether two events are of one call in a helper, or of calls with the same arguments in their places."""
+    """Check whether two events are of one call in a helper, or of calls with the same arguments in their places."""
     first, second = one.node, other.node
     if isinstance(first, ast.Call) and isinstance(second, ast.Call):
         return given_alike(first) == given_alike(second)
@@ -120,7 +122,7 @@ def same_work(one: Event, other: Event) -> bool:
 
 
 def given_alike(call: ast.Call) -> list[str]:
-    """What a call is given, without what says nothing of the files that it writes."""
+    """Return what a call is given, without what says nothing of the files that it writes."""
     words = [k for k in call.keywords if k.arg not in OPTIONS and not (k.arg == "train" and is_true(k.value))]
     return [*map(ast.dump, call.args), *sorted(map(ast.dump, words))]
 

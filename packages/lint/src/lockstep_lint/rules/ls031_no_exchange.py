@@ -56,7 +56,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def by_hand(family: tuple[Module, ...]) -> bool:
-    """Whether the files of a program may exchange gradients by themselves."""
+    """Check whether the files of a program may exchange gradients by themselves."""
     return any(says(m, GRADIENTS) for m in family) and any(says(m, COLLECTIVES) for m in family)
 
 
@@ -68,18 +68,18 @@ def exchanges(module: Module) -> bool:
 
 @kept
 def says(module: Module, pattern: re.Pattern[str]) -> bool:
-    """Whether a pattern occurs in a file, beside its comments."""
+    """Check whether a pattern occurs in a file, beside its comments."""
     return pattern.search(module.bare) is not None
 
 
 def trainings(view: View) -> list[Training]:
-    """The training loops of a file's programs, of the files that step an optimizer."""
+    """Return the training loops of a file's programs, of the files that step an optimizer."""
     family = view.project.family(view.module)
     return [t for member in family for t in view.trainings.of(member) if steps(view, member)]
 
 
 def renamed(module: Module) -> bool:
-    """Whether a file uses a wrapper that it imports under another name."""
+    """Check whether a file uses a wrapper that it imports under another name."""
     return any(name in module.words for name, imported in module.imports.items() if wraps(imported.full))
 
 
@@ -91,7 +91,7 @@ def wraps(full: str) -> bool:
 
 
 def steps(view: View, module: Module) -> bool:
-    """Whether a file steps an optimizer."""
+    """Check whether a file steps an optimizer."""
     return any(view.steps.steps_optimizer(site) for site in module.sites("step"))
 
 

@@ -32,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def reads(view: View, event: Event) -> bool:
-    """Whether an event reads or writes the state of something sharded."""
+    """Check whether an event reads or writes the state of something sharded."""
     site = event.mark.site
     if site is None or site.name != "state_dict":
         return True

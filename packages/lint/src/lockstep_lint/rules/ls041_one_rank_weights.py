@@ -21,7 +21,7 @@ SENDS = Words(r"broadcast|scatter|gather|^i?send$|^i?recv$|all_?reduce|sync_|ave
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
+    """Look for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
     yield from steps_apart(view)
     for run in runs(view):
         for event in run.of("load", "initialise"):
@@ -34,7 +34,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def steps_apart(view: View) -> Iterator[Found]:
-    """Looks for steps of a wrapped model's optimizer that only some ranks take, after a backward of all of them."""
+    """Look for steps of a wrapped model's optimizer that only some ranks take, after a backward of all of them."""
     if any(SENDS.search(name) for member in view.project.family(view.module) for name in member.by_name):
         return
     for run in runs(view):
@@ -75,7 +75,9 @@ def parted_at(view: View, event: Event) -> Site | None:
 
 
 def changes_one(view: View, run: Run, event: Event) -> bool:
-    """Whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is trained."""
+    """Check whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is
+    trained.
+    """
     wraps = [wrap for wrap in run.of("wrap") if wrap.place < event.place and wrap.detail in ("ddp", "fsdp")]
     if not wraps or not sides(view, event) or alone(view, event):
         return False

@@ -22,7 +22,7 @@ SEQUENCES = {"glob", "rglob", "iglob", "listdir", "list", "sorted", "range", "op
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the loaders with workers, and at the classes of their data sets."""
+    """Look at the loaders with workers, and at the classes of their data sets."""
     for site in view.sites("DataLoader"):
         if has_workers(view, site) and keyword(site.call, "worker_init_fn") is None:
             made = view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope)
@@ -32,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def has_workers(view: View, site: Site) -> bool:
-    """Whether a loader has a literal number of workers, or a caller gives one."""
+    """Check whether a loader has a literal number of workers, or a caller gives one."""
     value = keyword(site.call, "num_workers")
     name = dotted(value)
     if name is not None and name in site.scope.params and name not in site.scope.binds:
@@ -43,7 +43,7 @@ def has_workers(view: View, site: Site) -> bool:
 
 
 def repeats(view: View, owner: Scope) -> bool:
-    """Whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
+    """Check whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
     method = owner.defs.get("__iter__")
     bases = [name.split(".")[-1] for name in view.names.bases_of(owner)]
     start, end = owner.node.lineno, owner.node.end_lineno or 0  # type: ignore[attr-defined]
@@ -55,7 +55,9 @@ def repeats(view: View, owner: Scope) -> bool:
 
 
 def fixed(view: View, node: ast.expr) -> bool:
-    """Whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of files."""
+    """Check whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of
+    files.
+    """
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
     return isinstance(node, ast.List | ast.ListComp) or name in SEQUENCES
