@@ -145,16 +145,19 @@ class Reentrant(Sentences):
         return _Reentrant()
 
 
+_DRAWS = torch.Generator()
+
+
 class _Unsteady(nn.Module):
-    """Draws from a generator of its own, which nobody seeds."""
+    """Draws from a generator beside it, which nobody seeds."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.generator = Network(dtype=torch.float32), torch.Generator()
-        self.generator.seed()
+        self.body = Network(dtype=torch.float32)
+        _DRAWS.seed()
 
     def forward(self, x):
-        return self.body(x) * (1 + torch.rand((), generator=self.generator))
+        return self.body(x) * (1 + torch.rand((), generator=_DRAWS))
 
 
 class Unsteady(Sentences):

@@ -109,7 +109,7 @@ def test_a_step_is_what_plain_torch_makes_of_the_formula(tmp_path):
     data = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
 
     class Plain(lockstep.Task):
-        defaults = "fine-tuning"
+        defaults, reduction = "fine-tuning", "sum"
 
         def model(self):
             torch.manual_seed(1)

@@ -63,6 +63,7 @@ class Average(nn.Module):
 
 class Regress(lockstep.Task):
     items_per_sample = 1
+    reduction = "sum"
 
     def __init__(self, bad=None, factor=math.nan, first=nn.Identity):
         self.bad, self.factor, self.first = bad, factor, first

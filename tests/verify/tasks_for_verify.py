@@ -15,6 +15,7 @@ class Images(lockstep.Task):
     """A convolution, BatchNorm and dropout; float32 images, a label each."""
 
     items_per_sample = 1
+    reduction = "sum"
 
     def model(self):
         return nn.Sequential(

@@ -556,10 +556,10 @@ class _Judgement:
 
 
 def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
-    """Return each half's share of the items, 0 without any, and of the samples."""
+    """Return each half's share of the items and of the samples; 0 without any."""
     items = [float(half.items) for half in place.halves]
     total, samples = sum(items), sum(place.samples)
-    return [each / total if total else 0.0 for each in items], [each / samples for each in place.samples]
+    return [each / total if total else 0.0 for each in items], [each / (samples or 1) for each in place.samples]
 
 
 # --- halves of a collated batch
