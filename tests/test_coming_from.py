@@ -57,7 +57,7 @@ def test_a_block_is_short_python(name):
 def test_every_flag_that_is_named_exists():
     named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z.-]+[a-z])", TEXT + NAMES)}
     theirs = {"standalone", "nproc_per_node", "help", "help_all", "gradient_clip_val"}  # or of other commands
-    theirs |= {"migrate", "hf_script", "hf_args"}
+    theirs |= {"hf_script", "hf_args"}
     assert named - theirs <= set(option_list())
     assert lockstep.__all__
 

@@ -125,7 +125,7 @@ def test_what_is_shown_where_something_is_wrong_is_true(here, tmp_path, capsys):
     assert found == set(
         re.findall(r"LS\d{3}", text.partition("`lockstep lint --hints train.py` finds")[2].partition(", each")[0])
     )
-    rules = ROOT / "packages" / "lint" / "docs" / "rules"
+    rules = ROOT / "packages" / "lint" / "src" / "lockstep_lint" / "pages"
     assert all((rules / f"{rule}.md").is_file() for rule in re.findall(r"LS\d{3}", text))
     for line in re.findall(r"^    lockstep (.*)$|`lockstep ([^`]*)`", text, re.MULTILINE):
         for words in shown_commands("".join(line)):

@@ -118,11 +118,9 @@ def test_every_module_has_its_floor():
 
 
 def test_engines_are_named_in_their_own_room_alone():
-    """But for an export's formats, what a person may call an engine (hints), a user's files, what another loop
-    becomes (migrate), and the packages that a traced script may use."""
+    """But for an export's formats, hints of an engine's name, a user's files, and the packages of traced scripts."""
     elsewhere = (
         *(
-            "migrate/",
             "trace/",
             "checkpoint/export.py",
             "commands/use.py",
@@ -333,11 +331,11 @@ def test_the_linter_is_found_by_its_entry_point(monkeypatch, capsys):
         cli.dispatch(["lint", "train.py"])
 
 
-def test_only_migrate_loads_the_linter():
+def test_nothing_loads_the_linter():
     code = "import lockstep.cli as c, sys; c.dispatch(['--help']); sys.exit('lockstep_lint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
     loading = [path for path in modules() if "lockstep_lint." in path.read_text(encoding="utf-8")]
-    assert [path.relative_to(ROOT).as_posix() for path in loading] == ["migrate/parsing.py"]
+    assert not loading
 
 
 def test_errors_become_one_line_and_a_code(capsys, monkeypatch):

@@ -306,10 +306,6 @@ def test_the_linters_wheel_runs_without_torch(built, empty, tmp_path):
             assert "LS029" in go([*command, "fixable.py"], code=1, cwd=tmp_path).stdout
             refused = go([*command, "--fix", "fixable.py"], code=2, cwd=tmp_path).stderr
             assert "pip install libcst" in refused
-        (tmp_path / "loop.py").write_text("loss.backward()\noptimizer.step()\n")
-        assert "a plain loop" in go([empty / "lockstep", "lint", "--migrate", "loop.py"], cwd=tmp_path).stdout
-        refused = go([alone / "lockstep-lint", "--migrate", "loop.py"], code=2, cwd=tmp_path).stderr
-        assert "torch-lockstep: install it from its repository" in refused
     finally:
         go([*PIP, "--python", empty / "python", "uninstall", "--quiet", "--yes", "lockstep-lint"])
 

@@ -41,7 +41,8 @@ def test_every_page_is_in_the_navigation_once(site, pages):
     shown = site[0].pages_of(site[0].read_navigation())
     assert len(shown) == len(set(shown))
     written = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
-    rules = {str(path.relative_to(ROOT)) for path in (ROOT / "packages/lint/docs").rglob("*.md")}
+    linter = (ROOT / "packages/lint/docs", ROOT / "packages/lint/src/lockstep_lint/pages")
+    rules = {str(path.relative_to(ROOT)) for folder in linter for path in folder.rglob("*.md")}
     assert set(shown) == written | rules | set(pages) | {"CONTRIBUTING.md", "CHANGELOG.md"}
 
 

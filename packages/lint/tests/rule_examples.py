@@ -16,7 +16,7 @@ def examples(code: str, kind: str) -> list[str]:
     """The scripts in which a rule finds its mistake (`kind` "bad"), or finds none ("good")."""
     file = FIXTURES / code / f"{kind}.py"
     more = HEAD.split(file.read_text(encoding="utf-8"))[1:] if file.exists() else []
-    return [getattr(RULES[code], kind), *(f"\n{text.strip()}\n" for text in more)]
+    return [RULES[code].page.examples[kind == "good"] + "\n", *(f"\n{text.strip()}\n" for text in more)]
 
 
 def all_examples(*kinds: str) -> list[str]:

@@ -41,7 +41,7 @@ def test_they_find_nothing_either(rule):
 
 
 def test_an_idle_import_is_no_wrapper():
-    bad = RULES["LS031"].bad
+    bad = RULES["LS031"].page.examples[0]
     assert found("LS031", "from torch.nn.parallel import DistributedDataParallel as DDP\n" + bad) == {"LS031"}
     assert found("LS031", bad.replace("dist.init", "print('use DDP here') or dist.init", 1)) >= {"LS031"}
 

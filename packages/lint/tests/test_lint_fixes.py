@@ -70,7 +70,7 @@ def test_what_is_not_safe_stays(tmp_path, capsys):
             "fixed nothing: 2 findings, none that --fix can correct\n",
         ),
         (
-            RULES["LS003"].bad,
+            RULES["LS003"].page.examples[0],
             "fixed nothing: 1 finding, none that --fix can correct; --unsafe-fixes prints corrections to read first\n",
         ),
         ("s = torch.cuda.amp.GradScaler()\nx = torch.load('a')\n", "fixed 1 place\n"),

@@ -125,18 +125,19 @@ def test_the_agreement_is_printed(bench, tmp_path, monkeypatch, capsys):
 
 
 def test_errors_are_scored_apart_from_hints_on_the_scripts_that_are_there(bench, tmp_path, monkeypatch, capsys):
-    text = "import torch\n\ndef f(scheduler, path):\n    scheduler.step\n    return torch.load(path)\n"
+    text = "import argparse\nimport torch\nparser = argparse.ArgumentParser()\n"
+    text += "parser.add_argument('--fast', type=bool)\nstate = torch.load(parser.parse_args().fast)\n"
     (tmp_path / "one+two").mkdir()
     (tmp_path / "one+two" / "train.py").write_text(text)
     path = tmp_path / "labels.json"
-    found = [label("LS052", 4), label("LS015", 5), label("LS027", 40)]
+    found = [label("LS068", 4), label("LS015", 5), label("LS027", 40)]
     path.write_text(json.dumps([entry({"A": (found, [])}), entry({"A": (found, [])}, "absent.py")]))
     for name, file in (("FIRST", path), ("SECOND", path), ("ASIDE", ())):
         monkeypatch.setattr(bench["score"], name, file)
     run(bench["score"], monkeypatch, tmp_path, "--errors", "--details")
     out = capsys.readouterr().out
     assert "2 of 4 scripts are there" in out
-    assert "| LS052 | 1.00 | 2 | 1.00 | 2 | 0 |" in out
+    assert "| LS068 | 1.00 | 2 | 1.00 | 2 | 0 |" in out
     assert "errors: precision 1.000 (2 of 2), recall 0.500 (2 of 4)" in out
 
 

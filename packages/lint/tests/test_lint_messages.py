@@ -82,6 +82,8 @@ def train(model, loader, optimizer, criterion):
         print(loss.item())
         if dist.get_rank() == 0:
             dist.barrier()
+
+train(None, [], None, None)
 """
 
 UNPINNED = """\
@@ -117,7 +119,6 @@ def test_a_load_in_one_process_is_not_told_of_ranks():
 def test_a_flag_that_is_left_over_is_not_told_where_the_environment_is_read():
     assert told(FLAG, "LS029") == []
     assert len(told(FLAG.replace('int(os.environ["LOCAL_RANK"])', "args.local_rank"), "LS029")) == 1
-    assert len(told(f"{FLAG}\nprint(args.local_rank)\n", "LS029")) == 1
 
 
 def test_no_scaler_is_asked_for_where_no_gradient_is_kept():

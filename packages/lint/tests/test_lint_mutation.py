@@ -76,8 +76,6 @@ class Lines(IterableDataset):
             yield line
 lines = DataLoader(Lines(), num_workers=2)
 """
-SAVE = "def save(model, path):\n    torch.save(model.module.state_dict(), path)"
-SIZE = "def size_of(model):\n    [p.numel() for p in model.parameters()]"
 MUTATIONS = [
     ("LS001", "ddp", [prepend("model = DistributedDataParallel", "teacher = nn.DataParallel(Net())")]),
     ("LS002", "ddp", [replace("model = Net()", "model = Net()"), replace(WRAP, f"{WRAP}\nmodel = model.to(device)")]),
@@ -135,14 +133,9 @@ MUTATIONS = [
     ("LS028", "ddp", [append("score = ", "print('score', score)")]),
     ("LS028", "ddp", [append("score = ", "print(f'[rank {rank}] {score}')")]),
     ("LS029", "ddp", [prepend("import os", "from apex import amp")]),
-    ("LS030", "ddp", [append("torch.manual_seed", "if rank == 0:\n    print(os.environ)")]),
     ("LS031", "ddp", [
         drop("model = DistributedDataParallel"), drop("from torch.nn.parallel"), Swap("model.module", "model"),
         Swap("nullcontext() if last else model.no_sync()", "nullcontext()"),
-    ]),
-    ("LS032", "ddp", [
-        Swap(SAVED, SAVED.replace("states", "torch.get_rng_state()")),
-        drop("dist.all_gather_object"),
     ]),
     ("LS033", "fsdp", [
         drop("state = "),
@@ -160,7 +153,6 @@ MUTATIONS = [
         replace("model = Net()", "model = timm.create_model('resnet50').to(device)"),
     ]),
     ("LS007", "ddp", [replace("torch.cuda.set_device", "torch.cuda.set_device(int(os.environ['RANK']))")]),
-    ("LS007", "ddp", [drop("torch.cuda.set_device")]),
     ("LS010", "ddp", [append("self.head = ", "self.extra = nn.Linear(8, 10)")]),
     ("LS010", "ddp", [
         append("self.head = ", "self.extra = nn.Linear(8, 8)"),
@@ -194,11 +186,11 @@ MUTATIONS = [
     ("LS037", "ddp", [
         prepend("for epoch in", "if rank == 0:\n    epochs = len(os.listdir('x'))"),
     ]),
-    ("LS038", "ddp", [replace("x, y = ", "x, y = next(iter(loader))"), append("from contextlib", "loader = []")]),
     ("LS029", "ddp", [append("local_rank = ", "os.environ['NCCL_BLOCKING_WAIT'] = '1'")]),
     ("LS040", "ddp", [
         prepend("model = DistributedDataParallel", (
-            "lr = 1e-3\nrates = [{'params': b.parameters(), 'lr': lr * 0.9 ** i} for i, b in enumerate(model.layers)]"
+            "lr, rates = 1e-3, []\nfor i, block in enumerate(model.layers):\n    "
+            "rates.append({'params': block.parameters(), 'lr': lr * 0.9 ** i})"
         )),
     ]),
     ("LS041", "ddp", [
@@ -232,28 +224,11 @@ MUTATIONS = [
             "dist.init_process_group('nccl', rank=local_rank, world_size=int(os.environ['WORLD_SIZE']))"
         )),
     ]),
-    ("LS045", "ddp", [append("score = ", "if rank == 0:\n    best = score\nshown = best")]),
-    ("LS046", "ddp", [
-        replace("return self.data[i]", "item = self.data[i]\nself.kept.append(item)\nreturn item + torch.randn(())"),
-        append("self.data = data", "self.kept = []"),
-    ]),
-    ("LS047", "ddp", [replace("model = DistributedDataParallel", (
-        "model = DistributedDataParallel(model, device_ids=[local_rank], timeout=60)"
-    ))]),
     ("LS048", "fsdp", [
         drop("optimizer = "), prepend("fully_shard(model)", "optimizer = torch.optim.Adam(model.parameters())"),
     ]),
     ("LS049", "ddp", [Swap(FUSED, FUSED.replace("v)", "v, dropout_p=0.1)"))]),
-    ("LS050", "ddp", [append("loss = ", "if torch.isnan(loss):\n    continue")]),
-    ("LS051", "ddp", [
-        replace("if os.path.exists", "state = torch.load('model.pt', map_location='cpu', weights_only=True)"),
-        prepend("for epoch in", "model.module.load_state_dict(state['model'])\nfirst = state['epoch']"),
-        Swap("range(epochs)", "range(first, epochs)"),
-        Swap(SAVED, SAVED.replace("}", ", 'epoch': epoch}")),
-    ]),
-    ("LS052", "ddp", [append("scheduler.step()", "optimizer.zero_grad")]),
     ("LS053", "ddp", [append("from contextlib", LINES)]),
-    ("LS054", "ddp", [append("optimizer = ", "model.module.net = nn.Linear(8, 2)")]),
     ("LS055", "ddp", [
         prepend("for epoch in", (
             "if 'RESUME' in os.environ:\n"
@@ -263,56 +238,16 @@ MUTATIONS = [
         )),
         Swap("range(epochs)", "range(first, epochs)"),
     ]),
-    ("LS058", "ddp", [append("import os", SAVE), replace("torch.save(", "save(model)")]),
-    ("LS059", "ddp", [append("import os", SIZE), append("states = ", "millions = size_of(model) / 1e6")]),
-    ("LS057", "ddp", [
-        replace("train_data = ", "train_data = datasets.ImageFolder('photos')"),
-        append("import os", "from torchvision import datasets"),
-        replace("sampler = ", "sampler = DistributedSampler(train_data, shuffle=False)"),
-    ]),
-    ("LS062", "ddp", [append("model.module.load_state_dict", f"model.note = {LOAD}['score']")]),
-    ("LS063", "ddp", [
-        prepend("for epoch in", (
-            "best = 0.0\n"
-            "if os.path.exists('model.pt'):\n"
-            f"    optimizer.load_state_dict({LOAD}['optimizer'])"
-        )),
-        replace("torch.save(", (
-            "state = {'model': model.module.state_dict(), 'optimizer': optimizer.state_dict(), 'rng': states}\n"
-            "torch.save(state, 'model.pt')\n"
-            "if score > best:\n"
-            "    best = score\n"
-            "    torch.save(state, 'best.pt')"
-        )),
-    ]),
-    ("LS065", "ddp", [
-        append("import os", "import deepspeed"),
-        append("optimizer = ", "engine, tuned = deepspeed.initialize(model=model, optimizer=optimizer)"),
-    ]),
     ("LS066", "ddp", [
-        prepend("for epoch in", "first = Net()\nbase = evaluate(first, val_loader, criterion, device)"),
+        prepend("for epoch in", (
+            "first = Net()\nfirst.eval()\nwith torch.no_grad():\n    base = first(torch.ones(2, 8).to(device))"
+        )),
     ]),
     ("LS068", "ddp", [
         append("import torch", (
             "import argparse\nparser = argparse.ArgumentParser()\n"
             "parser.add_argument('--tf32', type=bool, default=True)\n"
             "torch.backends.cuda.matmul.allow_tf32 = parser.parse_args().tf32"
-        )),
-    ]),
-    ("LS067", "ddp", [prepend("return self.data[i]", "torch.manual_seed(0)")]),
-    ("LS069", "ddp", [
-        append("import os", "import itertools"), append("val_loader = ", "batches = itertools.cycle(loader)"),
-    ]),
-    ("LS064", "ddp", [
-        replace("total[0] += ", "loss = criterion(model(x), y)"), replace("return total[0]", "return loss"),
-    ]),
-    ("LS056", "ddp", [
-        drop("states = "), drop("dist.all_gather_object"), drop("torch.save("), prepend("for epoch in", "epochs = 100"),
-    ]),
-    ("LS060", "ddp", [replace("score = ", "score = evaluate(model, val_loader, loss, device)")]),
-    ("LS061", "ddp", [
-        replace("val_sampler = ", (
-            "if epochs > 1:\n    val_sampler = DistributedSampler(val_data, shuffle=False)\nelse:\n    order = None"
         )),
     ]),
 ]  # fmt: skip
@@ -342,10 +277,9 @@ def test_the_pitfall_is_found_after(code, name, edits):
     # A sampler of its own that no set_epoch is called on; a model that is made before the seed.
     beside = {"LS004"} if code == "LS003" and any("DistributedSampler(" in line for line in placed) else set()
     beside |= {"LS008"} if "Net().cuda()" in placed else set()
-    beside |= {"LS036"} if code == "LS050" else set()  # which waits for the answer
     told = {rule for rule, _ in found(ast.unparse(ast.fix_missing_locations(tree)))}
     assert told == {code} | graph | beside
 
 
 def test_every_rule_has_a_mutation():
-    assert {code for code, _, _ in MUTATIONS} == set(RULES)
+    assert {code for code, _, _ in MUTATIONS} == set(RULES) - {"LS064"}  # its fixtures have whole scripts

@@ -205,7 +205,7 @@ def test_the_group_ends_where_the_program_does():
 
 
 def test_a_state_is_saved_and_loaded_by_plain_names():
-    text = RULES["LS014"].bad + "\n"
+    text = RULES["LS014"].page.examples[0] + "\n"
     assert "module" not in text
     assert "LS014" not in rules(unsafe(text))
 
@@ -268,15 +268,15 @@ def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypat
 def test_the_diff_applies_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
-    path.write_text(RULES["LS003"].bad.lstrip())
-    assert command(["--unsafe-fixes", "train.py"]) == 1
+    path.write_text(RULES["LS003"].page.examples[0])
+    assert command(["--select", "LS003", "--unsafe-fixes", "train.py"]) == 1
     out, err = capsys.readouterr()
-    assert path.read_text() == RULES["LS003"].bad.lstrip()
+    assert path.read_text() == RULES["LS003"].page.examples[0]
     assert out.startswith("--- a/train.py\n+++ b/train.py\n")
     assert "LS003" in err
     if shutil.which("git") is not None:
         subprocess.run(["git", "apply", "-"], input=out, text=True, check=True, cwd=tmp_path)
-        assert command(["train.py"]) == 0
+        assert command(["--select", "LS003", "train.py"]) == 0
     capsys.readouterr()
 
 

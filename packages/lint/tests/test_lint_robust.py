@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from rule_examples import all_examples
 
 from lockstep_lint.analysis import project
-from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import index
-from lockstep_lint.analysis.ranks import RankTests
 from lockstep_lint.analysis.source import MAX_BYTES
 from lockstep_lint.config import configure
 from lockstep_lint.rules import RULES
@@ -159,7 +157,8 @@ def test_a_part_is_let_go_without_the_garbage_collector(monkeypatch):
     collects = gc.isenabled()
     gc.disable()
     try:
-        for text in HOSTILE["functions that call each other"], RULES["LS037"].bad, RULES["LS005"].bad:
+        pages = [RULES[code].page.examples[0] for code in ("LS005", "LS037")]
+        for text in (HOSTILE["functions that call each other"], *pages):
             check_text("import torch\n" + text, ALL)
             assert not made
         assert len(seen) == 3
@@ -211,27 +210,6 @@ class Run:
                     losses["loss"] += float(loss)
 """
     assert [found.line for found in check_text(text, configure({}, "LS036", ""))] == [19]  # the first turn is one
-
-
-def looks(times, monkeypatch):
-    """How many tests of the rank are worked out where each name is made of the others, again and again."""
-    count, test = 0, RankTests.test.__wrapped__
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        return test(*args)
-
-    monkeypatch.setattr(RankTests, "test", kept(counted))
-    makes = (
-        f"    if {a} and {b}:\n        {c} = {a} is None and {b}({a})\n" for a, b, c in ("pqr", "qrp", "rpq") * times
-    )
-    check_text(f"import torch\n\ndef solve(rank):\n{''.join(makes)}", configure({}, "LS045", ""))
-    return count
-
-
-def test_a_test_of_the_rank_is_worked_out_once(monkeypatch):
-    assert 100 < looks(16, monkeypatch) < 3 * looks(8, monkeypatch)
 
 
 def test_a_call_of_get_without_arguments():

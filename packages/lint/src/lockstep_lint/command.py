@@ -3,28 +3,24 @@
 import argparse
 import os
 import sys
-import textwrap
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
 from lockstep_lint.analysis.imports import SKIPPED
 from lockstep_lint.analysis.source import read
 from lockstep_lint.config import Config, ConfigProblem, configure, find_table
-from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding
 from lockstep_lint.fixes import FixProblem, diff, fix_files
-from lockstep_lint.output import FORMATS as OUTPUT_FORMATS
-from lockstep_lint.output import render, summary
+from lockstep_lint.output import FORMATS, render, summary
 from lockstep_lint.rules import RULES
 from lockstep_lint.runner import check_paths, in_order
 
-__all__ = ["MigrateProblem", "command", "find_files"]
+__all__ = ["command", "find_files"]
 
 
 def find_files(paths: list[str]) -> list[str]:
-    """The Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
+    """Return the Python files and notebooks at and under `paths`, sorted, each once. Raises FileNotFoundError."""
     found: dict[str, None] = {}
     for path in paths:
         if os.path.isdir(path):
@@ -44,30 +40,6 @@ def _under(folder: str) -> Iterator[str]:
                 yield str(Path(parent) / name)
 
 
-FORMATS = ("text", "json")
-
-
-class MigrateProblem(Exception):
-    """Refuses `--migrate` for a file or its flags. The message is one line: what, where, and the way out."""
-
-
-def migrate(paths: list[str], form: str) -> int:
-    """Prints which lines of each file become which in lockstep.
-
-    Returns:
-        the exit code: 1 where something would be refused, else 0.
-
-    Raises:
-        MigrateProblem: lockstep is not installed, or it can tell nothing of a file.
-        FileNotFoundError: there is no such path.
-    """
-    found = tuple(entry_points(group="lockstep_lint.migrate", name="migrate"))
-    if not found:
-        raise MigrateProblem("--migrate needs the package torch-lockstep: install it from its repository")
-    code: int = found[0].load()(paths, form)
-    return code
-
-
 # A correction may show the next one on its line; a bound for corrections that would show each other for ever.
 MAX_ROUNDS = 20
 
@@ -84,12 +56,10 @@ def command(argv: list[str], prog: str = "lockstep lint") -> int:
     except SystemExit as end:  # argparse has printed its line, or the help
         return 2 if end.code else 0
     try:
-        if args.migrate:
-            return _migrate(args, prog)
         return explain(args.explain, prog) if args.explain else check(args, prog)
     except FileNotFoundError as error:
         return refuse(prog, f"there is no file or folder '{error.args[0]}': name one that exists")
-    except (ConfigProblem, FixProblem, MigrateProblem) as problem:
+    except (ConfigProblem, FixProblem) as problem:
         return refuse(prog, str(problem))
 
 
@@ -107,24 +77,12 @@ def parser(prog: str = "lockstep lint") -> argparse.ArgumentParser:
     flags.add_argument("--hints", action="store_true", help="report what only costs time or memory too; exits 0 for it")
     flags.add_argument("--select", metavar="CODES", help="the rules to run, such as LS004,LS018, or ALL")
     flags.add_argument("--ignore", metavar="CODES", help="rules to leave out")
-    flags.add_argument("--format", choices=OUTPUT_FORMATS, default="text", help="how to print findings (default: text)")
+    flags.add_argument("--format", choices=FORMATS, default="text", help="how to print findings (default: text)")
     flags.add_argument("--sarif-file", metavar="FILE", help="write the findings to FILE as SARIF too")
     flags.add_argument("--fix", action="store_true", help="make the corrections that are safe")
     flags.add_argument("--unsafe-fixes", action="store_true", help="print the next corrections as a diff to read")
     flags.add_argument("--explain", metavar="CODE", help="print what a rule finds, why it matters and what to write")
-    flags.add_argument("--migrate", action="store_true", help="print which lines of FILE become which in lockstep")
     return flags
-
-
-def _migrate(args: argparse.Namespace, prog: str) -> int:
-    for name in ("hints", "select", "ignore", "fix", "unsafe_fixes", "explain", "sarif_file"):
-        if getattr(args, name):
-            raise MigrateProblem(f"--migrate checks nothing and writes nothing: leave out --{name.replace('_', '-')}")
-    if args.format not in FORMATS:
-        raise MigrateProblem(f"--migrate has --format {' or '.join(FORMATS)}, not {args.format}")
-    if args.paths == ["."]:
-        raise MigrateProblem(f"--migrate needs the script: {prog} --migrate train.py")
-    return migrate(args.paths, args.format)
 
 
 def check(args: argparse.Namespace, prog: str) -> int:
@@ -154,7 +112,7 @@ def check(args: argparse.Namespace, prog: str) -> int:
 
 
 def fail(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> bool:
-    """Whether some finding makes the command exit with 1, under the configuration that holds for its file."""
+    """Check whether some finding makes the command exit with 1, under the configuration that holds for its file."""
     configs = {path: config for config, paths in groups for path in paths}
     return any(configs[finding.path].fails(finding) for finding in findings)
 
@@ -169,7 +127,7 @@ def write_sarif(path: str, findings: list[Finding], prog: str) -> None:
 
 
 def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:
-    """Corrects until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
+    """Correct until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
     total, assumed = 0, (0, 0)
     for _ in range(MAX_ROUNDS):
         changed, needed = fix_files(findings)
@@ -188,18 +146,18 @@ def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list
 
 
 def unfixed(findings: list[Finding]) -> str:
-    """Says that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
+    """Tell that nothing was corrected, and whether --unsafe-fixes has corrections to read."""
     found = f"fixed nothing: {len(findings)} finding{'s' * (len(findings) > 1)}, none that --fix can correct"
     return f"{found}; --unsafe-fixes prints corrections to read first" if diff(findings) else found
 
 
 def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:
-    """The findings in all files, each under the configuration that holds for it."""
+    """Return the findings in all files, each under the configuration that holds for it."""
     return in_order(finding for config, paths in groups for finding in check_paths(paths, config))
 
 
 def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, list[str]]]:
-    """The files by the configuration of the project that each belongs to, with the flags on top."""
+    """Return the files by the configuration of the project that each belongs to, with the flags on top."""
     homes: dict[str, list[str]] = {}
     for path in paths:
         homes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(path)
@@ -213,7 +171,7 @@ def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, l
 
 
 def sources(findings: list[Finding]) -> dict[str, list[str]]:
-    """The lines of the files, or of the notebooks' cells, that have findings."""
+    """Return the lines of the files, or of the notebooks' cells, that have findings."""
     lines: dict[str, list[str]] = {}
     for path in {finding.path for finding in findings}:
         if path.endswith(".ipynb"):
@@ -234,7 +192,7 @@ def explain(code: str, prog: str) -> int:
     rule = RULES.get(code.upper())
     if rule is None:
         return refuse(prog, f"--explain: there is no rule '{code}': use a code from {min(RULES)} to {max(RULES)}")
-    print(textwrap.dedent(page(rule)).rstrip())
+    print(rule.page.text.rstrip())
     return 0
 
 

@@ -43,16 +43,16 @@ class Config:
     root: str = ""
 
     def reports(self, finding: Finding) -> bool:
-        """Whether a finding's level is asked for."""
+        """Check whether a finding's level is asked for."""
         wanted = finding.severity is Severity.ERROR or (self.hints and finding.severity is Severity.HINT)
         return wanted or finding.rule in self.named
 
     def fails(self, finding: Finding) -> bool:
-        """Whether a finding makes the command exit with 1: an error, or one of a rule that was selected."""
+        """Check whether a finding makes the command exit with 1: an error, or one of a rule that was selected."""
         return finding.severity is Severity.ERROR or finding.rule in self.named
 
     def codes_for(self, path: str) -> frozenset[str]:
-        """The rules that run on one file."""
+        """Return the rules that run on one file."""
         if not self.per_file:
             return self.codes
         relative = os.path.relpath(path, self.root or ".").replace(os.sep, "/")
@@ -80,7 +80,7 @@ def configure(
 
 
 def find_table(start: Path) -> tuple[dict[str, object], str]:
-    """The `[tool.lockstep.lint]` table that holds for a folder, and the folder of its pyproject.toml.
+    """Return the `[tool.lockstep.lint]` table that holds for a folder, and the folder of its pyproject.toml.
 
     It is the nearest at or above `start`, up to the repository's root: a package of a repository that says nothing of
     lint takes the repository's.
@@ -124,7 +124,7 @@ def _listed(value: object, key: str) -> list[str]:
 
 
 def _codes(names: list[str], where: str) -> frozenset[str]:
-    """The rules that a list names; ALL stands for every one."""
+    """Return the rules that a list names; ALL stands for every one."""
     found: set[str] = set()
     for name in (name.strip().upper() for name in names):
         if name == "ALL":

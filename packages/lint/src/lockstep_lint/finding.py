@@ -86,7 +86,7 @@ class Finding:
         return f"{self.path}:cell {self.cell}" if self.cell else self.path
 
     def as_dict(self) -> dict[str, object]:
-        """The finding as `--format json` prints it."""
+        """Return the finding as `--format json` prints it."""
         data: dict[str, object] = {key: getattr(self, key) for key in ("path", "line", "column", "rule")}
         data |= {"severity": self.severity.value, "confidence": self.confidence.value}
         data |= {"message": self.message, "fix": self.fix}

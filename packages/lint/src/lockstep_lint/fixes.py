@@ -21,7 +21,7 @@ __all__ = [
 
 
 def diff(findings: list[Finding]) -> str:
-    """A unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
+    """Return a unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
     parts: list[str] = []
     for path in sorted({finding.path for finding in findings if finding.proposal and finding.path.endswith(".py")}):
         try:
@@ -37,7 +37,7 @@ def diff(findings: list[Finding]) -> str:
 
 
 def proposed(text: str, proposals: list[tuple[Change, ...]]) -> str:
-    """The text with the proposals made that fit beside each other and leave it parsing."""
+    """Return the text with the proposals made that fit beside each other and leave it parsing."""
     lines = text.split("\n")
     taken: set[int] = set()
     chosen: list[Change] = []
@@ -50,7 +50,7 @@ def proposed(text: str, proposals: list[tuple[Change, ...]]) -> str:
 
 
 def made(lines: list[str], changes: list[Change]) -> list[str]:
-    """The lines with the changes made, the last first."""
+    """Return the lines with the changes made, the last first."""
     found = list(lines)
     for change in sorted(dict.fromkeys(changes), key=lambda change: -change.start):
         found[change.start - 1 : change.start - 1 + change.count] = change.lines
@@ -70,7 +70,7 @@ class FixProblem(Exception):
 
 
 def fix_files(findings: list[Finding]) -> tuple[int, tuple[int, int]]:
-    """Corrects the files that have findings with an edit that their project's torch has.
+    """Correct the files that have findings with an edit that their project's torch has.
 
     Returns how many places were changed, and the newest torch that was taken for granted where no project pins one.
     """
@@ -96,7 +96,7 @@ def fix_files(findings: list[Finding]) -> tuple[int, tuple[int, int]]:
 
 
 def fix_text(text: str, edits: list[Edit]) -> tuple[str, int]:
-    """The text with the edits made, and how many could be."""
+    """Return the text with the edits made, and how many could be."""
     cst, metadata = _library()
     try:
         wrapper = metadata.MetadataWrapper(cst.parse_module(text))
@@ -115,7 +115,7 @@ def fix_text(text: str, edits: list[Edit]) -> tuple[str, int]:
 
 
 def _without_idle_imports(cst: Any, before: str, after: str) -> str:
-    """The text after the edits, without the imports that they have made unused."""
+    """Return the text after the edits, without the imports that they have made unused."""
     idle = _imported(after) & _used(before) - _used(after)
     if not idle:
         return after
@@ -123,7 +123,7 @@ def _without_idle_imports(cst: Any, before: str, after: str) -> str:
 
 
 def _imported(text: str) -> set[str]:
-    """The names that a text's imports bind."""
+    """Return the names that a text's imports bind."""
     found = set()
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -132,7 +132,9 @@ def _imported(text: str) -> set[str]:
 
 
 def _used(text: str) -> set[str]:
-    """The names that a text reads or sets, and its strings: an import may be named in `__all__` or an annotation."""
+    """Return the names that a text reads or sets, and its strings: an import may be named in `__all__` or an
+    annotation.
+    """
     found = set()
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Name):
@@ -179,14 +181,14 @@ def _library() -> tuple[Any, Any]:
 
 
 def _fits(cst: Any, node: Any, edit: Edit) -> bool:
-    """Whether a node is the kind of expression that an edit is for."""
+    """Check whether a node is the kind of expression that an edit is for."""
     if edit.kind == "method":
         return isinstance(node, cst.BaseExpression)
     return isinstance(node, cst.Call)
 
 
 def _characters(edit: Edit, lines: list[str]) -> tuple[int, int, int, int]:
-    """The edit's span with columns in characters, as libcst counts them."""
+    """Return the edit's span with columns in characters, as libcst counts them."""
     line, column, end, last = edit.span
     return line, _count(lines, line, column), end, _count(lines, end, last)
 

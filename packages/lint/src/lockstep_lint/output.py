@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import quote
 
-from lockstep_lint.docs import page
 from lockstep_lint.finding import Finding, Severity
 from lockstep_lint.rules import RULES
 
@@ -23,7 +22,7 @@ OTHERS = {"LS000": "a file that was not checked", "LS900": "a comment that silen
 
 
 def log(findings: list[Finding], lines: dict[str, list[str]]) -> dict[str, object]:
-    """The SARIF log of one run: the rules that found something, and each finding with its place."""
+    """Return the SARIF log of one run: the rules that found something, and each finding with its place."""
     prints = fingerprints(findings, lines)
     codes = sorted({finding.rule for finding in findings})
     driver = {"name": "lockstep lint", "version": _version(), "rules": [_rule(code) for code in codes]}
@@ -48,8 +47,8 @@ FINGERPRINT = "primaryLocationLineHash"
 
 
 def fingerprints(findings: list[Finding], lines: dict[str, list[str]]) -> list[str]:
-    """A name for each finding that stays when its line moves: of its rule, its file and the text of its line, and the
-    number of such a finding in the file.
+    """Return a name for each finding that stays when its line moves: of its rule, its file and the text of its line,
+    and the number of such a finding in the file.
     """
     seen: Counter[str] = Counter()
     made: list[str] = []
@@ -75,10 +74,10 @@ def _rule(code: str) -> dict[str, object]:
         return {"id": code, "shortDescription": {"text": OTHERS.get(code, code)}}
     return {
         "id": code,
-        "name": rule.name,
-        "shortDescription": {"text": rule.what},
-        "fullDescription": {"text": rule.why},
-        "help": {"text": rule.remedy, "markdown": page(rule)},
+        "name": rule.page.name,
+        "shortDescription": {"text": rule.page.what},
+        "fullDescription": {"text": rule.page.why},
+        "help": {"text": rule.page.remedy, "markdown": rule.page.text},
         "defaultConfiguration": {"level": LEVELS[rule.severity]},
         "properties": {"precision": rule.confidence.value},
     }
@@ -98,19 +97,21 @@ def _result(finding: Finding, index: int) -> dict[str, object]:
 
 
 def _region(finding: Finding) -> dict[str, int]:
-    """The lines and columns of a finding, and where it ends if that is known."""
+    """Return the lines and columns of a finding, and where it ends if that is known."""
     region = {"startLine": finding.line, "startColumn": finding.column}
     return region | ({"endLine": finding.end, "endColumn": finding.end_column} if finding.end_column else {})
 
 
 def _uri(path: str) -> str:
-    """A path as a URI: relative to the present folder where it is below it, as services match it to a checkout."""
+    """Return a path as a URI: relative to the present folder where it is below it, as services match it to a
+    checkout.
+    """
     relative = os.path.relpath(path)
     return Path(path).resolve().as_uri() if relative.startswith("..") else quote(Path(relative).as_posix())
 
 
 def text(findings: list[Finding], lines: dict[str, list[str]], prog: str, hints: bool) -> str:
-    """Each finding on a line, the gravest first, with the source line under it, and a summary."""
+    """Return each finding on a line, the gravest first, with the source line under it, and a summary."""
     parts = []
     for finding in folded(findings):
         place = f"{finding.where}:{finding.line}:{finding.column}"
@@ -188,7 +189,9 @@ def _escape(value: str, in_property: bool = False) -> str:
 
 
 def records(findings: list[Finding]) -> str:
-    """The findings as `json.dumps` writes them with an indent of 2, by its fast encoder, which knows no indent."""
+    """Return the findings as `json.dumps` writes them with an indent of 2, by its fast encoder, which knows no
+    indent.
+    """
     encode = json.JSONEncoder(separators=(",\n    ", ": ")).encode  # a new line within a text is escaped
     found = [encode(finding.as_dict())[1:-1] for finding in findings]
     return "[\n" + ",\n".join(f"  {{\n    {each}\n  }}" for each in found) + "\n]" if found else "[]"

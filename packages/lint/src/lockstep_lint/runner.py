@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from lockstep_lint.analysis.budget import WORK, TooIntricate
 from lockstep_lint.analysis.imports import Graph, Importers, draw
 from lockstep_lint.analysis.index import Module
-from lockstep_lint.analysis.project import Project
+from lockstep_lint.analysis.project import Project, unit_test
 from lockstep_lint.analysis.source import Problem, Source, parse, place, read
 from lockstep_lint.analysis.view import Analysis, View
 from lockstep_lint.config import Config
+from lockstep_lint.events.entry import reached
 from lockstep_lint.finding import Confidence, Finding, Severity
 from lockstep_lint.rules import MERGED, RULES
 from lockstep_lint.rules.base import Found, Rule
@@ -53,7 +54,7 @@ class Silencer:
         self.lines: dict[int, _Comment] = {}
 
     def read(self, found: bool) -> None:
-        """Reads the file's comments, if one can matter: it names a rule of ours, or there is something to silence."""
+        """Read the file's comments, if one can matter: it names a rule of ours, or there is something to silence."""
         text = self.source.text
         if "noqa" in text.lower() and (found or OURS.search(text)):
             for line, column, comment in comments(self.source):
@@ -76,7 +77,7 @@ class Silencer:
             self.lines[line] = comment
 
     def filter(self, findings: list[Finding]) -> Iterator[Finding]:
-        """The findings that stay, and one for every silencer of ours that had nothing to silence."""
+        """Yield the findings that stay, and one for every silencer of ours that had nothing to silence."""
         self.read(bool(findings))
         used: set[tuple[_Comment, str]] = set()
         for finding in findings:
@@ -102,7 +103,7 @@ class Silencer:
 
 
 def comments(source: Source) -> Iterator[tuple[int, int, str]]:
-    """The comments of a file, with their line and column."""
+    """Yield the comments of a file, with their line and column."""
     try:
         for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
             if token.type == tokenize.COMMENT:
@@ -121,7 +122,7 @@ PART = 100
 
 
 def check_paths(paths: list[str], config: Config) -> list[Finding]:
-    """The findings in the files at `paths`, in order; several processes share a long list."""
+    """Return the findings in the files at `paths`, in order; several processes share a long list."""
     graph = draw(paths)
     parts = divide(graph.together(sorted(paths)), PART)
     workers = min(os.cpu_count() or 1, 8, len(parts))
@@ -148,7 +149,7 @@ _SHARED: dict[str, Graph] = {}
 
 
 def _share(projects: dict[str, Importers], added: dict[str, tuple[str, ...]]) -> None:
-    """Gives a worker process what the graph knows once, not with every part."""
+    """Give a worker process what the graph knows once, not with every part."""
     _SHARED["graph"] = Graph(projects, added)
 
 
@@ -157,7 +158,7 @@ def _check_shared(paths: list[str], config: Config) -> list[Finding]:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings by path, line, column and rule."""
+    """Return the findings by path, line, column and rule."""
     return sorted(findings, key=lambda finding: finding.place)
 
 
@@ -170,7 +171,7 @@ def _check_part(paths: list[str], config: Config, graph: Graph) -> list[Finding]
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keeps the garbage collector out: walking a million nodes that all stay alive would double the time."""
+    """Keep the garbage collector out: walking a million nodes that all stay alive would double the time."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -181,12 +182,12 @@ def uncollected() -> Iterator[None]:
 
 
 def check_text(text: str, config: Config | None = None, path: str = "example.py") -> list[Finding]:
-    """The findings in a piece of text, as if it were a file."""
+    """Return the findings in a piece of text, as if it were a file."""
     return in_order(check_sources([parse(path, text)], config or Config()))
 
 
 def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None = None) -> list[Finding]:
-    """The findings in parsed files; the graph says which other files import them."""
+    """Return the findings in parsed files; the graph says which other files import them."""
     sources = list(sources)
     project = Project(sources, graph)
     try:
@@ -214,7 +215,7 @@ def _check(sources: list[Source], project: Project, config: Config) -> list[Find
 
 
 def _located(finding: Finding, source: Source) -> Finding:
-    """A notebook's finding with its cell, and the lines in that cell."""
+    """Return a notebook's finding with its cell, and the lines in that cell."""
     if not source.cells:
         return finding
     cell, line = place(source.cells, finding.line)
@@ -240,6 +241,9 @@ def _run(rule: Rule, view: View) -> Iterator[Finding]:
     gravest: dict[int, Finding] = {}
     for found in rule.check(view):
         finding = _finding(rule, found, view.module)
+        unsure = unit_test(view.module) or (rule.placed and not reached(view, found.node))
+        if finding.severity is Severity.ERROR and unsure:
+            finding = replace(finding, severity=Severity.HINT)
         other = gravest.get(finding.line)
         if other is None or LEVELS.index(finding.severity) < LEVELS.index(other.severity):
             gravest[finding.line] = finding
@@ -249,7 +253,7 @@ def _run(rule: Rule, view: View) -> Iterator[Finding]:
 def _finding(rule: Rule, found: Found, module: Module) -> Finding:
     line, column = getattr(found.node, "lineno", 1), _column(module, found.node, "")
     end = getattr(found.node, "end_lineno", line) or line
-    remedy = rule.remedy or None
+    remedy = rule.page.remedy
     return Finding(
         module.path,
         line,
@@ -267,7 +271,9 @@ def _finding(rule: Rule, found: Found, module: Module) -> Finding:
 
 
 def _column(module: Module, node: ast.AST, which: str) -> int:
-    """The column where a node begins, or the first one after its end: in characters, where `ast` counts bytes."""
+    """Return the column where a node begins, or the first one after its end: in characters, where `ast` counts
+    bytes.
+    """
     line, offset = getattr(node, f"{which}lineno", None) or 1, getattr(node, f"{which}col_offset", None) or 0
     text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
     return len(text.encode()[:offset].decode(errors="replace")) + 1

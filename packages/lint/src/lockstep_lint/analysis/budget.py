@@ -44,11 +44,11 @@ class Work:
         self.left = LIMIT
 
     def start(self) -> None:
-        """Gives the next file its share."""
+        """Give the next file its share."""
         self.left = LIMIT
 
     def spend(self, amount: int = 1) -> None:
-        """Takes away some work; raises TooIntricate when none is left."""
+        """Take away some work; raises TooIntricate when none is left."""
         self.left -= amount
         if self.left < 0:
             raise TooIntricate

@@ -7,7 +7,6 @@ from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
-from lockstep_lint.analysis.tables import shared_class
 
 __all__ = [
     "COLLECTIVES",
@@ -46,11 +45,15 @@ class Calls:
 
     @kept
     def method_names(self, module: Module) -> frozenset[str]:
-        """The names of all methods that a file's programs define: a call of any other name need not be looked up."""
+        """Return the names of all methods that a file's programs define: a call of any other name need not be looked
+        up.
+        """
         return frozenset().union(*(member.methods for member in self.project.family(module)))
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
-        """The project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is known."""
+        """Return the project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is
+        known.
+        """
         try:
             return self.targets[call]
         except KeyError:
@@ -83,7 +86,9 @@ class Calls:
         return self.names.member(owner, func.attr) if owner is not None else None
 
     def class_of(self, node: ast.expr, scope: Scope, handed_in: bool = True) -> Scope | None:
-        """The project's class of an object, found by the assignment that made it, perhaps before it was `handed_in`."""
+        """Return the project's class of an object, found by the assignment that made it, perhaps before it was
+        `handed_in`.
+        """
         first = head(node)
         if first is not None and self.names.foreign(first, scope.module):
             return None
@@ -95,8 +100,8 @@ class Calls:
         return self.classes[key]
 
     def find_class(self, node: ast.expr, scope: Scope, handed_in: bool) -> Scope | None:
-        """The first class on the ways back from a value. One search by itself: what it cut short is remembered by none
-        of the expressions on the way, so that answers do not depend on which question came first.
+        """Return the first class on the ways back from a value. One search by itself: what it cut short is remembered
+        by none of the expressions on the way, so that answers do not depend on which question came first.
         """
         seen: set[tuple[ast.expr, Scope]] = set()
         stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
@@ -132,7 +137,9 @@ class Calls:
 
     @kept
     def handed_in(self, key: str, scope: Scope) -> tuple[tuple[ast.expr, Scope], ...]:
-        """The values of a parameter in the calls that name its function, or construct its class, by that name."""
+        """Return the values of a parameter in the calls that name its function, or construct its class, by that
+        name.
+        """
         if key not in scope.params or key in scope.binds or key in ("self", "cls"):
             return ()
         made = scope.owner if scope.name == "__init__" else scope
@@ -161,17 +168,19 @@ class Calls:
                 yield bind.value, target.top
 
     def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
-        """The class that a call makes an object of; what a function returns is put on the stack."""
+        """Return the class that a call makes an object of; what a function returns is put on the stack."""
         found = self.names.definition(node.func, scope)
         if found is None and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
             stack.append((node.func.value, scope, ""))
         if found is not None and found.kind == "function":
             stack.extend((value, found, "") for value in reversed(list(found.returns())))
             return None
-        return found if found is not None else shared_class(self, node.func, scope)
+        return found
 
     def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """The plain values that a name is given in its own or an enclosing scope, or in the methods of its class."""
+        """Yield the plain values that a name is given in its own or an enclosing scope, or in the methods of its
+        class.
+        """
         homes: list[Scope] = []
         if key.startswith("self.") and scope.owner is not None:
             for owner in (scope.owner, *self.names.parents(scope.owner)):
@@ -200,7 +209,7 @@ class Calls:
                         yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
 
     def runs(self, site: Site) -> list[Scope]:
-        """The functions that a call runs: its target, and functions handed to something that runs them."""
+        """Return the functions that a call runs: its target, and functions handed to something that runs them."""
         target = self.target(site.call, site.scope)
         found = [target] if target is not None else []
         if site.name in RUNNERS:
@@ -212,7 +221,7 @@ class Calls:
         return found
 
     def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
-        """The function, or the method of a known object (`self.work`), that an expression hands on."""
+        """Return the function, or the method of a known object (`self.work`), that an expression hands on."""
         found = self.names.definition(value, scope)
         if found is None and isinstance(value, ast.Attribute):
             return self.method(value, scope)
@@ -233,19 +242,19 @@ class Calls:
 
     @kept
     def callers(self, function: Scope) -> list[Site]:
-        """The calls in the project that run a function."""
+        """Return the calls in the project that run a function."""
         return [site for module in self.project.users(function.module) for site in self.edges(module).get(function, [])]
 
     @kept
     def subclasses(self, owner: Scope) -> tuple[Scope, ...]:
-        """The project's classes that derive from a class, directly or not."""
+        """Return the project's classes that derive from a class, directly or not."""
         scopes = [scope for module in self.project.users(owner.module) for scope in module.scopes]
         return tuple(s for s in scopes if s.kind == "class" and s is not owner and owner in self.names.parents(s))
 
     @kept
     def by_base(self, method: Scope) -> list[Site]:
-        """The calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there): of one
-        that the class leaves to others, or that is overridden here.
+        """Return the calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there):
+        of one that the class leaves to others, or that is overridden here.
         """
         owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
         if owner is None or owner.kind != "class":
@@ -259,13 +268,13 @@ class Calls:
         ]
 
     def namesakes(self, function: Scope) -> list[Site]:
-        """The calls in the function's programs that may run it, going by their name alone."""
+        """Return the calls in the function's programs that may run it, going by their name alone."""
         members = self.project.family(function.module)
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
 
 
 def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
-    """The class that a parameter's annotation names."""
+    """Return the class that a parameter's annotation names."""
     node = scope.node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
@@ -276,7 +285,9 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
 
 
 def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """The expression that a call passes for the parameter `name`; what starts processes adds a rank of its own."""
+    """Return the expression that a call passes for the parameter `name`; what starts processes adds a rank of its
+    own.
+    """
     if site.name in STARTERS:
         named = next((item.value for item in site.call.keywords if item.arg == name), None)
         return named if named is not None else spawn_argument(site, function, name)
@@ -291,7 +302,9 @@ def work_of(call: ast.Call) -> list[ast.expr]:
 
 
 def spawn_argument(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """The expression for a parameter of the function that processes are started with (`spawn(work, args=(net,))`)."""
+    """Return the expression for a parameter of the function that processes are started with (`spawn(work,
+    args=(net,))`).
+    """
     call = site.call
     work = next(iter(work_of(call)), None)
     values = keyword(call, "args") or (call.args[1] if len(call.args) > 1 else None)
@@ -304,7 +317,7 @@ def spawn_argument(site: Site, function: Scope, name: str) -> ast.expr | None:
 
 
 def given(call: ast.Call, function: Scope, name: str) -> ast.expr | None:
-    """The expression that a call of a function gives for the parameter `name`."""
+    """Return the expression that a call of a function gives for the parameter `name`."""
     for item in call.keywords:
         if item.arg == name:
             return item.value
@@ -334,7 +347,7 @@ class Effects:
         self.project = calls.project
 
     def below(self, sites: list[Site]) -> Iterator[Site]:
-        """The given calls and all calls of the project's functions that they run."""
+        """Yield the given calls and all calls of the project's functions that they run."""
         seen: set[Scope] = set()
         queue: list[Scope] = []
         yield from self.enter(sites, seen, queue)
@@ -352,31 +365,31 @@ class Effects:
 
     @kept
     def names(self, scope: Scope) -> frozenset[str]:
-        """The last names of all calls that run when a function runs."""
+        """Return the last names of all calls that run when a function runs."""
         return frozenset(site.name for site in self.below(scope.sites))
 
     def block(self, stmt: ast.stmt, scope: Scope) -> list[Site]:
-        """The calls written in a statement and the blocks in it."""
+        """Return the calls written in a statement and the blocks in it."""
         end = stmt.end_lineno or stmt.lineno
         WORK.spend(len(scope.sites))
         return [site for site in scope.sites if stmt.lineno <= site.stmt.lineno and (site.stmt.end_lineno or 0) <= end]
 
     def does(self, site: Site, names: set[str]) -> bool:
-        """Whether a call is one of `names` or runs a function that calls one."""
+        """Check whether a call is one of `names` or runs a function that calls one."""
         return site.name in names or any(names & self.names(function) for function in self.calls.runs(site))
 
     def mentioned(self, module: Module, *words: str) -> bool:
-        """Whether the text of any file of the programs that the file is part of has one of the words."""
+        """Check whether the text of any file of the programs that the file is part of has one of the words."""
         return any(self.project.says(module, word) for word in words)
 
     def mentioned_in(self, scope: Scope, word: str) -> bool:
-        """Whether the text of a function has the word."""
+        """Check whether the text of a function has the word."""
         node = scope.node
         start, end = getattr(node, "lineno", 1), getattr(node, "end_lineno", None)
         return any(word in line for line in scope.module.lines[start - 1 : end])
 
     def is_collective(self, site: Site) -> bool:
-        """Whether a call is a collective of torch.distributed over the default group, or of mpi4py's world."""
+        """Check whether a call is a collective of torch.distributed over the default group, or of mpi4py's world."""
         if site.name not in COLLECTIVES | OF_MPI:
             return False
         full = self.names_of.qualify(site.call.func, site.scope)
@@ -387,12 +400,14 @@ class Effects:
         return not any(item.arg == "group" for item in site.call.keywords)
 
     def find(self, sites: list[Site], wanted: Callable[[Site], bool]) -> Site | None:
-        """The first call, in `sites` or in what they run, that is wanted."""
+        """Return the first call, in `sites` or in what they run, that is wanted."""
         return next((site for site in self.below(sites) if wanted(site)), None)
 
 
 def turns_off_gradients(node: ast.expr) -> bool:
-    """Whether a context or decorator keeps no graph: no_grad, inference_mode, set_grad_enabled(False or a flag)."""
+    """Check whether a context or decorator keeps no graph: no_grad, inference_mode, set_grad_enabled(False or a
+    flag).
+    """
     name = last(node)
     if name == "set_grad_enabled" and isinstance(node, ast.Call):
         return not any(is_true(value) for value in node.args)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import WORK, kept
-from lockstep_lint.analysis.index import Bind, Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, last, targets, walk
+from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.nodes import Words, constant, idents, last, walk
 
 __all__ = [
     "TURN",
@@ -18,20 +18,14 @@ __all__ = [
     "choices",
     "each_update",
     "every_so_often",
-    "far_apart",
-    "first_time",
     "following",
     "guards",
     "in_most_turns",
     "in_turn",
     "inside",
     "loops",
-    "meant",
-    "never",
     "now_and_then",
     "parted",
-    "rarely",
-    "turned_off",
     "withs",
 ]
 
@@ -51,7 +45,7 @@ class Guard:
 
 
 def above(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
-    """The statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
+    """Return the statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
     found = _chain(stmt, module)
     WORK.spend(len(found))
     return found
@@ -68,29 +62,29 @@ def _chain(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
 
 
 def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
-    """The loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
+    """Return the loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
     return [node for node, place in above(stmt, module) if isinstance(node, Loop) and place == "body"]
 
 
 def apart(site: Site, other: Site) -> bool:
-    """Whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
+    """Check whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
     return parted(site, other.stmt)
 
 
 def parted(site: Site, stmt: ast.stmt) -> bool:
-    """Whether a call and a statement of its scope stand in two arms of one `if`."""
+    """Check whether a call and a statement of its scope stand in two arms of one `if`."""
     arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
     return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
 
 
 def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:
-    """Whether `stmt` stands in the body of `outer`."""
+    """Check whether `stmt` stands in the body of `outer`."""
     return any(node is outer and place == "body" for node, place in above(stmt, module))
 
 
 def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
-    """The context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
+    """Yield the context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
     if isinstance(stmt, ast.With | ast.AsyncWith):
         yield from (item.context_expr for item in stmt.items)
     for node, _ in above(stmt, module):
@@ -99,7 +93,7 @@ def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
 
 
 def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> tuple[Guard, ...]:
-    """The tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
+    """Return the tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
 
     With `within`, only the tests between that statement and `stmt`.
     """
@@ -125,8 +119,8 @@ def _tests(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> Iterator[
 
 
 def choices(site: Site) -> Iterator[Guard]:
-    """The tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else x`,
-    `[f(x) for x in y if test]`.
+    """Yield the tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else
+    x`, `[f(x) for x in y if test]`.
     """
     for node in walk(site.stmt):
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp) and any(
@@ -157,7 +151,7 @@ def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
 
 
 def following(stmt: ast.stmt, module: Module) -> list[ast.stmt]:
-    """The statements after `stmt` in its block."""
+    """Return the statements after `stmt` in its block."""
     parent, place = module.up.get(stmt, (None, ""))
     block = getattr(parent, place, []) if parent is not None else _scope_body(stmt, module)
     return block[block.index(stmt) + 1 :] if stmt in block else []
@@ -191,8 +185,6 @@ TURN = Words(r"^(i|j|it|ii|idx|n)$|step|iter|batch_?(idx|i|id|num)$|epoch", re.I
 ACCUMULATES = Words(r"accum", re.IGNORECASE)
 # How far apart the turns are in which something is done.
 APART = re.compile(r"freq|interval|every", re.IGNORECASE)
-# A critic or a generator may be trained in fewer turns, but in more than one of so many.
-FAR = 10
 # What somebody turns on to look at a run.
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
 # What a point in time is called.
@@ -210,54 +202,8 @@ SELDOM = Words(
 ASKS = ("every", "should_log", "is_last_step")
 
 
-def never(guard: Guard) -> bool:
-    """Whether a statement stands where no run comes (`if False:`)."""
-    return isinstance(guard.test, ast.Constant) and bool(guard.test.value) is not guard.when
-
-
-def turned_off(stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a statement stands in an arm that no run takes, as its test is written out or named before
-    (`regularize = False`).
-    """
-    return any(
-        isinstance(node, ast.If) and outcome(meant(node.test, scope)) is (place != "body")
-        for node, place in above(stmt, scope.module)
-    )
-
-
-def outcome(test: ast.expr) -> bool | None:
-    """Evaluate a test of literals; None if it depends on anything else."""
-    if isinstance(test, ast.Constant):
-        return bool(test.value)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = outcome(test.operand)
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        found, ends = {outcome(value) for value in test.values}, isinstance(test.op, ast.Or)
-        return ends if ends in found else not ends if found == {not ends} else None
-    return None
-
-
-def first_time(guard: Guard, scope: Scope) -> bool:
-    """Whether a test asks whether a name is still None, which its arm sets (`if mask is None: mask = make()`), where no
-    turn of the loop around makes it None again.
-    """
-    test = guard.test
-    if not isinstance(test, ast.Compare) or not isinstance(guard.stmt, ast.If) or not is_none(test.comparators[0]):
-        return False
-    name, arm = dotted(test.left), guard.stmt.body if guard.when else guard.stmt.orelse
-    if name is None or isinstance(test.ops[0], ast.Is | ast.Eq) is not guard.when:
-        return False
-    around = next(iter(loops(guard.stmt, scope.module)), None)
-    given = [bind for bind in scope.binds.get(name, []) if bind.value is not None and is_none(bind.value)]
-    if any(around is None or inside(bind.stmt, around, scope.module) for bind in given):
-        return False
-    bound = (target for stmt in arm if isinstance(stmt, ast.Assign) for target in stmt.targets)
-    return any(key == name for target in bound for key, _ in targets(target))
-
-
 def every_so_often(test: ast.expr) -> bool:
-    """Whether a test asks for every n-th step."""
+    """Check whether a test asks for every n-th step."""
     for node in walk(test):
         if turns_left(node) is not None or (isinstance(node, ast.Call) and last(node) in ASKS):
             return True
@@ -265,7 +211,7 @@ def every_so_often(test: ast.expr) -> bool:
 
 
 def elapsed(test: ast.expr) -> bool:
-    """Whether a test asks how long ago something was (`now - last_print_time > 30`)."""
+    """Check whether a test asks how long ago something was (`now - last_print_time > 30`)."""
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Gt | ast.GtE):
         return False
     ago = test.left
@@ -273,7 +219,7 @@ def elapsed(test: ast.expr) -> bool:
 
 
 def now_and_then(test: ast.expr, when: bool) -> bool:
-    """Whether a test comes out `when` in every n-th step only."""
+    """Check whether a test comes out `when` in every n-th step only."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return now_and_then(test.operand, not when)
     if isinstance(test, ast.BoolOp):
@@ -290,37 +236,9 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
     return every_so_often(test)
 
 
-@kept
-def rarely(stmt: ast.stmt) -> frozenset[int]:
-    """The parts of a simple statement that run now and then, by a test within it (`print(loss) if i % 9 == 0 else 0`,
-    `i % 9 == 0 and print(loss)`).
-    """
-    found: set[int] = set()
-    for node in walk(stmt) if isinstance(stmt, ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
-        arms: list[ast.expr] = []
-        if isinstance(node, ast.IfExp):
-            arms += [node.body] if now_and_then(node.test, True) or first_turn(node.test) else []
-            arms += [node.orelse] if now_and_then(node.test, False) else []
-        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
-            first = next(
-                (i for i, value in enumerate(node.values) if now_and_then(value, True) or first_turn(value)),
-                len(node.values),
-            )
-            arms = node.values[first + 1 :]
-        found |= {id(part) for arm in arms for part in walk(arm)}
-    return frozenset(found)
-
-
-def first_turn(test: ast.expr) -> bool:
-    """Whether a test holds in one turn of a loop alone (`i == 0`)."""
-    if not isinstance(test, ast.Compare) or len(test.ops) > 1 or not isinstance(test.ops[0], ast.Eq):
-        return False
-    return isinstance(constant(test.comparators[0]), int) and TURN.search(last(test.left))
-
-
 def in_most_turns(guard: Guard) -> bool:
-    """Whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but every
-    n-th (`if step % n == 0: ... else: ...`).
+    """Check whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but
+    every n-th (`if step % n == 0: ... else: ...`).
     """
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -353,8 +271,8 @@ def explores(test: ast.expr) -> bool | None:
 
 
 def something_there(test: ast.expr, when: bool) -> bool:
-    """Whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a batch
-    brings that most often.
+    """Check whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a
+    batch brings that most often.
     """
     size = test
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 0:
@@ -369,8 +287,8 @@ def something_there(test: ast.expr, when: bool) -> bool:
 
 
 def each_update(guard: Guard) -> bool:
-    """Whether a statement runs once for each step of the optimizer, which an engine makes out of sight
-    (`if step % accumulation_steps == 0:`, with the last step besides).
+    """Check whether a statement runs once for each step of the optimizer, which an engine makes out of sight (`if step
+    % accumulation_steps == 0:`, with the last step besides).
     """
     tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
     if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):
@@ -380,37 +298,6 @@ def each_update(guard: Guard) -> bool:
         and any(ACCUMULATES.search(last(by)) for node in walk(test) if (by := turns_left(node)) is not None)
         for test in tests
     )
-
-
-def meant(test: ast.expr, scope: Scope) -> ast.expr:
-    """A test by what its names were given before, once, of which turns it holds in (`regularize = i % n == 0`, then
-    `if regularize and rank == 0:`), or whether it holds at all.
-    """
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = meant(test.operand, scope)
-        return test if inner is test.operand else ast.copy_location(ast.UnaryOp(ast.Not(), inner), test)
-    if isinstance(test, ast.BoolOp):
-        values = [meant(value, scope) for value in test.values]
-        return test if values == test.values else ast.copy_location(ast.BoolOp(test.op, values), test)
-    binds = scope.binds.get(test.id, []) if isinstance(test, ast.Name) else []
-    if isinstance(test, ast.Name) and test.id in scope.params and any(kept_by_some(b, test, scope) for b in binds):
-        return test
-    value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
-    counts = value is not None and any(turns_left(node) is not None for node in walk(value))
-    return value if value is not None and (counts or isinstance(constant(value), bool)) else test
-
-
-def kept_by_some(bind: Bind, test: ast.expr, scope: Scope) -> bool:
-    """Whether a parameter that is bound anew may still be what the caller gave where a test asks for it."""
-    return bind.stmt.lineno >= test.lineno or any(
-        isinstance(n, ast.If | ast.Try | Loop) for n, _ in above(bind.stmt, scope.module)
-    )
-
-
-def far_apart(test: ast.expr) -> bool:
-    """Whether a test says by a number that it holds in every tenth turn at most."""
-    every = [constant(by) for node in walk(test) if (by := turns_left(node)) is not None]
-    return any(isinstance(n, int) and n >= FAR for n in every)
 
 
 def in_turn(test: ast.expr) -> bool | None:

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def indent(module: Module, stmt: ast.stmt) -> str:
-    """The white space before a statement."""
+    """Return the white space before a statement."""
     return module.source.lines[stmt.lineno - 1][: stmt.col_offset]
 
 
@@ -65,7 +65,7 @@ def epoch_set(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def sampler_given(view: View, site: Site) -> tuple[Change, ...]:
-    """A DistributedSampler for a loader, in the place of its `shuffle`."""
+    """Return a DistributedSampler for a loader, in the place of its `shuffle`."""
     data = site.call.args[0] if site.call.args else keyword(site.call, "dataset")
     stmt = site.stmt
     if (
@@ -131,7 +131,9 @@ def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
 
 
 def known_before(test: ast.expr, stmt: ast.stmt, training: Training) -> bool:
-    """Whether what a test reads does not change in the loop's body, so that it may be asked earlier in the turn."""
+    """Check whether what a test reads does not change in the loop's body, so that it may be asked earlier in the
+    turn.
+    """
     names = {dotted(node) for node in walk(test) if isinstance(node, REFERENCES)}
     changed = [b for name in names if name for b in training.scope.binds.get(name, []) if b.stmt is not training.loop]
     return all(b.stmt.lineno < training.loop.lineno or b.stmt.lineno < stmt.lineno for b in changed)
@@ -160,7 +162,7 @@ def unscaled(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def wrapped(view: View) -> tuple[Change, ...]:
-    """The training loop's model wrapped in DDP, once it is on its device and before the optimizer's loop."""
+    """Return the training loop's model wrapped in DDP, once it is on its device and before the optimizer's loop."""
     for training in view.training:
         scope = training.scope
         model = next((s for s in view.trainings.body(training.loop, scope) if _runs_model(view, s)), None)
@@ -211,7 +213,7 @@ def plain_state(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def guard_save(view: View, site: Site) -> tuple[Change, ...]:
-    """A save under `if torch.distributed.get_rank() == 0:`, where the program has a process group."""
+    """Return a save under `if torch.distributed.get_rank() == 0:`, where the program has a process group."""
     stmt, module = site.stmt, site.module
     started = "torch" in module.imports and view.effects.mentioned(module, "init_process_group")
     if not started or not isinstance(stmt, ast.Expr) or any(map(of_several_lines, walk(stmt))):
@@ -222,7 +224,7 @@ def guard_save(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def of_several_lines(node: ast.AST) -> bool:
-    """Whether an indent would change the text of a string."""
+    """Check whether an indent would change the text of a string."""
     return isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
 
 
@@ -260,7 +262,7 @@ def source_of(module: Module, node: ast.expr) -> str:
 
 
 def respelled(module: Module, node: ast.expr, text: str) -> tuple[Change, ...]:
-    """An expression of one line written anew."""
+    """Return an expression of one line written anew."""
     if node.lineno != node.end_lineno:
         return ()
     line = module.source.lines[node.lineno - 1].encode()

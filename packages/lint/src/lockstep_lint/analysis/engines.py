@@ -36,8 +36,8 @@ FABRIC = Words(r"^_?fabric$")
 
 
 def waits_in_accelerate(view: View, site: Site) -> bool:
-    """Whether a call of Accelerate, or of Lightning's Fabric, ends when all processes are in it; a notebook is one
-    process.
+    """Check whether a call of Accelerate, or of Lightning's Fabric, ends when all processes are in it; a notebook is
+    one process.
     """
     if site.name not in WAITS | GATHERS | COLLECTIVES | OF_FABRIC | {"prepare"} or site.module.path.endswith(".ipynb"):
         return False
@@ -76,7 +76,7 @@ def prepares(view: View, site: Site) -> list[ast.expr] | None:
 
 
 def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-    """Whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
+    """Check whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
     key = dotted(view.kinds.iterated(node, scope) if not depth else node)
     if key is None or "accelerate" not in view.frameworks or depth > MAX_CALLS:
         return False
@@ -92,14 +92,16 @@ def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Whether a value is a model, which Accelerate wraps, and nothing that is only called after one."""
+    """Check whether a value is a model, which Accelerate wraps, and nothing that is only called after one."""
     kinds = view.kinds
     others = (kinds.is_optimizer, kinds.is_scheduler, kinds.is_loader)
     return kinds.is_model(value, scope) and not any(ask(value, scope) for ask in others)
 
 
 def saves_on_all(view: View, site: Site) -> bool:
-    """Whether a call has DeepSpeed's engine save, by what made its object, what that is called, or the test around."""
+    """Check whether a call has DeepSpeed's engine save, by what made its object, what that is called, or the test
+    around.
+    """
     if site.name not in SAVES or site.receiver is None or OTHERS & view.frameworks:
         return False
     if view.calls.target(site.call, site.scope) is not None or kept_out(view, site):
@@ -110,8 +112,8 @@ def saves_on_all(view: View, site: Site) -> bool:
 
 
 def kept_out(view: View, site: Site) -> bool:
-    """Whether the flag of the main rank around a call is True wherever another flag is off (`main = True` under `if not
-    ddp`), as it may be where DeepSpeed runs the processes.
+    """Check whether the flag of the main rank around a call is True wherever another flag is off (`main = True` under
+    `if not ddp`), as it may be where DeepSpeed runs the processes.
     """
     keys = {key for guard in guards(site.stmt, site.module) for node in walk(guard.test) if (key := dotted(node))}
     binds = [bind for key in keys for bind, _ in view.ranks.tests.numbers.bound(key, site.scope)]
@@ -119,12 +121,12 @@ def kept_out(view: View, site: Site) -> bool:
 
 
 def by_deepspeed(view: View, site: Site) -> bool:
-    """Whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
+    """Check whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
     binds = view.origins.binds(dotted(site.receiver) or "", site.scope, site.line)
     made = ((bind.value, home) for bind, home in binds if isinstance(bind.value, ast.Call))
     return any(view.names.qualify(call.func, home) == "deepspeed.initialize" for call, home in made)
 
 
 def asks_for_deepspeed(test: ast.expr) -> bool:
-    """Whether a test asks whether DeepSpeed is used."""
+    """Check whether a test asks whether DeepSpeed is used."""
     return any("deepspeed" in name.lower() for name in idents(test))

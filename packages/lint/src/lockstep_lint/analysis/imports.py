@@ -79,7 +79,7 @@ class Paths:
         self.starts: dict[str, tuple[str, ...]] = {}
 
     def where(self, folder: str, name: str, level: int = 0) -> str | None:
-        """The file that the dotted name means in a file of `folder`, if the project has it."""
+        """Return the file that the dotted name means in a file of `folder`, if the project has it."""
         key = (folder, name, level)
         if key not in self.known:
             self.known[key] = self.search(folder, name, level)
@@ -89,12 +89,6 @@ class Paths:
         return next(
             (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts)), None
         )
-
-    @kept
-    def all_meant(self, folder: str, name: str, level: int = 0) -> tuple[str, ...]:
-        """Every file that the dotted name may mean in a file of `folder`, wherever the program is started."""
-        found = (path for start, parts in self.starts_of(folder, name, level) for path in self.at(start, parts))
-        return tuple({self.real(path): path for path in found}.values())
 
     def starts_of(self, folder: str, name: str, level: int) -> Iterator[tuple[str, list[str]]]:
         """Yield the folders in which the parts of a dotted name may be looked for, nearest first."""
@@ -112,13 +106,17 @@ class Paths:
         yield from ((start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
 
     def external(self, folder: str, package: str) -> bool:
-        """Whether a well-known package is meant: no folder beside the script hides it (Python looks there first)."""
+        """Check whether a well-known package is meant: no folder beside the script hides it (Python looks there
+        first).
+        """
         if package not in EXTERNAL:
             return False
         return package in {"torch", "numpy"} or not self.is_file(os.path.join(folder, package, "__init__.py"))
 
     def bases(self, folder: str) -> tuple[str, ...]:
-        """The folders that imports in `folder` can start from: it and its parents, up to the repository's root."""
+        """Return the folders that imports in `folder` can start from: it and its parents, up to the repository's
+        root.
+        """
         if folder not in self.starts:
             self.starts[folder] = self.climb(folder)
         return self.starts[folder]
@@ -160,7 +158,8 @@ def _places() -> tuple[Path, ...]:
 
 @kept
 def root_of(folder: str) -> str:
-    """The root of the project that a folder belongs to: the repository, or the highest folder with a project's mark.
+    """Return the root of the project that a folder belongs to: the repository, or the highest folder with a project's
+    mark.
 
     Without any, the highest of the next folders that hold Python files or the package.
     """
@@ -184,7 +183,7 @@ def root_of(folder: str) -> str:
 
 
 def scan(root: str) -> list[str]:
-    """The Python files of a project, in a fixed order; without a project's mark those near its root only."""
+    """Return the Python files of a project, in a fixed order; without a project's mark those near its root only."""
     files: list[str] = []
     top = Path(root)
     marked = any((top / mark).exists() for mark in ROOT_MARKS)
@@ -199,13 +198,13 @@ def scan(root: str) -> list[str]:
 
 
 def stem(path: str) -> str:
-    """The last word by which a file is imported."""
+    """Return the last word by which a file is imported."""
     folder, name = os.path.split(path)
     return os.path.basename(folder) if name == "__init__.py" else name.removesuffix(".py")
 
 
 def contents(path: str) -> str:
-    """The text of a file, "" where it is too long or cannot be read."""
+    """Return the text of a file, "" where it is too long or cannot be read."""
     try:
         if os.path.getsize(path) > MAX_BYTES:
             return ""
@@ -224,8 +223,8 @@ class Lines:
     added: tuple[tuple[str, ...], ...] = ()
 
     def places(self, path: str, root: str) -> Iterator[str]:
-        """The folders of a project that the file at `path` adds: each is told from the file's own folder, or from one
-        above it, where the program is started or which it names first.
+        """Yield the folders of a project that the file at `path` adds: each is told from the file's own folder, or from
+        one above it, where the program is started or which it names first.
         """
         for texts in self.added:
             start = os.path.dirname(path)
@@ -245,8 +244,9 @@ def lines_of(path: str) -> Lines:
 
 
 def folders_added(text: str) -> Iterator[tuple[str, ...]]:
-    """The texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names stand
-    for (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0, path)`).
+    """Yield the texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names
+    stand for (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0,
+    path)`).
     """
     given = values_of(text)
     queue = [(call[1], 0) for call in ADDS.finditer(text)]
@@ -264,7 +264,9 @@ def folders_added(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def values_of(text: str) -> dict[str, list[str]]:
-    """What each name of a file is given, by an assignment or as a function's first argument in a line of its own."""
+    """Return what each name of a file is given, by an assignment or as a function's first argument in a line of its
+    own.
+    """
     given: dict[str, list[str]] = {}
     for name, value in ASSIGNS.findall(text):
         given.setdefault(name, []).append(value)
@@ -277,7 +279,7 @@ def values_of(text: str) -> dict[str, list[str]]:
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
-    """The dotted names that the import lines of a text may mean, each with its number of leading dots."""
+    """Yield the dotted names that the import lines of a text may mean, each with its number of leading dots."""
     lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(f"\n{text}"))
     for plain, dots, names in lines:
         if plain is not None:
@@ -310,7 +312,7 @@ class Graph:
         self.lines = functools.cache(lines_of)
 
     def importers(self, path: str) -> tuple[str, ...]:
-        """The files that seem to import the one at the real path `path`, sorted."""
+        """Return the files that seem to import the one at the real path `path`, sorted."""
         return self.project(self.paths.root(os.path.dirname(path))).get(path, ())
 
     def project(self, root: str) -> Importers:
@@ -330,21 +332,21 @@ class Graph:
         return {target: tuple(sorted(sources)) for target, sources in found.items()}
 
     def imported(self, path: str, stems: set[str]) -> set[str]:
-        """The real paths of the project files that a file's import lines mean."""
+        """Return the real paths of the project files that a file's import lines mean."""
         folder = os.path.dirname(path)
         named = (one for one in self.lines(path).mentioned if one[0].rpartition(".")[2] in stems)
         found = (self.paths.where(folder, name, level) for name, level in named)
         return {self.paths.real(target) for target in found if target is not None}
 
     def places(self, root: str) -> tuple[str, ...]:
-        """The folders that the programs of a project add to those where Python looks."""
+        """Return the folders that the programs of a project add to those where Python looks."""
         if root not in self.added:
             found = (place for path in self.files(root) for place in self.lines(path).places(path, root))
             self.added[root] = tuple(dict.fromkeys(found))
         return self.added[root]
 
     def together(self, paths: list[str]) -> list[list[str]]:
-        """The paths in groups that imports connect, as far as is known, in the order of their first members."""
+        """Return the paths in groups that imports connect, as far as is known, in the order of their first members."""
         parent: dict[str, str] = {}
 
         def top(name: str) -> str:
@@ -364,7 +366,7 @@ class Graph:
 
 
 def draw(paths: Iterable[str]) -> Graph:
-    """The graph, with the projects that the paths belong to searched."""
+    """Return the graph, with the projects that the paths belong to searched."""
     graph = Graph()
     for root in dict.fromkeys(
         root_of(folder) for folder in dict.fromkeys(os.path.dirname(path) or "." for path in paths)
@@ -384,7 +386,9 @@ RULE = re.compile(r"(===?|=|>=|~=|\^|>|<=|<)\s*v?(\d+)(?:\.(\d+))?")
 
 
 def oldest_torch(path: str) -> Version | None:
-    """The lowest version of torch that the project of a file allows, from the file's folder up; None without a pin."""
+    """Return the lowest version of torch that the project of a file allows, from the file's folder up; None without a
+    pin.
+    """
     folder = os.path.dirname(os.path.abspath(path))
     return _pinned(folder, root_of(folder))
 
@@ -401,7 +405,7 @@ def _pinned(folder: str, root: str) -> Version | None:
 
 
 def _texts(folder: Path) -> Iterator[str]:
-    """The texts of a folder's requirement files."""
+    """Yield the texts of a folder's requirement files."""
     paths = [folder / name for name in FILES]
     for pattern in ("requirements*.txt", "requirements/*.txt"):
         paths += sorted(folder.glob(pattern))
@@ -416,7 +420,7 @@ def _texts(folder: Path) -> Iterator[str]:
 
 
 def _listed(text: str) -> Iterator[str]:
-    """The requirements of a pyproject.toml, one a line."""
+    """Yield the requirements of a pyproject.toml, one a line."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -436,7 +440,7 @@ def _values(table: object) -> list[list[object]]:
 
 
 def _versions(text: str) -> Iterator[Version]:
-    """The lowest version of each requirement of torch in a text; an upper bound alone counts as itself."""
+    """Yield the lowest version of each requirement of torch in a text; an upper bound alone counts as itself."""
     for match in LINE.finditer(text):
         rules = [(how, (int(major), int(minor or 0))) for how, major, minor in RULE.findall(match["rules"])]
         lowest = [version for how, version in rules if how not in ("<", "<=")]

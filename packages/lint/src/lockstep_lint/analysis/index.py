@@ -35,14 +35,14 @@ TOKENS = re.compile(
 
 
 def uncommented(text: str) -> str:
-    """The text without its comments; its lines stay where they are."""
+    """Return the text without its comments; its lines stay where they are."""
     if "#" not in text:
         return text
     return TOKENS.sub(lambda match: "" if match[0][0] == "#" else match[0], text)
 
 
 def bare(text: str) -> str:
-    """The text with comments taken out and strings emptied; their line ends stay."""
+    """Return the text with comments taken out and strings emptied; their line ends stay."""
     return TOKENS.sub(lambda match: "\n" * match[0].count("\n") if match[0][0] == "#" else _empty(match[0]), text)
 
 
@@ -52,7 +52,7 @@ def _empty(string: str) -> str:
 
 
 def blanked(text: str, statements: Iterable[ast.stmt]) -> str:
-    """The text with the statements' lines emptied, where nothing else stands on them."""
+    """Return the text with the statements' lines emptied, where nothing else stands on them."""
     lines = text.split("\n")
     for stmt in statements:
         if not lines[stmt.lineno - 1][: stmt.col_offset].strip():
@@ -150,7 +150,7 @@ class Scope:
         return getattr(self.node, "decorator_list", [])
 
     def named(self, name: str) -> list[Site]:
-        """The calls in the scope whose last name is `name`."""
+        """Return the calls in the scope whose last name is `name`."""
         return self.by_name.get(name, [])
 
     @functools.cached_property
@@ -172,7 +172,7 @@ class Scope:
         return table
 
     def returns(self) -> Iterator[ast.expr]:
-        """The expressions that a function returns."""
+        """Yield the expressions that a function returns."""
         for stmt in self.stmts:
             if isinstance(stmt, ast.Return) and stmt.value is not None:
                 yield stmt.value
@@ -246,11 +246,13 @@ class Module:
         return Counter(self.bare.translate(BLANKS).split())
 
     def names(self, wanted: Words) -> bool:
-        """Whether any word of `bare` is wanted: cheaper than a search in the text, as patterns remember their words."""
+        """Check whether any word of `bare` is wanted: cheaper than a search in the text, as patterns remember their
+        words.
+        """
         return any(map(wanted.search, self.words))
 
     def sites(self, *names: str) -> Iterator[Site]:
-        """Every call in the file, or those whose last name is one of `names`."""
+        """Yield every call in the file, or those whose last name is one of `names`."""
         if not names:
             for scope in self.scopes:
                 yield from scope.sites
@@ -295,7 +297,7 @@ class Module:
 
 
 def never_run(stmt: ast.stmt) -> str:
-    """The block of a statement that no run comes to, as its test is written out; "" for none."""
+    """Return the block of a statement that no run comes to, as its test is written out; "" for none."""
     if not isinstance(stmt, TESTED) or not isinstance(stmt.test, ast.Constant):
         return ""
     return "body" if not stmt.test.value else "orelse"
@@ -314,7 +316,7 @@ def group(sites: Iterable[Site]) -> dict[str, list[Site]]:
 
 
 def index(source: Source) -> Module:
-    """Builds the tables of a parsed file."""
+    """Build the tables of a parsed file."""
     assert source.tree is not None
     module = Module(source)
     module.top = Scope("module", "", source.tree, None, module)

@@ -29,13 +29,13 @@ SHARD = re.compile(rf"\bshard_id={RANK}")
 
 
 def divides(node: ast.AST) -> bool:
-    """Whether an expression or a statement takes a rank's own part of something (`data[rank::world_size]`)."""
+    """Check whether an expression or a statement takes a rank's own part of something (`data[rank::world_size]`)."""
     return PART.search(ast.unparse(node)) is not None
 
 
 @kept
 def parts(module: Module) -> tuple[str, ...]:
-    """The statements of a file that take a rank's own part of something, as text."""
+    """Return the statements of a file that take a rank's own part of something, as text."""
     return tuple(dict.fromkeys(_parts(module)))
 
 
@@ -88,28 +88,28 @@ class Kinds:
         self.names = origins.names
 
     def made_by(self, node: ast.expr | None, scope: Scope, pattern: re.Pattern[str]) -> bool:
-        """Whether some origin of a value is a call of something whose full name matches."""
+        """Check whether some origin of a value is a call of something whose full name matches."""
         return any(pattern.search(full) for _, _, full in self.origins.calls_of(node, scope))
 
     def is_optimizer(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a value is an optimizer."""
+        """Check whether a value is an optimizer."""
         name = last(node)
         if SCHEDULER.search(name) or SCALER.search(name):
             return False
         return OPTIMIZER.search(name) or self.made_by(node, scope, TORCH_OPTIMIZERS)
 
     def is_scheduler(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a value is a learning-rate scheduler."""
+        """Check whether a value is a learning-rate scheduler."""
         return SCHEDULER.search(last(node)) or self.made_by(node, scope, SCHEDULERS)
 
     def is_scaler(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a value is a gradient scaler."""
+        """Check whether a value is a gradient scaler."""
         if SCALER.search(last(node)):
             return True
         return self.names.project.says(scope.module, "GradScaler") and self.made_by(node, scope, SCALERS)
 
     def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a value is a model, by its name or because a project class or torch.nn made it."""
+        """Check whether a value is a model, by its name or because a project class or torch.nn made it."""
         name = last(node)
         if MODEL.search(name):
             return True
@@ -117,7 +117,7 @@ class Kinds:
 
     @kept
     def module_class(self, node: ast.expr | None, scope: Scope) -> Scope | None:
-        """The project's nn.Module class of a value."""
+        """Return the project's nn.Module class of a value."""
         for call, home, _ in self.origins.calls_of(node, scope) if self.defines_models(scope.module) else ():
             found = self.names.definition(call.func, home)
             if found is not None and found.kind == "class" and self.is_module_class(found):
@@ -126,12 +126,12 @@ class Kinds:
 
     @kept
     def defines_models(self, module: Module) -> bool:
-        """Whether the programs of a file define an nn.Module."""
+        """Check whether the programs of a file define an nn.Module."""
         scopes = (scope for member in self.names.project.family(module) for scope in member.scopes)
         return any(scope.kind == "class" and self.is_module_class(scope) for scope in scopes)
 
     def run_class(self, func: ast.expr, scope: Scope) -> Scope | None:
-        """The project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""
+        """Return the project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""
         found = self.module_class(func, scope)
         if found is not None or dotted(func) is None:
             return found
@@ -145,11 +145,11 @@ class Kinds:
 
     @kept
     def is_module_class(self, owner: Scope) -> bool:
-        """Whether a class derives from nn.Module, as far as can be seen."""
+        """Check whether a class derives from nn.Module, as far as can be seen."""
         return any(name.endswith("Module") or name.startswith("torch.nn.") for name in self.names.bases_of(owner))
 
     def is_loader(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a value yields batches."""
+        """Check whether a value yields batches."""
         return LOADER.search(last(node)) or self.loader_call(node, scope) is not None
 
     def iterated(self, node: ast.expr, scope: Scope) -> ast.expr:
@@ -187,19 +187,20 @@ class Kinds:
         return node
 
     def gives_loader(self, call: ast.Call, scope: Scope) -> bool:
-        """Whether a call makes a loader out of something else, rather than running over one that it is given."""
+        """Check whether a call makes a loader out of something else, rather than running over one that it is given."""
         if self.origins.calls.target(call, scope) is not None and self.loader_call(call, scope) is not None:
             return True
         return LOADER.search(last(call)) and not any(LOADER.search(last(value)) for value in call.args)
 
     def loader_call(self, node: ast.expr | None, scope: Scope) -> tuple[ast.Call, Scope] | None:
-        """The DataLoader(...) that made a value, if that is certain."""
+        """Return the DataLoader(...) that made a value, if that is certain."""
         found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
         return found[0] if found else None
 
     def is_shard(self, node: ast.expr, scope: Scope, alike: bool = False) -> bool:
-        """Whether a loop's header runs over a loader of a rank's own part of the data: with a distributed sampler, or
-        over what was divided by hand. With `alike`, one of several loaders that are all made so, without a test.
+        """Check whether a loop's header runs over a loader of a rank's own part of the data: with a distributed
+        sampler, or over what was divided by hand. With `alike`, one of several loaders that are all made so, without
+        a test.
         """
         calls = self.origins.calls_of(self.iterated(node, scope), scope)
         found = [(call, home) for call, home, full in calls if full.endswith("DataLoader")]
@@ -208,7 +209,7 @@ class Kinds:
         return any(self.gives_shard(call, home) for call, home in found)
 
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
-        """Whether a loader is given a rank's own part of the data."""
+        """Check whether a loader is given a rank's own part of the data."""
         sampler = keyword(made, "sampler")
         found = [(call, home) for call, home, full in self.origins.calls_of(sampler, scope) if full.endswith(SAMPLER)]
         if any(not self.whole(call, home) for call, home in found):
@@ -217,13 +218,13 @@ class Kinds:
         return any(self.is_part(value, scope, 0) for value in given)
 
     def whole(self, sampler: ast.Call, scope: Scope) -> bool:
-        """Whether a distributed sampler is told that there is one process, by all who have it made."""
+        """Check whether a distributed sampler is told that there is one process, by all who have it made."""
         count = argument(sampler, 1, "num_replicas")
         found = self.origins.of(count, scope)
         return bool(found) and all(constant(origin.node) == 1 for origin in found)
 
     def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
-        """Whether a data set or a sampler is made of a rank's own part of something."""
+        """Check whether a data set or a sampler is made of a rank's own part of something."""
         return any(
             divides(origin.node)
             or (
@@ -255,7 +256,7 @@ class Steps:
         self.known: dict[ast.Call, bool] = {}
 
     def steps_optimizer(self, site: Site) -> bool:
-        """Whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
+        """Check whether a call is `optimizer.step()` or `scaler.step(optimizer)`."""
         found = self.known.get(site.call)
         if found is None:
             found = self.known[site.call] = self._steps_optimizer(site)
@@ -271,32 +272,24 @@ class Steps:
         return self.kinds.is_optimizer(site.receiver, site.scope)
 
     def steps_scheduler(self, site: Site) -> bool:
-        """Whether a call is `scheduler.step(...)`."""
+        """Check whether a call is `scheduler.step(...)`."""
         return site.name == "step" and site.receiver is not None and self.kinds.is_scheduler(site.receiver, site.scope)
 
-    def stepped(self, site: Site) -> str:
-        """The name of the optimizer that a step is for."""
-        if self.helps(site):
-            return dotted(argument(site.call, 1, "optimizer")) or ""
-        if site.receiver is not None and self.kinds.is_scaler(site.receiver, site.scope) and site.call.args:
-            return dotted(site.call.args[0]) or ""
-        return dotted(site.receiver) or ""
-
     def backwards(self, site: Site) -> bool:
-        """Whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
+        """Check whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
         named = site.name in ("backward", "manual_backward") and site.receiver is not None
         return named or self.helps(site) or self.steps_on(site)
 
     def steps_on(self, site: Site) -> bool:
-        """Whether a call hands a loss to an optimizer's step, which computes the gradients itself."""
+        """Check whether a call hands a loss to an optimizer's step, which computes the gradients itself."""
         loss = site.call.args[0] if site.name == "step" and len(site.call.args) == 1 else None
         if not isinstance(loss, ast.Name) or not loss.id.lower().endswith("loss") or not self.steps_optimizer(site):
             return False
         return self.kinds.names.definition(loss, site.scope) is None  # a closure
 
     def helps(self, site: Site) -> bool:
-        """Whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that cannot
-        be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
+        """Check whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that
+        cannot be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
         """
         if not SCALER.search(site.name) or not isinstance(site.call.func, HELPERS):
             return False
@@ -306,7 +299,7 @@ class Steps:
         return self.kinds.is_optimizer(optimizer, site.scope)
 
     def loss_of(self, site: Site) -> ast.expr | None:
-        """The loss that a backward call starts from, without a scaler's `scale(...)`."""
+        """Return the loss that a backward call starts from, without a scaler's `scale(...)`."""
         receiver = site.receiver
         if self.helps(site):
             return argument(site.call, 0, "loss")

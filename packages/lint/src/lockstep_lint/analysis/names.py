@@ -37,7 +37,7 @@ class Names:
         self.defined: dict[tuple[ast.AST | None, Scope], Scope | None] = {}
 
     def qualify(self, node: ast.AST | None, scope: Scope) -> str:
-        """The full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
+        """Return the full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
         if node is None:
             return ""
         known = self.qualified.get(node)
@@ -48,8 +48,8 @@ class Names:
 
     @kept
     def foreign(self, name: str, module: Module) -> bool:
-        """Whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most of the
-        names that are asked for do not need to be looked for any further.
+        """Check whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most
+        of the names that are asked for do not need to be looked for any further.
         """
         if name in module.own_names:
             return False
@@ -59,7 +59,7 @@ class Names:
         return not imported.level and self.project.paths.external(module.folder, imported.module.partition(".")[0])
 
     def qualify_name(self, name: str, scope: Scope, depth: int = 0) -> str:
-        """The full name behind a dotted name in a scope."""
+        """Return the full name behind a dotted name in a scope."""
         first, _, rest = name.partition(".")
         module = scope.module
         imported = module.imports.get(first)
@@ -82,7 +82,7 @@ class Names:
         return self.star_name(name, module)
 
     def passed_on(self, module: Module, imported: Imported) -> str:
-        """The full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
+        """Return the full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
         if not imported.name or imported.module.partition(".")[0] in EXTERNAL:
             return ""
         target = self.project.find(module, imported.module, imported.level)
@@ -92,8 +92,8 @@ class Names:
         return inner.full
 
     def brought(self, head: str, module: Module, depth: int = 0) -> str:
-        """The full name of what a star import of a project's file brings because that file imports it, itself or by a
-        star import of its own (`from src import *`, a package that passes its files on).
+        """Return the full name of what a star import of a project's file brings because that file imports it, itself or
+        by a star import of its own (`from src import *`, a package that passes its files on).
         """
         if not module.stars or head in module.top.binds or head in module.top.defs:
             return ""
@@ -111,7 +111,7 @@ class Names:
         return ""
 
     def star_name(self, name: str, module: Module) -> str:
-        """A name that an external star import may have brought (`from torch.nn import *`)."""
+        """Return a name that an external star import may have brought (`from torch.nn import *`)."""
         head = name.split(".")[0]
         if head in module.top.binds or head in module.top.defs:
             return ""
@@ -121,7 +121,7 @@ class Names:
         return ""
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
-        """The project's function or class that a name or `module.name` stands for."""
+        """Return the project's function or class that a name or `module.name` stands for."""
         key = (node, scope)
         try:
             return self.defined[key]
@@ -131,11 +131,13 @@ class Names:
 
     @kept
     def members(self, module: Module) -> frozenset[str]:
-        """The names of all that a file's programs give an object: no other attribute can be followed."""
+        """Return the names of all that a file's programs give an object: no other attribute can be followed."""
         return frozenset().union(*(member.members for member in self.project.family(module)))
 
     def unknown(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether an expression is an attribute that nothing in its programs assigns or defines (`loss.backward`)."""
+        """Check whether an expression is an attribute that nothing in its programs assigns or defines
+        (`loss.backward`).
+        """
         return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)
 
     def define(self, node: ast.AST | None, scope: Scope) -> Scope | None:
@@ -175,8 +177,8 @@ class Names:
         return None
 
     def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
-        """What the only assignment of a name just gives another name to (`Data = TrafficData`); nothing where the file
-        imports the name as well (`try: from fast import Data`, `except ImportError: Data = SlowData`).
+        """Return what the only assignment of a name just gives another name to (`Data = TrafficData`); nothing where
+        the file imports the name as well (`try: from fast import Data`, `except ImportError: Data = SlowData`).
         """
         binds = scope.binds[name]
         value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
@@ -223,7 +225,7 @@ class Names:
         return None
 
     def parents(self, owner: Scope) -> Iterator[Scope]:
-        """The project's classes that a class derives from, nearest first."""
+        """Yield the project's classes that a class derives from, nearest first."""
         queue, seen = [owner], {owner}
         while queue:
             current = queue.pop(0)
@@ -236,14 +238,14 @@ class Names:
                     yield found
 
     def bases_of(self, owner: Scope) -> Iterator[str]:
-        """The full names of everything that a class derives from."""
+        """Yield the full names of everything that a class derives from."""
         for current in (owner, *self.parents(owner)):
             node = current.node
             for expression in node.bases if isinstance(node, ast.ClassDef) else []:
                 yield self.qualify(expression, current.parent or current) or dotted(expression) or ""
 
     def member(self, owner: Scope, name: str) -> Scope | None:
-        """The method of a class, its own or inherited."""
+        """Return the method of a class, its own or inherited."""
         for current in (owner, *self.parents(owner)):
             if name in current.defs:
                 return current.defs[name]
@@ -251,7 +253,7 @@ class Names:
 
 
 def bound_locally(name: str, scope: Scope) -> bool:
-    """Whether a function's own parameter or variable hides an import of the same name."""
+    """Check whether a function's own parameter or variable hides an import of the same name."""
     current: Scope | None = scope
     while current is not None and current.kind == "function":
         if name in current.params or name in current.binds:
@@ -265,7 +267,7 @@ HIDDEN = Bind("", None, (), ast.Pass(), "assign")
 
 
 def _alias(name: str, scope: Scope) -> Bind | None:
-    """The only assignment of a name that just renames something."""
+    """Return the only assignment of a name that just renames something."""
     current: Scope | None = scope
     while current is not None:
         binds = current.binds.get(name)

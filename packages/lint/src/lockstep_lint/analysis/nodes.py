@@ -108,7 +108,7 @@ def base(node: ast.AST) -> ast.AST:
 
 
 def last(node: ast.AST | None) -> str:
-    """The final identifier of a name, attribute, call or subscripted name; "" for anything else."""
+    """Return the final identifier of a name, attribute, call or subscripted name; "" for anything else."""
     while True:
         kind = node.__class__
         if kind is Attribute:
@@ -124,7 +124,7 @@ def last(node: ast.AST | None) -> str:
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of the call's keyword argument `name`."""
+    """Return the value of the call's keyword argument `name`."""
     for item in call.keywords:  # asked a hundred times a call: a generator here would cost a twentieth of a run
         if item.arg == name:
             return item.value
@@ -132,7 +132,7 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    """The argument `name`, given by keyword or at `position`."""
+    """Return the argument `name`, given by keyword or at `position`."""
     found = keyword(call, name)
     if found is None and position < len(call.args) and not any(isinstance(a, ast.Starred) for a in call.args):
         return call.args[position]
@@ -140,12 +140,12 @@ def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
 
 
 def has_star(call: ast.Call) -> bool:
-    """Whether the call unpacks `*args` or `**kwargs`."""
+    """Check whether the call unpacks `*args` or `**kwargs`."""
     return any(item.arg is None for item in call.keywords) or any(isinstance(a, ast.Starred) for a in call.args)
 
 
 def constant(node: ast.AST | None) -> object:
-    """The value of a literal; None for anything else."""
+    """Return the value of a literal; None for anything else."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
         value = node.operand.value
         return -value if isinstance(value, int | float) else None
@@ -153,17 +153,17 @@ def constant(node: ast.AST | None) -> object:
 
 
 def is_none(node: ast.AST) -> bool:
-    """Whether an expression is the literal None."""
+    """Check whether an expression is the literal None."""
     return isinstance(node, ast.Constant) and node.value is None
 
 
 def is_true(node: ast.AST | None) -> bool:
-    """Whether the node is the literal True."""
+    """Check whether the node is the literal True."""
     return isinstance(node, ast.Constant) and node.value is True
 
 
 def idents(node: ast.AST) -> Iterator[str]:
-    """Every identifier and attribute name in an expression."""
+    """Yield every identifier and attribute name in an expression."""
     for item in walk(node):
         if item.__class__ is Name:
             yield item.id
@@ -172,19 +172,19 @@ def idents(node: ast.AST) -> Iterator[str]:
 
 
 def mentions(node: ast.AST, key: str) -> bool:
-    """Whether the expression reads the name or attribute chain `key`."""
+    """Check whether the expression reads the name or attribute chain `key`."""
     return any(isinstance(item, REFERENCES) and dotted(item) == key for item in walk(node))
 
 
 def strings(node: ast.AST) -> Iterator[str]:
-    """Every string literal in a tree."""
+    """Yield every string literal in a tree."""
     for item in walk(node):
         if isinstance(item, ast.Constant) and isinstance(item.value, str):
             yield item.value
 
 
 def targets(node: ast.AST) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The names that an assignment target binds, each with its position in a tuple."""
+    """Yield the names that an assignment target binds, each with its position in a tuple."""
     stack: list[tuple[ast.AST, tuple[int, ...]]] = [(node, ())]
     while stack:
         item, path = stack.pop()

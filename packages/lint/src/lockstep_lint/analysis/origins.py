@@ -26,7 +26,7 @@ def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
 
 
 def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
-    """Whether a statement of a function cannot run in a call, by the tests of its parameters."""
+    """Check whether a statement of a function cannot run in a call, by the tests of its parameters."""
     if entry is None:
         return False
     return any(truth(g.test, function, entry) is (not g.when) for g in guards(stmt, function.module))
@@ -59,7 +59,7 @@ def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
 
 
 def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | None:
-    """The literal that a call gives for a parameter that is never bound anew."""
+    """Return the literal that a call gives for a parameter that is never bound anew."""
     if not isinstance(node, ast.Name) or node.id not in function.params or node.id in function.binds:
         return None
     value = given(entry[0], function, node.id) or default(function, node.id, entry[0])
@@ -67,7 +67,7 @@ def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | Non
 
 
 def default(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
-    """The default of a parameter that a call certainly leaves out."""
+    """Return the default of a parameter that a call certainly leaves out."""
     node = function.node
     if has_star(call) or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
@@ -138,7 +138,7 @@ class Origins:
         self.memo: dict[tuple[ast.expr, Scope], list[Origin]] = {}
 
     def of(self, node: ast.expr | None, scope: Scope) -> list[Origin]:
-        """Every expression that the value of `node` may come from, as of where `node` stands."""
+        """Return every expression that the value of `node` may come from, as of where `node` stands."""
         if node is None:
             return []
         key = (node, scope)
@@ -151,14 +151,14 @@ class Origins:
         return found
 
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
-        """The calls among the origins of `node`, each with the full name of what it calls."""
+        """Yield the calls among the origins of `node`, each with the full name of what it calls."""
         for origin in self.of(node, scope):
             call = origin.call
             if call is not None:
                 yield call, origin.scope, self.names.qualify(call.func, origin.scope)
 
     def binds(self, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
-        """The bindings of a name that may hold at a line of a scope."""
+        """Return the bindings of a name that may hold at a line of a scope."""
         if key.startswith("self.") and scope.owner is not None:
             return self.attribute_binds(scope.owner, key, scope, line)
         current: Scope | None = scope
@@ -176,7 +176,9 @@ class Origins:
         return []
 
     def attribute_binds(self, owner: Scope, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
-        """The bindings of `self.x` in the methods of a class; those before `line` where the method itself has some."""
+        """Return the bindings of `self.x` in the methods of a class; those before `line` where the method itself has
+        some.
+        """
         here = [bind for bind in scope.binds.get(key, []) if not _after(bind, line)]
         if here:
             return [(bind, scope) for bind in reaching(here, scope, line)]
@@ -189,7 +191,7 @@ class Origins:
 
 
 def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
-    """The bindings that may hold at a line: the last certain one before it and all uncertain ones after that."""
+    """Return the bindings that may hold at a line: the last certain one before it and all uncertain ones after that."""
     end = bisect.bisect_left(binds, line, key=lambda bind: bind.stmt.lineno)
     kept: list[Bind] = []
     for bind in reversed(binds[max(0, end - MAX_BINDS) : end]):
@@ -205,8 +207,8 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
 
 
 def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
-    """The bindings that may hold when a function of a scope runs: those that hold where it is defined, and all later
-    ones.
+    """Return the bindings that may hold when a function of a scope runs: those that hold where it is defined, and all
+    later ones.
     """
     line = getattr(inner.node, "lineno", 0)
     before = [bind for bind in binds if bind.stmt.lineno < line]
@@ -214,23 +216,23 @@ def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
 
 
 def _after(bind: Bind, line: int) -> bool:
-    """Whether an assignment holds only after a line: it starts there or later, or the line is part of it."""
+    """Check whether an assignment holds only after a line: it starts there or later, or the line is part of it."""
     return bind.stmt.lineno >= line or _covers(bind, line)
 
 
 def _covers(bind: Bind, line: int) -> bool:
-    """Whether a line stands in the assignment itself, whose right side still sees what was there before."""
+    """Check whether a line stands in the assignment itself, whose right side still sees what was there before."""
     return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
 
 
 def _holds(node: ast.stmt, place: str, line: int) -> bool:
-    """Whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
+    """Check whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
     block = getattr(node, place, [])
     return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
 
 def _encloses(bind: Bind, line: int) -> bool:
-    """Whether a loop's own variable is asked for inside that loop."""
+    """Check whether a loop's own variable is asked for inside that loop."""
     end = bind.stmt.end_lineno or bind.stmt.lineno
     return bind.how == "for" and bind.stmt.lineno <= line <= end
 
@@ -333,8 +335,8 @@ class _Walk:
                     yield table.value, place, None
 
     def values(self, bind: Bind, home: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """What a binding may give its name: the value, or what stands at the name's place in a tuple or in the tuples
-        that a function returns.
+        """Yield what a binding may give its name: the value, or what stands at the name's place in a tuple or in the
+        tuples that a function returns.
         """
         value = bind.value
         if value is None or bind.how in ("for", "aug"):
@@ -354,7 +356,9 @@ class _Walk:
         yield from ((element, home) for element in element_of(value, bind.path))
 
     def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
-        """The tuples that a call may give: its function's own, or those of the functions that it leaves the work to."""
+        """Yield the tuples that a call may give: its function's own, or those of the functions that it leaves the work
+        to.
+        """
         target = self.origins.calls.target(call, scope)
         for value in returned(target, (call, scope)) if target is not None else ():
             if target is not None and isinstance(value, SEQUENCES):
@@ -380,7 +384,9 @@ class _Walk:
                 yield value, site.scope, None
 
     def elsewhere(self, key: str, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """An attribute of another object of the project (`trainer.model`), a getter's result, another file's name."""
+        """Yield an attribute of another object of the project (`trainer.model`), a getter's result, another file's
+        name.
+        """
         if isinstance(node, ast.Attribute):
             own = key.startswith("self.")
             owner = scope.owner if own else self.origins.calls.class_of(node.value, scope)
@@ -401,7 +407,7 @@ GETTERS = ("property", "cached_property")
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
-    """The values that a written dictionary may give for a key; all of them where the key is not known."""
+    """Yield the values that a written dictionary may give for a key; all of them where the key is not known."""
     pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
     same = [value for name, value in pairs if key is not None and name == key]
     yield from same or ([value for _, value in pairs] if key is None else [])
@@ -417,7 +423,7 @@ def drawn(function: Scope) -> Iterator[ast.expr]:
 
 
 def _gives_back(call: ast.Call, place: int) -> bool:
-    """Whether a call of a framework returns its arguments, prepared (`model, optimizer = amp.initialize(model,
+    """Check whether a call of a framework returns its arguments, prepared (`model, optimizer = amp.initialize(model,
     optimizer)`).
     """
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""

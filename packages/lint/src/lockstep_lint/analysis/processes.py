@@ -44,8 +44,8 @@ NAMES = tuple(sorted({name for names in LAUNCHES.values() for name in names} | C
 
 
 def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
-    """Whether a statement runs only in the process that starts the others: it stands where they are started, under no
-    fewer tests, or in a function that is called only there.
+    """Check whether a statement runs only in the process that starts the others: it stands where they are started,
+    under no fewer tests, or in a function that is called only there.
     """
     if not near(calls, scope.module):
         return False
@@ -62,13 +62,13 @@ def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
 
 @kept
 def near(calls: Calls, module: Module) -> bool:
-    """Whether any file of a file's programs starts processes so."""
+    """Check whether any file of a file's programs starts processes so."""
     return any(launches(calls, member) for member in calls.project.users(module))
 
 
 @kept
 def launches(calls: Calls, module: Module) -> dict[Scope, list[Site]]:
-    """The calls of a file that start processes, by the scopes that make them."""
+    """Return the calls of a file that start processes, by the scopes that make them."""
     table: dict[Scope, list[Site]] = {}
     for site in module.sites(*NAMES):
         if starts_others(calls, site):
@@ -77,7 +77,7 @@ def launches(calls: Calls, module: Module) -> dict[Scope, list[Site]]:
 
 
 def starts_others(calls: Calls, site: Site) -> bool:
-    """Whether a call starts the processes of a program, or the service that will."""
+    """Check whether a call starts the processes of a program, or the service that will."""
     full = calls.names.qualify(site.call.func, site.scope)
     if full in RUNS or site.name in LAUNCHES.get(full.partition(".")[0], ()):
         return True
@@ -90,7 +90,7 @@ def starts_others(calls: Calls, site: Site) -> bool:
 
 
 def command(calls: Calls, site: Site) -> list[str]:
-    """The words of the command that a call runs, as far as they are written out."""
+    """Return the words of the command that a call runs, as far as they are written out."""
     given = site.call.args[0] if site.call.args else None
     if isinstance(given, ast.Name):
         values = (value for value, _ in calls.values(given.id, site.scope))
@@ -103,7 +103,7 @@ SETS = ("setattr(", "vars(", "__dict__")
 
 
 def never(calls: Calls, site: Site) -> bool:
-    """Whether options that are written out keep a call from ever being made."""
+    """Check whether options that are written out keep a call from ever being made."""
     return any(outcome(calls, guard.test, site.scope) is (not guard.when) for guard in guards(site.stmt, site.module))
 
 
@@ -124,7 +124,7 @@ def outcome(calls: Calls, test: ast.expr, scope: Scope) -> bool | None:
 
 
 def written(calls: Calls, node: ast.expr, scope: Scope) -> object:
-    """The literal that an option of an object always is: its class, of this file, is all that gives it one."""
+    """Return the literal that an option of an object always is: its class, of this file, is all that gives it one."""
     module = scope.module
     if not isinstance(node, ast.Attribute) or any(word in module.text for word in SETS):
         return None
@@ -187,7 +187,7 @@ class Programs:
 
     @kept
     def direct(self, module: Module) -> bool:
-        """Whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
+        """Check whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
         if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         if any(map(self.launches, module.sites("Fabric", *LAUNCHERS))):
@@ -202,11 +202,13 @@ class Programs:
         return any(not never(self.calls, s) for s in made) or any(self.wraps(s) for s in module.sites())
 
     def initiates(self, site: Site) -> bool:
-        """Whether a call starts Horovod, or SageMaker's model parallelism."""
+        """Check whether a call starts Horovod, or SageMaker's model parallelism."""
         return self.calls.names.qualify(site.call.func, site.scope) in INITS
 
     def launches(self, site: Site) -> bool:
-        """Whether a call has several processes run a function, or a script as Fabric does: not one by its own words."""
+        """Check whether a call has several processes run a function, or a script as Fabric does: not one by its own
+        words.
+        """
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
             devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
@@ -218,7 +220,7 @@ class Programs:
         return not says_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
 
     def one_worker(self, site: Site) -> bool:
-        """Whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
+        """Check whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
         config = keyword(site.call, "scaling_config")
         if isinstance(config, ast.Name):
             binds = site.scope.binds.get(config.id, [])
@@ -227,12 +229,12 @@ class Programs:
         return made and isinstance(config, ast.Call) and says_one(argument(config, 1, "num_workers"))
 
     def deepspeed(self, site: Site) -> bool:
-        """Whether a call hands the model to DeepSpeed."""
+        """Check whether a call hands the model to DeepSpeed."""
         return self.calls.names.qualify(site.call.func, site.scope) == "deepspeed.initialize"
 
     @kept
     def accelerated(self, module: Module) -> bool:
-        """Whether a script makes an Accelerator, of which `accelerate launch` starts several."""
+        """Check whether a script makes an Accelerator, of which `accelerate launch` starts several."""
         if "Accelerator" not in module.text or module.path.endswith(".ipynb"):
             return False
         names = self.calls.names
@@ -240,7 +242,7 @@ class Programs:
 
     @kept
     def started(self, module: Module) -> bool:
-        """Whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
+        """Check whether a file calls a function of another that starts the process group (`setup_ddp()`)."""
         return any(
             function.module is not module and self.makes_group(function)
             for site in module.sites()
@@ -249,18 +251,18 @@ class Programs:
 
     @kept
     def asks(self, module: Module) -> bool:
-        """Whether a file asks an object for the place of its process (`backend.is_master_process()`)."""
+        """Check whether a file asks an object for the place of its process (`backend.is_master_process()`)."""
         return any(s.receiver is not None and ASKS.search(s.name) for s in module.sites())
 
     def wraps(self, site: Site) -> bool:
-        """Whether a call wraps a model for several processes."""
+        """Check whether a call wraps a model for several processes."""
         full = self.calls.names.qualify(site.call.func, site.scope) or site.name
         return full.endswith(WRAPPERS)
 
     @kept
     def distributed(self, module: Module) -> bool:
-        """Whether a program that the file is part of runs in several processes; a notebook is one process, unless it
-        starts others itself.
+        """Check whether a program that the file is part of runs in several processes; a notebook is one process, unless
+        it starts others itself.
         """
         if module.path.endswith(".ipynb") and not any(True for _ in module.sites(*STARTS, *SPAWNS, *LAUNCHERS)):
             return False
@@ -268,7 +270,7 @@ class Programs:
 
     @kept
     def spawned(self, module: Module) -> frozenset[Scope] | None:
-        """The functions that run in spawned processes, or None if the program is started by a launcher."""
+        """Return the functions that run in spawned processes, or None if the program is started by a launcher."""
         starts = [
             function
             for member in self.project.family(module)
@@ -284,8 +286,8 @@ class Programs:
 
     @kept
     def again(self, module: Module) -> bool:
-        """Whether each process that the programs spawn imports a file anew, and so runs what stands outside functions:
-        `torch.multiprocessing.spawn` starts a new Python, which imports the script as well.
+        """Check whether each process that the programs spawn imports a file anew, and so runs what stands outside
+        functions: `torch.multiprocessing.spawn` starts a new Python, which imports the script as well.
         """
         for member in self.project.users(module) if any("spawn" in m.text for m in self.project.users(module)) else ():
             for site in member.sites("spawn"):
@@ -294,7 +296,7 @@ class Programs:
         return False
 
     def spreads(self, site: Site) -> bool:
-        """Whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
+        """Check whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
         (`TorchDistributor(...).run(train)`).
         """
         if self.calls.names.qualify(site.call.func, site.scope) in PROGRAMS_RUNS:
@@ -305,8 +307,8 @@ class Programs:
         return last(made) == "TorchDistributor"
 
     def handed(self, site: Site) -> Iterator[Scope]:
-        """The functions that the callers of a launcher hand on to `spawn` (`def launch(worker): mp.spawn(worker)`), or
-        to what it starts (`mp.spawn(each, args=(worker,))`).
+        """Yield the functions that the callers of a launcher hand on to `spawn` (`def launch(worker):
+        mp.spawn(worker)`), or to what it starts (`mp.spawn(each, args=(worker,))`).
         """
         rest = keyword(site.call, "args") or next(iter(site.call.args[1:2]), None)
         more = rest.elts if isinstance(rest, SEQUENCES) else []
@@ -319,8 +321,8 @@ class Programs:
 
     @kept
     def idle(self, scope: Scope) -> bool:
-        """Whether nothing in sight ever runs a function: no call but by such another, no mention of its name, no start
-        of its own.
+        """Check whether nothing in sight ever runs a function: no call but by such another, no mention of its name, no
+        start of its own.
         """
         return self._idle(scope, 0)
 
@@ -345,7 +347,7 @@ class Programs:
 
     @kept
     def methods(self, module: Module) -> dict[str, list[Scope]]:
-        """The methods of all classes of a file's programs, by their names."""
+        """Return the methods of all classes of a file's programs, by their names."""
         table: dict[str, list[Scope]] = {}
         for member in self.project.family(module):
             for scope in member.scopes:
@@ -355,7 +357,7 @@ class Programs:
 
     @kept
     def beside(self, module: Module) -> frozenset[Scope]:
-        """The functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
+        """Return the functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
         sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
         once: list[Scope] = []
         often: list[Scope] = []
@@ -370,8 +372,8 @@ class Programs:
         return frozenset() if ranks else frozenset(self.reach(lone)) - started
 
     def reach(self, starts: list[Scope], methods: dict[str, list[Scope]] | None = None) -> Iterator[Scope]:
-        """The functions that run when one of `starts` does; with `methods` also those that objects of an unknown class
-        may have.
+        """Yield the functions that run when one of `starts` does; with `methods` also those that objects of an unknown
+        class may have.
         """
         seen = set(starts)
         queue = list(starts)
@@ -389,14 +391,14 @@ class Programs:
 
     @kept
     def makes_group(self, function: Scope) -> bool:
-        """Whether a function starts the process group, itself or by what it calls."""
+        """Check whether a function starts the process group, itself or by what it calls."""
         names = (*STARTS, "init_device_mesh")  # which starts one where there is none
         return any(any(map(for_several, below.named(name))) for below in self.reach([function]) for name in names)
 
     @kept
     def apart(self, function: Scope) -> bool:
-        """Whether a function runs only on the other side of a test than what starts the process group
-        (`if mode == "ddp": run_ddp() else: run()`).
+        """Check whether a function runs only on the other side of a test than what starts the process group (`if mode
+        == "ddp": run_ddp() else: run()`).
         """
         return function.kind == "function" and self._apart(function, 0)
 
@@ -410,7 +412,7 @@ class Programs:
         )
 
     def beyond(self, site: Site) -> bool:
-        """Whether a call stands in another arm of a test than each call of its function that starts the group."""
+        """Check whether a call stands in another arm of a test than each call of its function that starts the group."""
         if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
             return False
         starts = [
@@ -422,7 +424,9 @@ class Programs:
 
     @kept
     def involved(self, scope: Scope) -> bool:
-        """Whether a function belongs to the part of a program that runs distributed: its file, or its callers' file."""
+        """Check whether a function belongs to the part of a program that runs distributed: its file, or its callers'
+        file.
+        """
         if self.elsewhere(scope):
             return False
         seen, queue = {scope}, [scope]
@@ -437,8 +441,8 @@ class Programs:
         return False
 
     def makers(self, method: Scope) -> list[Site]:
-        """The calls that make objects which have a method, where only calls of its name may run it: one of several
-        trainers, which an option names.
+        """Return the calls that make objects which have a method, where only calls of its name may run it: one of
+        several trainers, which an option names.
         """
         owner = method.owner if method.kind == "function" and not method.decorators else None
         if owner is None or not any(map(on_object, self.named_so(method))):
@@ -449,12 +453,12 @@ class Programs:
         return [site for site in sites if names.definition(site.call.func, site.scope) is owner]
 
     def named_so(self, method: Scope) -> Iterator[Site]:
-        """The calls in the programs of a method's file that have its name."""
+        """Yield the calls in the programs of a method's file that have its name."""
         return (site for member in self.project.family(method.module) for site in member.sites(method.name))
 
     @kept
     def elsewhere(self, scope: Scope) -> bool:
-        """Whether all programs that run a function of this file are other files, which run one process each."""
+        """Check whether all programs that run a function of this file are other files, which run one process each."""
         tops, seen, queue = set(), {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
@@ -469,7 +473,9 @@ class Programs:
 
     @kept
     def parallel(self, top: Scope) -> bool:
-        """Whether what a file runs when it is started starts a process group or wraps a model for several processes."""
+        """Check whether what a file runs when it is started starts a process group or wraps a model for several
+        processes.
+        """
         if self.direct(top.module) or self.asks(top.module):
             return True
         below = list(self.reach([top]))
@@ -481,38 +487,44 @@ class Programs:
 
 
 def says_one(count: ast.expr | None) -> bool:
-    """Whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
+    """Check whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
     if isinstance(count, SEQUENCES):
         return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
     return constant(count) in (1, "1")
 
 
 def on_object(site: Site) -> bool:
-    """Whether a call is of a method of another object than the one that makes the call."""
+    """Check whether a call is of a method of another object than the one that makes the call."""
     return isinstance(site.receiver, REFERENCES) and last(site.receiver) not in ("self", "cls")
 
 
 def launched(text: str) -> bool:
-    """Whether a file asks its launcher for the place of its process, and is no launcher itself that starts programs."""
+    """Check whether a file asks its launcher for the place of its process, and is no launcher itself that starts
+    programs.
+    """
     if "subprocess" in text and "env=" in text and GIVES.search(text):
         return False
     return any(not AFTER.search(text[: found.start()][-80:]) for found in LAUNCHED.finditer(text))
 
 
 def asks_trainer(module: Module) -> bool:
-    """Whether a script parses the arguments of a Trainer of transformers and asks them for the place of the process."""
+    """Check whether a script parses the arguments of a Trainer of transformers and asks them for the place of the
+    process.
+    """
     if "HfArgumentParser" not in module.text or not any(site.name.endswith("Trainer") for site in module.sites()):
         return False
     return any(module.sites("HfArgumentParser")) and TOLD_BY_TRAINER.search(module.text) is not None
 
 
 def for_several(site: Site) -> bool:
-    """Whether the start of a process group may be one of several processes."""
+    """Check whether the start of a process group may be one of several processes."""
     return constant(keyword(site.call, "world_size")) != 1
 
 
 def told_place(site: Site) -> bool:
-    """Whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's file."""
+    """Check whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's
+    file.
+    """
     given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
     told = any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
     file = constant(keyword(site.call, "deepspeed"))
@@ -520,6 +532,6 @@ def told_place(site: Site) -> bool:
 
 
 def _repeated(site: Site) -> bool:
-    """Whether a call stands in a loop or a comprehension."""
+    """Check whether a call stands in a loop or a comprehension."""
     around = any(isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp) for node in walk(site.stmt))
     return around or bool(loops(site.stmt, site.module))

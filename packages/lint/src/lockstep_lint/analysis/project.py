@@ -22,7 +22,9 @@ OTHERS = ("paddle", "chainer", "mxnet", "oneflow", "mindspore", "jittor")
 
 
 def may_train(text: str) -> bool:
-    """Whether a text names what trains, or computes gradients of what other files make (`batch["loss"].backward()`)."""
+    """Check whether a text names what trains, or computes gradients of what other files make
+    (`batch["loss"].backward()`).
+    """
     words = [word for word in TRAINS if word in text]
     return bool(words) and not (words == [TRAINS[-1]] and any(word in text for word in OTHERS))
 
@@ -67,14 +69,14 @@ class Project:
 
     @kept
     def importers(self, module: Module) -> tuple[Module, ...]:
-        """The files of the project that import a file."""
+        """Return the files of the project that import a file."""
         real = self.real[module]
         sources = map(self.load, self.graph.importers(real) if self.graph is not None else ())
         return tuple(source for source in sources if source is not None and real in self.targets(source))
 
     @kept
     def targets(self, module: Module) -> dict[str, str]:
-        """The project files that a file imports, as real paths, each with the path that led there."""
+        """Return the project files that a file imports, as real paths, each with the path that led there."""
         found: dict[str, str] = {}
         for imported in module.imported:
             for name in (imported.full, imported.module):
@@ -86,13 +88,15 @@ class Project:
 
     @kept
     def imports(self, module: Module) -> tuple[Module, ...]:
-        """The project files that a file imports."""
+        """Return the project files that a file imports."""
         found = (self.load(path) for path in self.targets(module).values())
         return tuple(target for target in found if target is not None)
 
     @kept
     def unseen(self, module: Module) -> frozenset[str]:
-        """The names that a file imports from what is neither in the project nor a well-known package ("*": any)."""
+        """Return the names that a file imports from what is neither in the project nor a well-known package ("*":
+        any).
+        """
         found: set[str] = set()
         for name, imported in (*module.imports.items(), *(("*", star) for star in module.stars)):
             root = imported.module.split(".")[0]
@@ -104,12 +108,12 @@ class Project:
         return frozenset(found)
 
     def find(self, module: Module, name: str, level: int = 0) -> Module | None:
-        """The project file that the dotted name means in `module`, if there is one."""
+        """Return the project file that the dotted name means in `module`, if there is one."""
         path = self.paths.where(module.folder, name, level)
         return self.load(path) if path is not None else None
 
     def load(self, path: str) -> Module | None:
-        """The module at `path`, read now if it was not yet; None if it does not parse."""
+        """Return the module at `path`, read now if it was not yet; None if it does not parse."""
         real = self.paths.real(path)
         if real not in self.modules:
             source = self.waiting.pop(real, None) or read(path)
@@ -121,7 +125,7 @@ class Project:
 
     @kept
     def closure(self, module: Module) -> tuple[Module, ...]:
-        """The file and all that it imports, directly or not."""
+        """Return the file and all that it imports, directly or not."""
         seen = {module: None}
         queue = [module]
         while queue and len(seen) < MAX_IMPORTED:
@@ -133,12 +137,12 @@ class Project:
 
     @kept
     def says(self, module: Module, word: str) -> bool:
-        """Whether the text of any file of the programs that a file is part of has a word."""
+        """Check whether the text of any file of the programs that a file is part of has a word."""
         return any(word in member.text for member in self.family(module))
 
     @kept
     def users(self, module: Module) -> tuple[Module, ...]:
-        """The files that import this one, directly or not, and the file itself."""
+        """Return the files that import this one, directly or not, and the file itself."""
         seen = {module: None}
         queue = [module]
         while queue and len(seen) < MAX_USERS:
@@ -150,7 +154,7 @@ class Project:
 
     @kept
     def family(self, module: Module) -> tuple[Module, ...]:
-        """Every file of every program that the file is part of; unit tests that use it are none."""
+        """Return every file of every program that the file is part of; unit tests that use it are none."""
         seen: dict[Module, None] = {}
         for user in self.users(module):
             if user is module or not unit_test(user):
@@ -160,7 +164,7 @@ class Project:
 
 @kept
 def unit_test(module: Module) -> bool:
-    """Whether a file holds unit tests, by its name or folder within the project and what it imports."""
+    """Check whether a file holds unit tests, by its name or folder within the project and what it imports."""
     real = os.path.realpath(module.path)
     path = PurePath(os.path.relpath(real, root_of(os.path.dirname(real))))
     named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[-4:-1])

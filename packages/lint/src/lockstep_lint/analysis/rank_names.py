@@ -92,7 +92,7 @@ def beside_zero(op: ast.cmpop, value: object) -> int:
 
 
 def says_rank(node: ast.AST | None) -> bool:
-    """Whether an expression is a rank by the names and words in it."""
+    """Check whether an expression is a rank by the names and words in it."""
     if node is None:
         return False
     table = isinstance(node, ast.Subscript) and dotted(node.value) is not None
@@ -102,12 +102,14 @@ def says_rank(node: ast.AST | None) -> bool:
 
 
 def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
-    """Whether what a process calls its device is compared with a number (`if device == 0:`), so that it is its rank."""
+    """Check whether what a process calls its device is compared with a number (`if device == 0:`), so that it is its
+    rank.
+    """
     return DEVICE.search(last(node)) and type(constant(other)) is int
 
 
 def gives_rank(node: ast.expr) -> bool:
-    """Whether an expression asks the process group or the environment for the rank, or is a name for it."""
+    """Check whether an expression asks the process group or the environment for the rank, or is a name for it."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return gives_rank(node.left)
     if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
@@ -119,7 +121,7 @@ def gives_rank(node: ast.expr) -> bool:
 
 
 def first_device(node: ast.expr, other: ast.expr) -> bool:
-    """Whether a device is compared with the first GPU (`device == "cuda:0"`, `device.index == 0`)."""
+    """Check whether a device is compared with the first GPU (`device == "cuda:0"`, `device.index == 0`)."""
     if isinstance(node, ast.Attribute) and node.attr == "index":
         return "device" in last(node.value) and constant(other) == 0
     named = isinstance(other, ast.Call) and last(other) == "device" and len(other.args) == 1
@@ -127,17 +129,17 @@ def first_device(node: ast.expr, other: ast.expr) -> bool:
 
 
 def is_first_of(node: ast.expr) -> bool:
-    """Whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
+    """Check whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
     return isinstance(node, ast.Subscript) and constant(node.slice) == 0
 
 
 def is_empty(node: ast.AST) -> bool:
-    """Whether an expression is the literal None or False."""
+    """Check whether an expression is the literal None or False."""
     return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def counts_batches(node: ast.expr) -> bool:
-    """Whether a test compares with the length of something, as the last batch of a loop is told."""
+    """Check whether a test compares with the length of something, as the last batch of a loop is told."""
     return isinstance(node, ast.Compare) and any(
         isinstance(item, ast.Call) and last(item) == "len" for item in (node.left, *node.comparators)
     )
@@ -158,7 +160,7 @@ class RankNumbers:
 
     @kept
     def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-        """Whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
+        """Check whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
         `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
         """
         if isinstance(node, ast.BinOp):
@@ -181,19 +183,21 @@ class RankNumbers:
         return self.numbered(key, scope) or self.filled(key, scope, depth)
 
     def returns_rank(self, call: ast.Call, scope: Scope, depth: int) -> bool:
-        """Whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
+        """Check whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
         function = self.calls.target(call, scope) if depth < MAX_NAMES else None
         values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
         return bool(values) and all(gives_rank(v) or self.is_rank(v, function, depth + 1) for v in values if function)
 
     def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
-        """Whether a value that a name is given asks for the rank, or is another name for it."""
+        """Check whether a value that a name is given asks for the rank, or is another name for it."""
         again = isinstance(value, REFERENCES) and depth < MAX_NAMES
         asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
         return asked or (again and self.is_rank(value, home, depth + 1))
 
     def filled(self, key: str, scope: Scope, depth: int) -> bool:
-        """Whether a name is a parameter that every call in sight fills with the rank (`train(device=local_rank)`)."""
+        """Check whether a name is a parameter that every call in sight fills with the rank
+        (`train(device=local_rank)`).
+        """
         if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
             return False
         callers = self.calls.callers(scope)[:MAX_CALLERS]
@@ -201,7 +205,7 @@ class RankNumbers:
         return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
 
     def left_out(self, node: ast.AST, scope: Scope) -> bool:
-        """Whether a name is a parameter that no call in sight fills, so that it is its default on every rank
+        """Check whether a name is a parameter that no call in sight fills, so that it is its default on every rank
         (`def make_logger(name, rank=0)`).
         """
         if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
@@ -215,7 +219,9 @@ class RankNumbers:
         )
 
     def numbered(self, key: str, scope: Scope) -> bool:
-        """Whether a name is the first parameter of a function that `spawn` starts, which is the process's number."""
+        """Check whether a name is the first parameter of a function that `spawn` starts, which is the process's
+        number.
+        """
         first = [name for name in scope.params if name != "self"][:1]
         if first != [key] or key in scope.binds:
             return False
@@ -223,8 +229,8 @@ class RankNumbers:
         return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """The bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its class and
-        of those that it derives from.
+        """Return the bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its
+        class and of those that it derives from.
         """
         if key.startswith("self.") and scope.owner is not None:
             owners = (scope.owner, *self.calls.names.parents(scope.owner))
@@ -241,7 +247,7 @@ class RankNumbers:
         return []
 
     def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """The bindings of an attribute of any object in the programs, where the scope is handed the object."""
+        """Return the bindings of an attribute of any object in the programs, where the scope is handed the object."""
         root, _, name = key.rpartition(".")
         if not root or root in ("self", "cls") or root.split(".")[0] in scope.module.imports:
             return []
@@ -271,13 +277,15 @@ class RankNumbers:
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
 
     def all_first(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else "cpu"`)."""
+        """Check whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else
+        "cpu"`).
+        """
         key = dotted(node)
         values = self.calls.values(key, scope) if key is not None else ()
         return any(text.startswith("cuda:0") for value, _ in values for text in strings(value))
 
     def main_number(self, node: ast.expr, scope: Scope) -> bool:
-        """Whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
+        """Check whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
         key = dotted(node)
         if key is None:
             return False
@@ -285,7 +293,7 @@ class RankNumbers:
         return all(constant(value) == 0 for value in values) if values else MAIN_NUMBER.search(last(node))
 
     def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
-        """Whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
+        """Check whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
         left, right = node.left, node.comparators[0]
         if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
             return False

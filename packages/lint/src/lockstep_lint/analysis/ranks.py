@@ -31,7 +31,9 @@ __all__ = ["Ranks"]
 
 
 def bare(node: ast.expr) -> ast.expr:
-    """An expression without what changes neither its truth nor what it names: `bool(x)`, `int(x == y)`, `(x := y)`."""
+    """Return an expression without what changes neither its truth nor what it names: `bool(x)`, `int(x == y)`, `(x :=
+    y)`.
+    """
     while isinstance(node, ast.NamedExpr) or keeps_truth(node):
         node = node.value if isinstance(node, ast.NamedExpr) else node.args[0] if isinstance(node, ast.Call) else node
     return as_boolean(node) if isinstance(node, ast.BinOp) else node
@@ -42,7 +44,7 @@ JOINS: dict[type[ast.operator], type[ast.boolop]] = {ast.BitAnd: ast.And, ast.Bi
 
 
 def as_boolean(node: ast.BinOp) -> ast.expr:
-    """A test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
+    """Return a test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
     op = JOINS.get(type(node.op))
     if op is None or not any(isinstance(side, ast.Compare | ast.BinOp) for side in (node.left, node.right)):
         return node
@@ -50,15 +52,15 @@ def as_boolean(node: ast.BinOp) -> ast.expr:
 
 
 def keeps_truth(node: ast.expr) -> bool:
-    """Whether a call gives back the truth of its only argument."""
+    """Check whether a call gives back the truth of its only argument."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or not isinstance(node.func, ast.Name):
         return False
     return node.func.id == "bool" or (node.func.id == "int" and isinstance(node.args[0], ast.Compare | ast.BoolOp))
 
 
 def may_be_number(node: ast.expr) -> bool:
-    """Whether an expression whose truth is asked may be a rank by its words, not an option or the ranks of a group
-    (`if rank: return`).
+    """Check whether an expression whose truth is asked may be a rank by its words, not an option or the ranks of a
+    group (`if rank: return`).
     """
     if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
         return False
@@ -74,8 +76,8 @@ Value = tuple[ast.expr, Scope]
 
 
 def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
-    """What a name is given as part of a tuple (`main, device = set_up()`), and whatever else it is given then, but for
-    True, as it is in one process.
+    """Yield what a name is given as part of a tuple (`main, device = set_up()`), and whatever else it is given then,
+    but for True, as it is in one process.
     """
     binds = numbers.bound(key, scope)
     if not any(bind.path for bind, _ in binds):
@@ -88,8 +90,8 @@ def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
 
 
 def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[Value]:
-    """What stands at a place that is written out, of a dictionary or a tuple (`env["main"]`), or is put there, but for
-    True.
+    """Yield what stands at a place that is written out, of a dictionary or a tuple (`env["main"]`), or is put there,
+    but for True.
     """
     key = constant(node.slice)
     for name, home in tables(numbers, node, scope) if isinstance(key, str | int) else ():
@@ -119,7 +121,7 @@ def tables(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[
 
 
 def made(numbers: RankNumbers, start: ast.expr | None, scope: Scope) -> Iterator[Value]:
-    """The tuples and dictionaries that a value may be, through names and the project's functions."""
+    """Yield the tuples and dictionaries that a value may be, through names and the project's functions."""
     queue = [(start, scope, 0)]
     seen: set[tuple[object, Scope]] = set()
     while queue and len(seen) < MAX_VALUES:
@@ -150,8 +152,8 @@ Test = Callable[[ast.expr, Scope, bool], int]
 
 
 def main_has_run(calls: Calls, module: Module, test: Test) -> bool:
-    """Whether only the main rank starts a run, as far as starts are in sight: where there are none, whoever asks for a
-    run leaves it to others to say on which ranks there is one.
+    """Check whether only the main rank starts a run, as far as starts are in sight: where there are none, whoever asks
+    for a run leaves it to others to say on which ranks there is one.
     """
     own = starts(calls, calls.project.closure(module))  # other programs beside it may start runs of their own
     found = own or starts(calls, calls.project.family(module))
@@ -159,13 +161,13 @@ def main_has_run(calls: Calls, module: Module, test: Test) -> bool:
 
 
 def starts(calls: Calls, members: tuple[Module, ...]) -> list[Site]:
-    """The calls in some files that start a run."""
+    """Return the calls in some files that start a run."""
     sites = (site for member in members for site in member.sites("init"))
     return [site for site in sites if calls.names.qualify(site.call.func, site.scope) == INIT]
 
 
 def on_main(calls: Calls, site: Site, test: Test, depth: int) -> bool:
-    """Whether only the main rank makes a call, by the tests around it or around the calls of its function."""
+    """Check whether only the main rank makes a call, by the tests around it or around the calls of its function."""
     for guard in (*guards(site.stmt, site.module), *choices(site)):
         asks_itself = any(dotted(node) == RUN for node in walk(guard.test))
         if not asks_itself and test(guard.test, site.scope, guard.when) == 1:
@@ -230,15 +232,15 @@ class RankTests:
         return self.asked(function, when, depth)
 
     def property(self, key: str | None, scope: Scope) -> Scope | None:
-        """The method that an attribute of `self` asks."""
+        """Return the method that an attribute of `self` asks."""
         head, _, name = (key or "").rpartition(".")
         method = self.calls.names.member(scope.owner, name) if head == "self" and scope.owner is not None else None
         marks = method.decorators if method is not None and method.kind == "function" else []
         return method if any(last(mark) in ("property", "cached_property") for mark in marks) else None
 
     def asked(self, function: Scope | None, when: bool, depth: int) -> int:
-        """A function of the project that tells the rank (`def primary(): return get_rank() == 0`), whatever it says
-        where there is one process.
+        """Judge a function of the project that tells the rank (`def primary(): return get_rank() == 0`), whatever it
+        says where there is one process.
         """
         if function is None:
             return 0
@@ -251,7 +253,9 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def turned_away(self, function: Scope, depth: int) -> bool:
-        """Whether a function says False to the other ranks before anything else (`if rank != 0: return False`)."""
+        """Check whether a function says False to the other ranks before anything else (`if rank != 0: return
+        False`).
+        """
         first = next((stmt for stmt in function.stmts if isinstance(stmt, ast.Return)), None)
         if first is None or constant(first.value) is not False:
             return False
@@ -259,7 +263,9 @@ class RankTests:
         return len(tests) == 1 and self.test(tests[0].test, function, tests[0].when, depth + 1) == -1
 
     def false_on_others(self, function: Scope, depth: int) -> bool:
-        """Whether a function says True or False, and False on the other ranks alone (`if rank > 0: return False`)."""
+        """Check whether a function says True or False, and False on the other ranks alone (`if rank > 0: return
+        False`).
+        """
         says = [stmt for stmt in function.stmts if isinstance(stmt, ast.Return)]
         others = [stmt for stmt in says if constant(stmt.value) is False]
         return (
@@ -272,21 +278,23 @@ class RankTests:
         )
 
     def always(self, key: str, scope: Scope) -> bool:
-        """Whether all that a name of a rank's flag is ever given is True: it tells no rank."""
+        """Check whether all that a name of a rank's flag is ever given is True: it tells no rank."""
         own = "." not in key or key.startswith("self.")  # an attribute of another object may be set elsewhere
         binds = self.numbers.bound(key, scope) if own else []
         alike = all(is_true(bind.value) and not any(guards(bind.stmt, home.module)) for bind, home in binds)
         return bool(binds) and alike and not (key.startswith("self.") and self.put_on(key[5:], scope))
 
     def put_on(self, name: str, scope: Scope) -> bool:
-        """Whether the programs set an attribute of this name on an object from outside (`learner.is_main = ...`)."""
+        """Check whether the programs set an attribute of this name on an object from outside (`learner.is_main =
+        ...`).
+        """
         members = self.calls.project.family(scope.module)
         found = (bind.key for member in members for bind, _ in attributes(member).get(name, ()))
         return any(not key.startswith("self.") for key in found)
 
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
-        """A value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ... else
-        False`).
+        """Judge a value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ...
+        else False`).
         """
         if is_empty(node.orelse):
             return self.test(node.test, scope, when, depth)
@@ -297,7 +305,7 @@ class RankTests:
         return self.test(node.test, scope, not when, depth)
 
     def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
-        """A test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
+        """Judge a test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
         found = [self.test(value, scope, when, depth) for value in node.values]
         if when and isinstance(node.op, ast.Or) and any(map(counts_batches, node.values)):
             return 0  # `rank == 0 and step % 25 == 0 or step == len(loader)`: the second part holds on every rank
@@ -309,11 +317,11 @@ class RankTests:
         return parts[0] if len(set(parts)) == 1 else 0
 
     def asks(self, test: ast.expr, scope: Scope) -> bool:
-        """Whether a test asks if there are several processes, or may be."""
+        """Check whether a test asks if there are several processes, or may be."""
         return self.many(test, scope) == 1 or asks_package(test)
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A name that was given the result of a rank test, or a tracker's run that only the main rank has."""
+        """Judge a name that was given the result of a rank test, or a tracker's run that only the main rank has."""
         if key.endswith(".run") and self.calls.names.qualify_name(key, scope) == RUN:
             return int(when and main_has_run(self.calls, scope.module, self.test))
         for value, home in self.calls.values(key, scope):
@@ -338,8 +346,8 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def switched(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A flag that the other ranks alone turn off, or on, after all have got it (`verbose = True`, then `if rank !=
-        0: verbose = False`): 1 if it comes out `when` on the main rank only.
+        """Judge a flag that the other ranks alone turn off, or on, after all have got it (`verbose = True`, then `if
+        rank != 0: verbose = False`): 1 if it comes out `when` on the main rank only.
         """
         binds = (self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope))[:MAX_BINDS]
         off = [(bind, home) for bind, home in binds if turns(bind.value, not when) and self.others(bind, home, depth)]
@@ -349,12 +357,12 @@ class RankTests:
         )
 
     def others(self, bind: Bind, home: Scope, depth: int) -> bool:
-        """Whether only the other ranks make a binding."""
+        """Check whether only the other ranks make a binding."""
         return any(self.test(g.test, home, g.when, depth + 1) == -1 for g in guards(bind.stmt, home.module))
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0 else
-        None`), here or where the attribute of another object is set (`args.verbose = rank == 0`).
+        """Judge a name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0
+        else None`), here or where the attribute of another object is set (`args.verbose = rank == 0`).
         """
         binds = self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope)
         flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
@@ -367,7 +375,7 @@ class RankTests:
         return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(b, home, depth) for b, home in binds) else 0
 
     def by_rank_alone(self, bind: Bind, home: Scope, depth: int) -> bool:
-        """Whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
+        """Check whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
         if bind.value is None or is_empty(bind.value):
             return True
         tests = list(guards(bind.stmt, home.module))
@@ -397,7 +405,7 @@ class RankTests:
         return None if not found and alone else found
 
     def handed(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """A parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
+        """Judge a parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
         if key not in scope.params or key in scope.binds:
             return 0
         callers = self.calls.callers(scope)[:MAX_CALLERS]
@@ -419,7 +427,7 @@ class RankTests:
         return self.asks_many(test, scope) * (1 if when else -1)
 
     def asks_many(self, test: ast.expr, scope: Scope) -> int:
-        """The same for a test of one part that holds."""
+        """Judge the same for a test of one part that holds."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             if isinstance(test.ops[0], ast.In | ast.NotIn) and constant(test.left) in LAUNCHER:
                 return 1 if isinstance(test.ops[0], ast.In) else -1  # `"RANK" in os.environ`
@@ -441,13 +449,13 @@ class RankTests:
 
 
 def asks_package(test: ast.expr) -> bool:
-    """Whether a test asks if torch.distributed can be used."""
+    """Check whether a test asks if torch.distributed can be used."""
     name = dotted(test.func if isinstance(test, ast.Call) else test) or ""
     return name.endswith(PACKAGES)
 
 
 def turns(value: ast.expr | None, on: bool) -> bool:
-    """Whether a value is the literal that turns a flag on, or off."""
+    """Check whether a value is the literal that turns a flag on, or off."""
     return value is not None and (is_true(value) if on else is_empty(value))
 
 
@@ -477,21 +485,17 @@ class Ranks:
         return 0
 
     def main_only(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Whether only one rank runs a statement: by a guard, a `with`, a decorator, or because of who calls."""
+        """Check whether only one rank runs a statement: by a guard, a `with`, a decorator, or because of who calls."""
         if self.side(stmt, scope):
             return True
         if any(FIRST.search(last(item)) for item in withs(stmt, scope.module)):
             return True
         return self.reserved(scope)
 
-    def owns_run(self, module: Module) -> bool:
-        """Check whether the programs of a file start a tracker's run, all on the main rank alone."""
-        return bool(starts(self.calls, self.calls.project.family(module))) and main_has_run(
-            self.calls, module, self.tests.test
-        )
-
     def in_turn(self, site: Site) -> bool:
-        """Whether nothing keeps a call to the main rank but a `with` that lets the others do the same after it."""
+        """Check whether nothing keeps a call to the main rank but a `with` that lets the others do the same after
+        it.
+        """
         if self.side(site.stmt, site.scope) or self.reserved(site.scope):
             return False
         held = [last(item) for item in withs(site.stmt, site.module)]
@@ -499,7 +503,7 @@ class Ranks:
 
     @kept
     def reserved(self, scope: Scope) -> bool:
-        """Whether only one rank runs a function."""
+        """Check whether only one rank runs a function."""
         return self._reserved(scope, 0)
 
     def _reserved(self, scope: Scope, depth: int) -> bool:
@@ -523,12 +527,12 @@ class Ranks:
 
     @kept
     def one_process(self, module: Module) -> bool:
-        """Whether a file is a script that starts no processes, nor asks which one it is."""
+        """Check whether a file is a script that starts no processes, nor asks which one it is."""
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
     def handed_by_rank(self, function: Scope) -> bool:
-        """Whether a function that nobody calls is only named where some ranks hand it on
-        (`if rank == 0: trainer.add_event_handler(event, report)`).
+        """Check whether a function that nobody calls is only named where some ranks hand it on (`if rank == 0:
+        trainer.add_event_handler(event, report)`).
         """
         name, found = function.name, []
         for member in self.calls.project.users(function.module) if function.owner is None else ():
@@ -538,7 +542,7 @@ class Ranks:
 
     @kept
     def calls_by_rank(self, decorator: Scope | None) -> bool:
-        """Whether a decorator of the project calls the function that it is given on some ranks only."""
+        """Check whether a decorator of the project calls the function that it is given on some ranks only."""
         if decorator is None or decorator.kind != "function" or not decorator.params:
             return False
         given = decorator.params[0]
@@ -548,29 +552,29 @@ class Ranks:
         return deeper or (bool(sites) and all(self.side(site.stmt, site.scope) or self.chosen(site) for site in sites))
 
     def made(self, method: Scope) -> list[Site]:
-        """The calls that make the objects which a method is of, where its class has an `__init__` of its own."""
+        """Return the calls that make the objects which a method is of, where its class has an `__init__` of its own."""
         owner = method.parent if method.name != "__init__" else None
         init = owner.defs.get("__init__") if owner is not None and owner.kind == "class" else None
         return self.calls.callers(init)[:RANKS_MAX_CALLERS] if init is not None else []
 
     def kept_out(self, site: Site) -> bool:
-        """Whether all ranks but the main one are kept from a call where it stands."""
+        """Check whether all ranks but the main one are kept from a call where it stands."""
         if self.side(site.stmt, site.scope) == 1 or self.chosen(site):
             return True
         return any(FIRST.search(last(item)) for item in withs(site.stmt, site.module))
 
     def on_main(self, site: Site) -> bool:
-        """Whether a test around a call, or in its statement, keeps it to the main rank."""
+        """Check whether a test around a call, or in its statement, keeps it to the main rank."""
         inner = (self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
         return self.side(site.stmt, site.scope) == 1 or 1 in inner
 
     def chosen(self, site: Site) -> bool:
-        """Whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
+        """Check whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
     @kept
     def single(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Whether a statement runs only where there is one process (`if not distributed:`)."""
+        """Check whether a statement runs only where there is one process (`if not distributed:`)."""
         found = [(self.tests.many(g.test, scope, g.when), g) for g in guards(stmt, scope.module)]
         several = any(many == 1 for many, _ in found)  # there, `gpu is None` leaves it to the wrapper to take them all
         return any(
@@ -580,7 +584,7 @@ class Ranks:
 
     @kept
     def alone(self, scope: Scope) -> bool:
-        """Whether a function is called only where there is one process."""
+        """Check whether a function is called only where there is one process."""
         return self._alone(scope, 0)
 
     def _alone(self, scope: Scope, depth: int) -> bool:
@@ -589,7 +593,7 @@ class Ranks:
         return bool(callers) and all(self.single(s.stmt, s.scope) or self._alone(s.scope, depth + 1) for s in callers)
 
     def several(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Whether all ranks, or all but the main one, run a statement."""
+        """Check whether all ranks, or all but the main one, run a statement."""
         if self.every(stmt, scope):
             return True
         kept = self.side(stmt, scope) == -1 and not self.reserved(scope) and not self.single(stmt, scope)
@@ -597,7 +601,7 @@ class Ranks:
 
     @kept
     def every(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Whether every rank of a program of several processes runs a statement, as far as can be seen."""
+        """Check whether every rank of a program of several processes runs a statement, as far as can be seen."""
         module = scope.module
         if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
             return False
@@ -612,7 +616,9 @@ class Ranks:
 
     @kept
     def beneath(self, scope: Scope) -> bool:
-        """Whether a script that makes an Accelerator calls a function of another file on all ranks, directly or not."""
+        """Check whether a script that makes an Accelerator calls a function of another file on all ranks, directly or
+        not.
+        """
         if not any(map(self.programs.accelerated, self.calls.project.users(scope.module))):
             return False
         seen, queue = {scope}, [scope]
@@ -627,7 +633,7 @@ class Ranks:
         return False
 
     def everywhere(self, site: Site, module: Module) -> bool:
-        """Whether every rank makes a call in a program that a file is of, Accelerate's among them."""
+        """Check whether every rank makes a call in a program that a file is of, Accelerate's among them."""
         apart = not (self.programs.accelerated(module) or self.programs.accelerated(site.module))
         if apart and not self.beneath(site.scope):
             return self.every(site.stmt, site.scope) or self.imported(site)
@@ -635,7 +641,7 @@ class Ranks:
         return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
 
     def imported(self, site: Site) -> bool:
-        """Whether every spawned process makes a call, as it imports the file."""
+        """Check whether every spawned process makes a call, as it imports the file."""
         if site.scope.kind != "module" or not self.programs.again(site.module):
             return False
         tests = list(guards(site.stmt, site.module))
@@ -649,11 +655,11 @@ def callee(decorator: ast.expr) -> ast.expr:
 
 
 def asks_none(test: ast.expr) -> bool:
-    """Whether a test compares with None."""
+    """Check whether a test compares with None."""
     return isinstance(test, ast.Compare) and is_none(test.comparators[0])
 
 
 def starts_one(guard: Guard, scope: Scope) -> bool:
-    """Whether a test guards the start of the process group itself (`if not dist.is_initialized(): init...`)."""
+    """Check whether a test guards the start of the process group itself (`if not dist.is_initialized(): init...`)."""
     made = (site for name in STARTS for site in scope.named(name))
     return guard.when and any(inside(site.stmt, guard.stmt, scope.module) for site in made)

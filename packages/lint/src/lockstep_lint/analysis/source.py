@@ -24,7 +24,7 @@ NO_KEYWORD = "asynq"
 
 
 def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
-    """The tree of a text, which SyntaxWarnings do not keep from parsing."""
+    """Return the tree of a text, which SyntaxWarnings do not keep from parsing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about somebody's escape sequences
         try:
@@ -46,7 +46,7 @@ def _tree(text: str, flags: int) -> ast.Module:
 
 
 def renamed(tree: ast.Module) -> ast.Module:
-    """The tree, with what was `async` as the argument that it is now."""
+    """Return the tree, with what was `async` as the argument that it is now."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == NO_KEYWORD:
             node.arg = "non_blocking"
@@ -54,7 +54,9 @@ def renamed(tree: ast.Module) -> ast.Module:
 
 
 def requoted(text: str) -> str:
-    """The text with other quotes for the strings within f-strings that have the f-string's own; as long as before."""
+    """Return the text with other quotes for the strings within f-strings that have the f-string's own; as long as
+    before.
+    """
     chars = list(text)
     at = 0
     while (match := BEGINS.search(text, at)) is not None:
@@ -118,7 +120,7 @@ class Notebook:
 
 
 def cells_of(data: bytes) -> Notebook:
-    """The code of a notebook's file. Raises ValueError for what is no notebook."""
+    """Return the code of a notebook's file. Raises ValueError for what is no notebook."""
     lines: list[str] = []
     cells: list[Cell] = []
     broken: list[tuple[int, str]] = []
@@ -135,7 +137,7 @@ def cells_of(data: bytes) -> Notebook:
 
 
 def _code(data: bytes) -> Iterator[tuple[int, str]]:
-    """The sources of the code cells, with their numbers."""
+    """Yield the sources of the code cells, with their numbers."""
     try:
         book = json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -152,14 +154,14 @@ def _code(data: bytes) -> Iterator[tuple[int, str]]:
 
 
 def unindented(source: str) -> str:
-    """A cell without the indent of its first line, which IPython takes off every line that begins with it."""
+    """Return a cell without the indent of its first line, which IPython takes off every line that begins with it."""
     first = next((line for line in source.split("\n") if line.strip()), "")
     indent = first[: len(first) - len(first.lstrip(" \t"))]
     return "\n".join(line.removeprefix(indent) for line in source.split("\n")) if indent else source
 
 
 def plain(source: str) -> str:
-    """A cell without magics, shell commands and questions; every line stays where it is."""
+    """Return a cell without magics, shell commands and questions; every line stays where it is."""
     lines = source.split("\n")
     first = next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), "")
     if first.startswith("%%") and (first[2:].split() or [""])[0] not in PYTHON:
@@ -179,7 +181,7 @@ def plain(source: str) -> str:
 
 
 def place(cells: tuple[Cell, ...], line: int) -> tuple[int, int]:
-    """The cell of a line of the joined text, and the line in that cell."""
+    """Return the cell of a line of the joined text, and the line in that cell."""
     found = cells[0] if cells else Cell(1, 1)
     for cell in cells:
         if cell.start > line:
@@ -216,7 +218,7 @@ class Source:
 
 
 def read(path: str) -> Source:
-    """Reads and parses the file at `path`; never raises for what the file holds."""
+    """Read and parses the file at `path`; never raises for what the file holds."""
     limit = MAX_NOTEBOOK if path.endswith(".ipynb") else MAX_BYTES
     try:
         size = Path(path).stat().st_size

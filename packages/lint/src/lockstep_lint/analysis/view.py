@@ -13,7 +13,6 @@ from lockstep_lint.analysis.index import Imported, Module, Scope, Site
 from lockstep_lint.analysis.kinds import Kinds, Steps
 from lockstep_lint.analysis.names import Names
 from lockstep_lint.analysis.nodes import SEQUENCES, Words, base, constant, dotted, keyword, last, walk
-from lockstep_lint.analysis.options import Options
 from lockstep_lint.analysis.origins import Origin, Origins
 from lockstep_lint.analysis.project import Project
 from lockstep_lint.analysis.ranks import Ranks
@@ -35,14 +34,14 @@ class Wrappers:
 
     @kept
     def made(self, module: Module) -> tuple[tuple[str, Site], ...]:
-        """The calls of a file that wrap a model, each with its wrapper."""
+        """Return the calls of a file that wrap a model, each with its wrapper."""
         if "Parallel" not in module.text and "DDP" not in module.text:
             return ()
         return tuple((kind, site) for site in module.sites() if (kind := self.wrapper(site)))
 
     @kept
     def kinds(self, module: Module) -> frozenset[str]:
-        """The wrappers that a file's programs put around a model."""
+        """Return the wrappers that a file's programs put around a model."""
         return frozenset(kind for member in self.names.project.family(module) for kind, _ in self.made(member))
 
     def wrapper(self, site: Site) -> str:
@@ -50,7 +49,9 @@ class Wrappers:
         return self.of_call(site.call, site.scope)
 
     def of_call(self, call: ast.Call, scope: Scope) -> str:
-        """The wrapper that a call makes: of torch, or of a class of the project that derives from one of torch's."""
+        """Return the wrapper that a call makes: of torch, or of a class of the project that derives from one of
+        torch's.
+        """
         if isinstance(call.func, ast.Attribute) and not call.func.attr.endswith(("Parallel", "DDP")):
             return ""  # a full name ends as an attribute does; only a plain name may stand for another
         full = self.names.qualify(call.func, scope)
@@ -64,7 +65,7 @@ class Wrappers:
         return kind
 
     def wrapped(self, node: ast.expr, scope: Scope) -> Iterator[tuple[str, ast.Call, Origin]]:
-        """The wrappers that a value may come from."""
+        """Yield the wrappers that a value may come from."""
         for origin in self.origins.of(node, scope):
             call = origin.call
             if call is not None:
@@ -73,7 +74,9 @@ class Wrappers:
                     yield kind, call, origin
 
     def put_on(self, node: ast.expr, scope: Scope) -> Iterator[str]:
-        """The wrappers that code of other places puts on an attribute of a method's object (`agent.net = DDP(...)`)."""
+        """Yield the wrappers that code of other places puts on an attribute of a method's object (`agent.net =
+        DDP(...)`).
+        """
         attribute = node.attr if isinstance(node, ast.Attribute) and dotted(node) == f"self.{node.attr}" else ""
         for member in self.names.project.family(scope.module) if attribute and scope.owner is not None else ():
             for kind, site in self.made(member):
@@ -87,7 +90,7 @@ class Wrappers:
                         yield kind
 
     def inner(self, call: ast.Call) -> ast.expr | None:
-        """The model that a wrapper call wraps."""
+        """Return the model that a wrapper call wraps."""
         return call.args[0] if call.args else keyword(call, "module")
 
     def held(self, node: ast.expr, stmt: ast.stmt, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
@@ -109,8 +112,8 @@ class Wrappers:
         yield from self.items(table, scope, named)
 
     def items(self, table: ast.expr | None, scope: Scope, named: object = None) -> Iterator[tuple[ast.expr, Scope]]:
-        """What is put into a list or a dictionary of a name, where it is made or later; with `named` not what goes
-        under another key that is written out.
+        """Yield what is put into a list or a dictionary of a name, where it is made or later; with `named` not what
+        goes under another key that is written out.
         """
         key = dotted(table)
         if key is None:
@@ -133,7 +136,7 @@ class Wrappers:
 
 
 def named(full: str) -> str:
-    """The wrapper that a full name stands for."""
+    """Return the wrapper that a full name stands for."""
     name = full.rpartition(".")[2]
     if name.endswith(DDP) or (name == "DDP" and "parallel" in full):
         return "ddp"
@@ -214,7 +217,6 @@ class Analysis:
         self.names = Names(project)
         self.calls = Calls(self.names)
         self.origins = Origins(self.calls)
-        self.options = Options(self.origins)
         self.effects = Effects(self.calls)
         self.ranks = Ranks(self.calls)
         self.kinds = Kinds(self.origins)
@@ -224,7 +226,7 @@ class Analysis:
 
     @kept
     def frameworks(self, module: Module) -> frozenset[str]:
-        """The frameworks that run the training in the programs of a file."""
+        """Return the frameworks that run the training in the programs of a file."""
         own = (
             bool(self.trainings.of(module)) and "manual_backward" not in module.text
         )  # a loop of its own, not a framework's
@@ -233,7 +235,9 @@ class Analysis:
 
     @kept
     def is_moot(self, module: Module, packages: frozenset[str]) -> bool:
-        """Whether some packages run the training of a file, or of each program with a training loop that imports it."""
+        """Check whether some packages run the training of a file, or of each program with a training loop that imports
+        it.
+        """
         if not packages & self.frameworks(module):
             return False
         programs = [self.project.closure(user) for user in self.project.users(module)]
@@ -243,12 +247,12 @@ class Analysis:
 
     @kept
     def view(self, module: Module) -> "View":
-        """A file, as rules see it."""
+        """Return a file, as rules see it."""
         return View(module, self)
 
     @kept
     def named(self, module: Module) -> frozenset[str]:
-        """The frameworks that a file itself names."""
+        """Return the frameworks that a file itself names."""
         return frozenset(_frameworks(module))
 
 
@@ -264,7 +268,6 @@ class View:
         self.steps = analysis.steps
         self.wrappers = analysis.wrappers
         self.origins = analysis.origins
-        self.options = analysis.options
         self.effects = analysis.effects
         self.ranks = analysis.ranks
         self.kinds = analysis.kinds
@@ -277,11 +280,11 @@ class View:
         return oldest_torch(self.module.path)
 
     def full(self, site: Site) -> str:
-        """The full name of what a call calls, "" where it is not known."""
+        """Return the full name of what a call calls, "" where it is not known."""
         return self.names.qualify(site.call.func, site.scope)
 
     def sites(self, *names: str) -> Iterator[Site]:
-        """The file's calls of the given last names."""
+        """Yield the file's calls of the given last names."""
         return self.module.sites(*names)
 
     @functools.cached_property
@@ -316,8 +319,8 @@ class View:
         return any(map(_on_mps, self.project.family(self.module))) and not self.effects.mentioned(self.module, "cuda")
 
     def names_device(self, site: Site) -> bool:
-        """Whether a move or a `torch.device` is given what is called a device and comes from outside: an option, or a
-        parameter that no call in sight gives.
+        """Check whether a move or a `torch.device` is given what is called a device and comes from outside: an option,
+        or a parameter that no call in sight gives.
         """
         given = next(iter(site.call.args), None)
         if site.name == "device":
@@ -338,13 +341,13 @@ class View:
         return any(map(_on_cpu, members)) and not any(map(_on_other, members))
 
     def on_cpu(self, site: Site) -> bool:
-        """Whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
+        """Check whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
         return self.cpu_only or any(
             asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
         )
 
     def is_cpu(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Whether a device certainly is the CPU."""
+        """Check whether a device certainly is the CPU."""
         found = self.origins.of(node, scope)
         return bool(found) and all(
             constant(origin.node) == "cpu"
@@ -357,11 +360,11 @@ class View:
         )
 
     def hidden(self, words: Words) -> bool:
-        """Whether the programs call something of such a name that comes from a file that cannot be found."""
+        """Check whether the programs call something of such a name that comes from a file that cannot be found."""
         return any(True for _ in self.hidden_calls(words))
 
     def hidden_calls(self, words: Words) -> Iterator[Site]:
-        """The programs' calls of something of such a name that comes from a file that cannot be found."""
+        """Yield the programs' calls of something of such a name that comes from a file that cannot be found."""
         alone = self.module.is_script  # what other scripts that import it call is not its program
         for member in self.project.closure(self.module) if alone else self.project.family(self.module):
             unseen = self.project.unseen(member)
@@ -390,7 +393,7 @@ class View:
 
 
 def _trains(site: Site) -> bool:
-    """Whether a call puts a model into training mode."""
+    """Check whether a call puts a model into training mode."""
     return (
         site.name == "train" and site.receiver is not None and constant(next(iter(site.call.args), None)) is not False
     )
@@ -412,7 +415,9 @@ def _called(node: ast.expr) -> str:
 
 
 def _outside(node: ast.expr, scope: Scope) -> bool:
-    """Whether a name is a parameter, or an attribute of where a program keeps its options: nothing else gives it."""
+    """Check whether a name is a parameter, or an attribute of where a program keeps its options: nothing else gives
+    it.
+    """
     if isinstance(node, ast.Attribute):
         return OPTIONS.search(last(node.value))
     return isinstance(node, ast.Name) and node.id in scope.params
@@ -425,7 +430,7 @@ def _on_other(module: Module) -> bool:
 
 
 def _used(module: Module, imported: Imported) -> bool:
-    """Whether a file names what it imports again."""
+    """Check whether a file names what it imports again."""
     return any(item == imported and module.words[name] for name, item in module.imports.items())
 
 

@@ -38,7 +38,7 @@ SWITCHES = ("set_grad_enabled", "enter_context")
 
 @kept
 def span(run: Run, block: Block) -> tuple[Event, ...]:
-    """The events that happen under a block, in order."""
+    """Return the events that happen under a block, in order."""
     return tuple(event for event in run.events if block in event.path)
 
 

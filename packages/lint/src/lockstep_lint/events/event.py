@@ -138,12 +138,14 @@ class Event:
         return [block for block in self.path if isinstance(block, WithBlock)]
 
     def within(self, loop: Block | None) -> tuple[Block, ...]:
-        """The blocks between a loop, or another block, and the event."""
+        """Return the blocks between a loop, or another block, and the event."""
         return self.path[self.path.index(loop) + 1 :] if loop is not None else self.path
 
 
 def parting(one: Event, other: Event) -> ArmBlock | None:
-    """The arm of a test that an event stands in, where the other stands in the other arm, so that no turn has both."""
+    """Return the arm of a test that an event stands in, where the other stands in the other arm, so that no turn has
+    both.
+    """
     for here, there in zip(one.path, other.path, strict=False):
         if here is not there:
             arms = isinstance(here, ArmBlock) and isinstance(there, ArmBlock)
@@ -152,16 +154,18 @@ def parting(one: Event, other: Event) -> ArmBlock | None:
 
 
 def apart(one: Event, other: Event) -> bool:
-    """Whether two events stand in two arms of one test."""
+    """Check whether two events stand in two arms of one test."""
     return parting(one, other) is not None
 
 
 def seen_from(event: Event, other: Event) -> Site | None:
-    """The call that brings an event about in a function that both events run in: its own, or one of that function."""
+    """Return the call that brings an event about in a function that both events run in: its own, or one of that
+    function.
+    """
     calls = (block for block in event.path if isinstance(block, CallBlock) and block not in other.path)
     return next((block.site for block in calls), event.mark.site)
 
 
 def turn(events: list[Event], loop: LoopBlock, *kinds: str) -> Iterator[Event]:
-    """The events of one turn of a loop, in order."""
+    """Yield the events of one turn of a loop, in order."""
     return (event for event in events[loop.start : loop.end] if event.kind in kinds)

@@ -9,7 +9,7 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import argument, constant, idents, is_true, keyword, last, strings, walk
 from lockstep_lint.analysis.view import View
 
-__all__ = ["FETCHES", "FOLDERS", "OPENS", "SHELLS", "absent_paths", "fetches", "folder", "path_read", "path_written"]
+__all__ = ["FETCHES", "FOLDERS", "OPENS", "SHELLS", "fetches", "folder", "path_read", "path_written"]
 
 # What makes folders and takes them away.
 FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remove", "unlink", "rename")
@@ -17,7 +17,6 @@ FOLDERS = ("rmtree", "makedirs", "mkdir", "extractall", "unpack_archive", "remov
 TAKES = ("os.remove", "os.unlink", "os.rename")
 # Tests that ask whether a folder is there.
 ASKS = {"exists", "isdir", "is_dir", "path_exists"}
-OF_FILES = ("exists", "isfile", "is_file")
 # What a shell is told to fetch.
 SHELLS = {"system", "run", "call", "check_call", "check_output", "Popen"}
 FETCH = re.compile(
@@ -32,7 +31,7 @@ BRINGS = ("torchtext.datasets.", "torch_geometric.datasets.", "dgl.data.")
 
 
 def fetches(view: View, site: Site, full: str) -> bool:
-    """Whether a call fetches files without a lock."""
+    """Check whether a call fetches files without a lock."""
     if is_true(keyword(site.call, "download")) or full in FETCHES:
         return True
     if site.name in SHELLS and full.startswith(("os.", "subprocess.")):
@@ -54,7 +53,7 @@ def folder(view: View, site: Site, full: str) -> Iterator[str]:
 
 
 def makes(view: View, site: Site, full: str) -> bool:
-    """Whether a call makes a folder that must not be there."""
+    """Check whether a call makes a folder that must not be there."""
     if keyword(site.call, "exist_ok") is not None:
         return False
     if full in ("os.makedirs", "os.mkdir"):
@@ -62,26 +61,15 @@ def makes(view: View, site: Site, full: str) -> bool:
     return site.name == "mkdir" and not full and of_path(view, site)
 
 
-def absent_paths(test: ast.expr, when: bool) -> Iterator[ast.expr]:
-    """Yield the paths of files that a test, come out `when`, has found not to be there, at least one of them."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from absent_paths(test.operand, not when)
-    elif isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from absent_paths(value, when)
-    elif isinstance(test, ast.Call) and last(test) in OF_FILES and not when:
-        yield from test.args[:1] or [test.func.value] * isinstance(test.func, ast.Attribute)  # type: ignore[attr-defined]
-
-
 def of_path(view: View, site: Site) -> bool:
-    """Whether a call is of a method of a path of pathlib."""
+    """Check whether a call is of a method of a path of pathlib."""
     called = [name for _, _, name in view.origins.calls_of(site.receiver, site.scope)]
     called += [view.names.qualify(node, site.scope) for node in walk(site.receiver)] if site.receiver else []
     return any(name.endswith("pathlib.Path") for name in called)
 
 
 def handled(site: Site) -> bool:
-    """Whether an exception of a call is caught."""
+    """Check whether an exception of a call is caught."""
     caught = any(isinstance(node, ast.Try) for node, _ in above(site.stmt, site.module))
     return caught or any(last(block) == "suppress" for block in withs(site.stmt, site.module))
 
@@ -104,7 +92,7 @@ OPENS = frozenset(name.rstrip("*").rpartition(".")[2] for name in (*WRITERS, *RE
 
 
 def path_written(site: Site, full: str) -> ast.expr | None:
-    """The path of a file or data set that a call writes."""
+    """Return the path of a file or data set that a call writes."""
     if opens(site):
         return site.call.args[0] if str(constant(argument(site.call, 1, "mode")))[:1] in ("w", "x") else None
     place = WRITERS.get(full) or WRITERS.get(f"{site.name}*")
@@ -112,7 +100,7 @@ def path_written(site: Site, full: str) -> ast.expr | None:
 
 
 def path_read(site: Site, full: str) -> ast.expr | None:
-    """The path of a file or data set that a call reads."""
+    """Return the path of a file or data set that a call reads."""
     if opens(site):
         mode = argument(site.call, 1, "mode")
         return site.call.args[0] if mode is None or str(constant(mode))[:1] == "r" else None
@@ -121,5 +109,5 @@ def path_read(site: Site, full: str) -> ast.expr | None:
 
 
 def opens(site: Site) -> bool:
-    """Whether a call is Python's own `open`."""
+    """Check whether a call is Python's own `open`."""
     return site.name == "open" and isinstance(site.call.func, ast.Name) and bool(site.call.args)

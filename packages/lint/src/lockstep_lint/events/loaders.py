@@ -50,7 +50,7 @@ def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Sco
 
 
 def evaluates(name: str) -> bool:
-    """Whether a function evaluates, by its name: it may call the training method in evaluation mode."""
+    """Check whether a function evaluates, by its name: it may call the training method in evaluation mode."""
     return EVALUATION.search(name) and "train" not in name.lower()
 
 

@@ -22,7 +22,6 @@ from lockstep_lint.analysis.nodes import (
     is_true,
     keyword,
     last,
-    targets,
     walk,
 )
 from lockstep_lint.analysis.processes import STARTS
@@ -78,9 +77,6 @@ LAYERS = Words(
     r"^(Lazy)?(Linear|Bilinear|Conv(Transpose)?[123]d|Embedding(Bag)?|LSTM|GRU|RNN|PReLU|Parameter|MultiheadAttention"
     r"|\w*Norm([123]d)?|Transformer\w*)$"
 )
-GROWS = ("get_peft_model", "inject_adapter_in_model", "resize_token_embeddings")
-# Parts of a model that are not to be trained with it.
-APART = Words(r"teacher|ema($|_)|(^|_)(ref|old|target|frozen)(_|$)|loss|criterion", re.IGNORECASE)
 
 # What a full name begins with that says more than its last name: of libraries' models, of first weights.
 TELLING = ("torchvision.models.", "efficientnet_pytorch.", "torch.hub.", "torch.nn.init.")
@@ -92,37 +88,21 @@ Found = Iterator[tuple[str, ast.expr | None, str]]
 
 
 def whole(node: ast.expr) -> ast.expr:
-    """The model that a parameter is written as a part of (`model.module.head.weight`)."""
+    """Return the model that a parameter is written as a part of (`model.module.head.weight`)."""
     while isinstance(node, ast.Attribute) and node.attr != "module" and dotted(node.value) != "self":
         node = node.value
     return node
 
 
-def grown(holder: ast.expr | None, scope: Scope) -> bool:
-    """Check whether a layer that an object gets is given later than in the making of the object itself."""
-    owner = scope.owner
-    if (dotted(holder) or "").partition(".")[0] != "self" or owner is None:
-        return dotted(whole_chain(holder)) is not None
-    begins = owner.defs.get("__init__")
-    return scope.name != "__init__" and (begins is None or not begins.named(scope.name))
-
-
-def whole_chain(holder: ast.expr | None) -> ast.expr | None:
-    """The name that an attribute or an item of an item begins with."""
-    while isinstance(holder, ast.Attribute | ast.Subscript):
-        holder = holder.value
-    return holder
-
-
 def names_gpu(site: Site) -> bool:
-    """Whether a call moves something to a GPU by its bare name (`x.cuda()`, `x.to("cuda")`)."""
+    """Check whether a call moves something to a GPU by its bare name (`x.cuda()`, `x.to("cuda")`)."""
     given = site.call.args[0] if site.call.args else None
     name = constant(given)
     return isinstance(name, str) and name.startswith("cuda") if site.name == "to" else given is None
 
 
 def parameters_of(node: ast.expr | None) -> ast.expr | None:
-    """The one model whose parameters are in a group, a list or a filter of them."""
+    """Return the one model whose parameters are in a group, a list or a filter of them."""
     parts = walk(node) if node is not None else ()
     calls = (part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
     found = {dotted(c.func.value): c.func.value for c in calls if c.func.attr in ("parameters", "named_parameters")}  # type: ignore[attr-defined]
@@ -274,11 +254,13 @@ class Marks:
         return [function for function in found if function is not None and function.kind == "function"]
 
     def makes_optimizer(self, site: Site) -> bool:
-        """Whether a call makes an optimizer of torch."""
+        """Check whether a call makes an optimizer of torch."""
         return TORCH_OPTIMIZERS.match(self.full(site)) is not None
 
     def optimized(self, site: Site) -> ast.expr | None:
-        """The one model whose parameters an optimizer is given: all or some, or by a function (`groups(model)`)."""
+        """Return the one model whose parameters an optimizer is given: all or some, or by a function
+        (`groups(model)`).
+        """
         given = argument(site.call, 0, "params")
         binds = site.scope.binds.get(dotted(given) or "", [])
         given = binds[0].value if len(binds) == 1 and not binds[0].path else given
@@ -287,7 +269,9 @@ class Marks:
         return first if first is not None and self.kinds.is_model(first, site.scope) else found
 
     def makes_model(self, site: Site, known: bool) -> bool:
-        """Whether a call makes a model, by its class, its library, or the name that it is given; not a layer of one."""
+        """Check whether a call makes a model, by its class, its library, or the name that it is given; not a layer of
+        one.
+        """
         func, owner = site.call.func, site.scope.owner
         if isinstance(func, REFERENCES) and not site.name[:1].isupper() and not MAKES.search(site.name):
             return False
@@ -304,7 +288,7 @@ class Marks:
         return full.startswith("torch.nn.") or (not full and not BESIDE.search(site.name))
 
     def full(self, site: Site) -> str:
-        """The full name of what a call calls."""
+        """Return the full name of what a call calls."""
         return self.calls.names.qualify(site.call.func, site.scope)
 
     def backward(self, site: Site) -> Found:
@@ -314,7 +298,7 @@ class Marks:
             yield "backward", self.steps.loss_of(site), "scaled" if scaled else ""
 
     def step(self, site: Site) -> Found:
-        """An optimizer or a scheduler makes a step."""
+        """Return an optimizer or a scheduler makes a step."""
         if self.steps.steps_scheduler(site):
             yield "schedule", site.receiver, ""
         elif self.steps.steps_optimizer(site) and self.of_torch(site):
@@ -324,7 +308,7 @@ class Marks:
             yield "step", site.call.args[0] if scaled else site.receiver, "scaled" if scaled else ""
 
     def of_torch(self, site: Site) -> bool:
-        """Whether a call is of an optimizer's own method: of torch, or of a class that derives from torch's."""
+        """Check whether a call is of an optimizer's own method: of torch, or of a class that derives from torch's."""
         target = self.calls.target(site.call, site.scope)
         bases = self.calls.names.bases_of(target.owner) if target is not None and target.owner is not None else ()
         return target is None or any(name.endswith(".Optimizer") for name in bases)
@@ -345,34 +329,30 @@ class Marks:
         yield "unscale", next(iter(site.call.args), None), ""
 
     def load(self, site: Site) -> Found:
-        """A state is loaded into a model, or into something else that has one."""
+        """Return a state is loaded into a model, or into something else that has one."""
         if site.receiver is not None:
             yield "load", site.receiver, ""
 
     def initialise(self, site: Site) -> Found:
-        """The parameters of a model get new values."""
+        """Return the parameters of a model get new values."""
         if site.receiver is not None and self.kinds.is_model(site.receiver, site.scope):
             yield "initialise", site.receiver, ""
 
     def epoch(self, site: Site) -> Found:
-        """A sampler is told its epoch."""
+        """Return a sampler is told its epoch."""
         if site.receiver is not None:
             yield "set_epoch", site.receiver, ""
 
     def sampler(self, site: Site) -> Found:
-        """A sampler is made that divides the data among the ranks."""
+        """Return a sampler is made that divides the data among the ranks."""
         yield "sampler", argument(site.call, 0, "dataset"), ""
 
     def shard(self, site: Site) -> Found:
-        """A model is sharded where it is."""
+        """Return a model is sharded where it is."""
         yield "wrap", next(iter(site.call.args), None), "fsdp2"
 
-    def convert(self, site: Site) -> Found:
-        """The batch norms of a model are made ones that share their statistics."""
-        yield "sync_bn", argument(site.call, 0, "module"), ""
-
     def move(self, site: Site) -> Found:
-        """A model is moved to a device."""
+        """Return a model is moved to a device."""
         receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
         data = loops(site.stmt, site.module) or site.scope.kind == "function"
         if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
@@ -385,11 +365,11 @@ class Marks:
 
     @kept
     def trains(self, module: Module) -> bool:
-        """Whether the programs of a file compute gradients."""
+        """Check whether the programs of a file compute gradients."""
         return self.analysis.effects.mentioned(module, "backward", "training_step", ".step(")
 
     def look(self, site: Site) -> Found:
-        """A value is read, shown or tested by the host, which waits for the device if it is there."""
+        """Return a value is read, shown or tested by the host, which waits for the device if it is there."""
         if not self.trains(site.module):
             return
         given = [*site.call.args, *(item.value for item in site.call.keywords)]
@@ -399,13 +379,13 @@ class Marks:
             yield "sync", None, ""
 
     def append(self, site: Site) -> Found:
-        """A list takes in a value."""
+        """Return a list takes in a value."""
         if len(site.call.args) == 1 and site.receiver is not None and self.trains(site.module):
             holder = site.receiver.value if isinstance(site.receiver, ast.Subscript) else site.receiver
             yield "keep", site.call.args[0], dotted(holder) or ""
 
     def mode(self, site: Site) -> Found:
-        """A model is switched to training mode, or to evaluation mode."""
+        """Return a model is switched to training mode, or to evaluation mode."""
         if site.receiver is None or len(site.call.args) > 1:
             return
         given = argument(site.call, 0, "mode")
@@ -421,36 +401,38 @@ class Marks:
                 yield "mode", site.receiver, ""
 
     def collective(self, site: Site) -> Found:
-        """All ranks wait for each other, or exchange something."""
+        """Return all ranks wait for each other, or exchange something."""
         view = self.analysis.view(site.module)
         if self.analysis.effects.is_collective(site) or saves_on_all(view, site) or waits_in_accelerate(view, site):
             yield "collective", next(iter(site.call.args), None), site.name
 
     def start(self, site: Site) -> Found:
-        """The process group is started."""
+        """Return the process group is started."""
         if self.calls.target(site.call, site.scope) is None:
             yield "start", None, site.name
 
     def end(self, site: Site) -> Found:
-        """The process group is ended."""
+        """Return the process group is ended."""
         yield "end", None, ""
 
     def file(self, site: Site) -> Found:
-        """A file is written or read, under a path; the detail says by what."""
+        """Return a file is written or read, under a path; the detail says by what."""
         full = self.full(site)
         for kind, path in (("save", path_written(site, full)), ("read", path_read(site, full))):
             if path is not None:
                 yield kind, path, full or site.name
 
     def pretrained(self, site: Site) -> Found:
-        """A model of transformers is written to a folder, by the process that comes there."""
+        """Return a model of transformers is written to a folder, by the process that comes there."""
         made = (last(call) for call, _, _ in self.analysis.origins.calls_of(site.receiver, site.scope))
         model = self.kinds.is_model(site.receiver, site.scope) or "unwrap_model" in made
         if model and keyword(site.call, "is_main_process") is None:
             yield "save", argument(site.call, 0, "save_directory"), "save_pretrained"
 
     def shuffle(self, site: Site) -> Found:
-        """A data set or a list of files is put in another order; the detail says whose random numbers give it."""
+        """Return a data set or a list of files is put in another order; the detail says whose random numbers give
+        it.
+        """
         full = self.full(site)
         if site.name in ("permutation", "randperm"):  # an order to index by
             given = keyword(site.call, "generator") is not None
@@ -466,7 +448,7 @@ class Marks:
             yield "shuffle", site.receiver, "numpy"  # as the data sets of datasets do
 
     def split(self, site: Site, full: str) -> Found:
-        """A data set is split at random, by the random numbers of the process."""
+        """Return a data set is split at random, by the random numbers of the process."""
         seeded = any(keyword(site.call, name) is not None for name in ("generator", "random_state", "seed", "shuffle"))
         if seeded or any(item.arg is None for item in site.call.keywords):
             return
@@ -477,55 +459,8 @@ class Marks:
         elif site.name == "train_test_split" and not full and site.receiver is not None:
             yield "shuffle", site.receiver, "numpy split"
 
-    def grow(self, site: Site) -> Found:
-        """A model is given more parameters, by a function that makes them or by a layer that it is handed."""
-        call, holder = site.call, site.receiver
-        if site.name in GROWS:
-            yield (
-                "grow",
-                holder if holder is not None else next(iter(call.args), None),
-                "resize" * ("resize" in site.name),
-            )
-            return
-        holder = next(iter(call.args), None) if site.name == "setattr" else holder
-        given = call.args[-1] if call.args else None
-        local = site.name == "append" and not isinstance(holder, ast.Attribute)  # a list of the function's own
-        if given is not None and not local and grown(holder, site.scope) and self.has_parameters(given, site.scope):
-            yield "grow", holder, ""
-
-    def group(self, site: Site) -> Found:
-        """An optimizer is given more parameters."""
-        yield "group", parameters_of(next(iter(site.call.args), None)), ""
-
-    def has_parameters(self, value: ast.expr, scope: Scope) -> bool:
-        """Whether an expression makes layers that have parameters."""
-        for part in walk(value):
-            if isinstance(part, ast.Call) and last(part)[:1].isupper():
-                if LAYERS.search(last(part)) and self.calls.names.qualify(part.func, scope).startswith("torch.nn."):
-                    return True
-                made = self.calls.names.definition(part.func, scope) if part is value else None
-                if made is not None and made.kind == "class" and self.kinds.is_module_class(made):
-                    return True
-        return False
-
-    def changed(self, stmt: ast.Assign, scope: Scope) -> Iterator[Mark]:
-        """Yield the marks of an assignment that gives a model a new layer, or a variable a new model."""
-        target, value = stmt.targets[0], stmt.value
-        if not isinstance(value, ast.Call) or dotted(value.func) is None:
-            return
-        part = target.value if isinstance(target, ast.Attribute | ast.Subscript) else None
-        trained = part is not None and not APART.search(last(target)) and grown(part, scope)
-        if trained and self.has_parameters(value, scope):
-            yield Mark("grow", stmt, stmt, scope, part)
-        key = dotted(target)
-        if key is not None and MODEL.search(last(target)) and key not in map(dotted, walk(value)):
-            made = self.calls.names.definition(value.func, scope)
-            pretrained = last(value) == "from_pretrained" or self.calls.names.qualify(value.func, scope) == "torch.load"
-            if pretrained or (made is not None and made.kind == "class" and self.kinds.is_module_class(made)):
-                yield Mark("remake", stmt, stmt, scope, target)
-
     def state(self, site: Site) -> Found:
-        """The state of something is read, for which sharded objects need all ranks."""
+        """Return the state of something is read, for which sharded objects need all ranks."""
         sharded = self.full(site).startswith("torch.distributed")
         if site.name not in DISTRIBUTED or sharded:
             yield "state", site.receiver if site.receiver is not None and not sharded else None, self.full(site)
@@ -537,22 +472,22 @@ class Marks:
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
     def place(self, site: Site) -> Found:
-        """A device is made, or is chosen for the process."""
+        """Return a device is made, or is chosen for the process."""
         if site.call.args or site.call.keywords:
             yield "device", None, site.name
 
     def leave(self, site: Site) -> Found:
-        """A program is ended within a loop."""
+        """Return a program is ended within a loop."""
         if dotted(site.call.func) in ENDS and loops(site.stmt, site.module):
             yield "leave", None, "exit"
 
     def folder(self, site: Site) -> Found:
-        """A folder is made, filled or removed, in a way that only one process may."""
+        """Return a folder is made, filled or removed, in a way that only one process may."""
         for way in folder(self.analysis.view(site.module), site, self.full(site)):
             yield "folder", None, way
 
     def fit(self, site: Site) -> Found:
-        """The Trainer of a library trains."""
+        """Return the Trainer of a library trains."""
         if self.calls.target(site.call, site.scope) is None and last(site.receiver).endswith("trainer"):
             yield "fit", next(iter(site.call.args), None), ""
 
@@ -568,26 +503,10 @@ class Marks:
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":
                     return (Mark("zero", stmt, stmt, scope, target.value if dotted(target) else None),)
-        if isinstance(stmt, ast.Assign) and last(stmt.targets[0]) == "requires_grad":
-            model = parameters_around(stmt, scope)
-            if model is not None and isinstance(constant(stmt.value), bool):
-                return (Mark("thaw" if constant(stmt.value) else "freeze", stmt, stmt, scope, model),)
-        if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call):
-            return tuple(self.changed(stmt, scope))
         holder, value = summed(stmt)
         if holder and value is not None and self.trains(scope.module):
             return (Mark("keep", stmt, stmt, scope, value, holder),)
         return ()
-
-
-def parameters_around(stmt: ast.Assign, scope: Scope) -> ast.expr | None:
-    """Return the model over whose parameters the loop around an assignment to one of them goes."""
-    name = dotted(getattr(stmt.targets[0], "value", None))
-    for loop in loops(stmt, scope.module):
-        over = loop.iter if isinstance(loop, ast.For) and name in {key for key, _ in targets(loop.target)} else None
-        if isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute):
-            return over.func.value if over.func.attr in ("parameters", "named_parameters") else None
-    return None
 
 
 # The readers of calls, with the last names of what they read.
@@ -602,7 +521,6 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.epoch: ("set_epoch",),
     Marks.sampler: ("DistributedSampler",),
     Marks.shard: SHARDS,
-    Marks.convert: ("convert_sync_batchnorm",),
     Marks.move: MOVES,
     Marks.mode: ("eval", "train"),
     Marks.collective: tuple({*COLLECTIVES, *OF_MPI, *WAITS, *OF_FABRIC, *SAVES, "pad_across_processes", "prepare"}),
@@ -619,8 +537,6 @@ NAMED: dict[Callable[[Marks, Site], Found], tuple[str, ...]] = {
     Marks.folder: FOLDERS,
     Marks.look: READS,
     Marks.append: ("append",),
-    Marks.grow: (*GROWS, "append", "setattr", "add_module", "register_parameter"),
-    Marks.group: ("add_param_group",),
 }
 READERS: dict[str, list[Callable[[Marks, Site], Found]]] = {}
 for _reader, _names in NAMED.items():

@@ -28,7 +28,9 @@ OTHERS = re.compile(r"ABN|SyncB")
 
 
 def normalises(view: View, site: Site, full: str) -> bool:
-    """Whether a call makes a BatchNorm layer, also by a name that is given one, or a library's model with some."""
+    """Check whether a call makes a BatchNorm layer, also by a name that is given one, or a library's model with
+    some.
+    """
     func, scope = site.call.func, site.scope
     if is_norm(view, func, scope, full) or of_library(view, site, full):
         return True
@@ -42,14 +44,14 @@ def normalises(view: View, site: Site, full: str) -> bool:
 
 
 def is_norm(view: View, node: ast.expr, scope: Scope, full: str) -> bool:
-    """Whether a name stands for a BatchNorm class, not for another one that was given its name."""
+    """Check whether a name stands for a BatchNorm class, not for another one that was given its name."""
     if not NORM.search(full.rpartition(".")[2] or last(node)):
         return False
     return bool(full) or not isinstance(node, ast.Name) or not OTHERS.search(scope.module.text)
 
 
 def of_library(view: View, site: Site, full: str) -> bool:
-    """Whether a call makes a library's model with BatchNorm, by its name or by the default of an option."""
+    """Check whether a call makes a library's model with BatchNorm, by its name or by the default of an option."""
     call, name = site.call, site.name
     if any(item.arg in CHOICES for item in call.keywords):
         return False
@@ -70,7 +72,9 @@ def of_library(view: View, site: Site, full: str) -> bool:
 
 
 def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
-    """The names that a look-up may be of: written out, or the defaults of the option that it asks, or of any model."""
+    """Yield the names that a look-up may be of: written out, or the defaults of the option that it asks, or of any
+    model.
+    """
     texts = [text for origin in view.origins.of(wanted, scope) if isinstance(text := constant(origin.node), str)]
     if texts or wanted is None:
         return iter(texts)
@@ -83,7 +87,7 @@ def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
 
 @kept
 def defaults(module: Module) -> tuple[tuple[str, str], ...]:
-    """The names and the defaults of a program's options that are texts."""
+    """Return the names and the defaults of a program's options that are texts."""
     found = []
     for site in module.sites("add_argument", "option") if "default" in module.text else ():
         value = constant(keyword(site.call, "default"))

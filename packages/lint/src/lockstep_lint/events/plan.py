@@ -88,7 +88,7 @@ Assigned = Callable[[ast.stmt, Scope], tuple[Mark, ...]]
 
 
 def plan(scope: Scope, reader: Reader, assigned: Assigned) -> Plan:
-    """The plan of a function, a class's body, or a file's own lines."""
+    """Return the plan of a function, a class's body, or a file's own lines."""
     return _Planner(scope, reader, assigned).result
 
 
@@ -117,7 +117,9 @@ class _Planner:
         self.result.marked = any(is_loud(mark) for marks in found for mark in marks)
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
-        """The steps of a block, and the ways out of it. What follows a test with one is put into its other arm."""
+        """Return the steps of a block, and the ways out of it. What follows a test with one is put into its other
+        arm.
+        """
         steps: list[Step] = []
         exits: list[Exit] = []
         if depth > MAX_DEPTH:
@@ -140,7 +142,7 @@ class _Planner:
     def otherwise(
         self, steps: list[Step], tests: tuple[tuple[ast.expr, bool], ...], rest: list[Step], more: list[Exit]
     ) -> tuple[list[Step], list[Exit]]:
-        """The rest of a block, where a way out before it was not taken."""
+        """Return the rest of a block, where a way out before it was not taken."""
         test, when = join_tests(tests)
         more = [(what, ((test, not when), *conditions)) for what, conditions in more]
         last = steps[-1] if steps else None
@@ -154,7 +156,7 @@ class _Planner:
         return ([branch] if rest else []), more
 
     def statement(self, stmt: ast.stmt, depth: int) -> tuple[list[Step], list[Exit]]:
-        """The steps of a statement, and the ways out that it has."""
+        """Return the steps of a statement, and the ways out that it has."""
         if isinstance(stmt, SIMPLE):
             return self.simple(stmt)
         if isinstance(stmt, ast.If):
@@ -193,7 +195,7 @@ class _Planner:
         return steps, []
 
     def own(self, stmt: ast.stmt) -> list[Step]:
-        """The events that a statement is by itself."""
+        """Return the events that a statement is by itself."""
         return [Do(None, self.assigned[stmt], ())] if stmt in self.assigned else []
 
     def choice(self, stmt: ast.If, depth: int) -> tuple[list[Step], list[Exit]]:
@@ -277,7 +279,7 @@ class _Planner:
 
 
 def is_loud(mark: Mark) -> bool:
-    """Whether a mark is a reason to enter its function: what only looks at values is, if they are arguments."""
+    """Check whether a mark is a reason to enter its function: what only looks at values is, if they are arguments."""
     if mark.kind not in QUIET or mark.scope.name == "training_step" or mark.detail == "test":
         return True
     given = set(mark.scope.params) - {"self", "cls"}

@@ -1,12 +1,13 @@
 """Answer what rules ask of an event: which ranks come to it, and whether two events concern one object."""
 
 import ast
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.flow import Fact, contradicts, parts
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, keyword, last
+from lockstep_lint.analysis.nodes import Words, dotted, idents, is_none, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
 
@@ -40,13 +41,13 @@ def side(view: View, block: Block) -> int:
 
 
 def by_rank(view: View, block: WithBlock) -> bool:
-    """Whether a decorator of the project calls its function on some ranks only."""
+    """Check whether a decorator of the project calls its function on some ranks only."""
     name = block.node.func if isinstance(block.node, ast.Call) else block.node
     return view.ranks.calls_by_rank(view.names.definition(name, block.scope))
 
 
 def sides(view: View, event: Event) -> list[tuple[Block, int]]:
-    """The tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
+    """Return the tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
     found = ((block, side(view, block)) for block in event.path)
     return [(block, ranks) for block, ranks in found if ranks]
 
@@ -58,7 +59,7 @@ def many(view: View, block: Block) -> int:
 
 
 def alone(view: View, event: Event) -> bool:
-    """Whether an event happens only where there is one process."""
+    """Check whether an event happens only where there is one process."""
     return any(many(view, block) == -1 for block in event.tests)
 
 
@@ -89,7 +90,7 @@ def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]
 
 
 def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
-    """The model in a wrapper, or the wrapped one of `model.module`."""
+    """Return the model in a wrapper, or the wrapped one of `model.module`."""
     if isinstance(made, ast.Attribute) and made.attr in ("module", "_orig_mod"):
         return made.value
     if isinstance(made, ast.Call) and (view.wrappers.of_call(made, scope) or last(made) in KEEPING):
@@ -98,7 +99,9 @@ def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
 
 
 def owner_of(node: ast.expr, scope: Scope) -> object:
-    """The scope that a name without a value in sight belongs to: a function's parameter, or a class's attribute."""
+    """Return the scope that a name without a value in sight belongs to: a function's parameter, or a class's
+    attribute.
+    """
     key = dotted(node) or ""
     if key.startswith("self.") and scope.owner is not None:
         return scope.owner
@@ -131,7 +134,7 @@ def given_as(
 
 
 def same(view: View, one: Event, other: Event) -> bool:
-    """Whether two events may act on one object: same name in one function, or same maker."""
+    """Check whether two events may act on one object: same name in one function, or same maker."""
     (first, here), (second, there) = subject(one), subject(other)
     if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True
@@ -147,9 +150,16 @@ def shown_at(view: View, event: Event) -> Site | None:
 
 
 def calls_after(event: Event, block: Block) -> list[CallBlock]:
-    """The calls of the project's functions on the way from a block to an event."""
+    """Return the calls of the project's functions on the way from a block to an event."""
     rest = event.path[event.path.index(block) + 1 :]
     return [inner for inner in rest if isinstance(inner, CallBlock)]
+
+
+class Fact(NamedTuple):
+    """The outcome of a test: its text, and how it came out."""
+
+    key: str
+    when: bool
 
 
 def opposed(one: Event, other: Event) -> bool:
@@ -166,7 +176,7 @@ def opposed(one: Event, other: Event) -> bool:
 
 def facts(arm: ArmBlock) -> list[Fact]:
     """Return the single tests that an arm says the outcome of."""
-    return [Fact(key, when, node, arm.scope) for node, _, (key, when) in parts(arm.node, arm.when)]
+    return [Fact(*keyed(test, when)) for test, when in parts(arm.node, arm.when)]
 
 
 def changed(one: ArmBlock, other: ArmBlock) -> bool:
@@ -174,3 +184,49 @@ def changed(one: ArmBlock, other: ArmBlock) -> bool:
     start, end = sorted((one.node.lineno, other.node.lineno))
     binds = (bind for name in idents(one.node) for bind in one.scope.binds.get(name, ()))
     return any(start < bind.stmt.lineno <= end for bind in binds)
+
+
+def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the tests that a test of this outcome is made of, each with its own outcome."""
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test, when = test.operand, not when
+    if isinstance(test, ast.NamedExpr):
+        test = test.value
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is when:
+        for value in test.values:
+            yield from parts(value, when)
+    else:
+        yield test, when
+
+
+def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
+    """Return one text for `x is None` and `x is not None`, and the outcome of that text."""
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        for op, sign in ((ast.IsNot, "is"), (ast.NotEq, "=="), (ast.NotIn, "in")):
+            if isinstance(test.ops[0], op):
+                left, right = written(test.left), written(test.comparators[0])
+                return f"{left} {sign} {right}", not when
+            if isinstance(test.ops[0], ast.Eq) and is_none(test.comparators[0]):
+                return f"{written(test.left)} is None", when
+    return written(test), when
+
+
+@kept
+def written(node: ast.expr) -> str:
+    """Return the text of an expression."""
+    return dotted(node) or ast.unparse(node)
+
+
+def contradicts(one: Fact, other: Fact) -> bool:
+    """Check whether two outcomes exclude each other."""
+    if one.key == other.key:
+        return one.when is not other.when
+    if one.when and other.when:
+        left, _, first = one.key.rpartition(" == ")
+        right, _, second = other.key.rpartition(" == ")
+        if left and left == right and first != second:
+            return True
+    for empty, full in ((one, other), (other, one)):
+        if empty.key == f"{full.key} is None" and empty.when and full.when:
+            return True
+    return False

@@ -26,7 +26,7 @@ from lockstep_lint.events.event import (
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Reader", "Run", "literals", "outcome", "run_from", "runs"]
+__all__ = ["Reader", "Run", "literals", "outcome", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -53,7 +53,7 @@ class Run:
     by_kind: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, *kinds: str) -> list[Event]:
-        """The events of some kinds, in order."""
+        """Return the events of some kinds, in order."""
         if len(kinds) == 1:
             return self.by_kind.get(kinds[0], [])
         there = [self.by_kind[kind] for kind in kinds if kind in self.by_kind]
@@ -68,7 +68,7 @@ def place(event: Event) -> int:
 
 
 def runs(view: View) -> tuple[Run, ...]:
-    """The runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
+    """Return the runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
     return _programs(view.analysis).of(view.module)
 
 
@@ -76,16 +76,10 @@ class Reader(Protocol):
     """Says which events calls and statements are, and which functions a call runs."""
 
     def of(self, site: Site) -> tuple[tuple[Mark, ...], tuple[Scope, ...]]:
-        """The marks of a call, and the project's functions that it runs."""
+        """Return the marks of a call, and the project's functions that it runs."""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """The marks of a statement."""
-
-
-def run_from(view: View, entry: Scope, reader: Reader | None = None) -> Run:
-    """The run of one function by itself, perhaps with the events of another reader."""
-    programs = _Programs(view.analysis, reader) if reader is not None else _programs(view.analysis)
-    return programs.run(entry)
+        """Return the marks of a statement."""
 
 
 @kept
@@ -106,7 +100,7 @@ class _Programs:
 
     @kept
     def of(self, module: Module) -> tuple[Run, ...]:
-        """The runs that may have events in a file."""
+        """Return the runs that may have events in a file."""
         found = [self.run(top) for top in self.tops(module)]
         entered = {scope for run in found for scope in run.entered}
         lone = [s for s in module.scopes if s.kind == "function" and s not in entered and self.loud(s)][:MAX_LONE]
@@ -117,20 +111,20 @@ class _Programs:
         return tuple(run for run in found if run.events)
 
     def tops(self, module: Module) -> list[Scope]:
-        """The programs that a file is part of: its own lines, and those of what imports it."""
+        """Return the programs that a file is part of: its own lines, and those of what imports it."""
         users = [user for user in self.project.users(module) if user is not module and not unit_test(user)]
         programs = [user for user in users if user.is_script or not self.project.importers(user)]
         return [module.top, *(program.top for program in programs[:MAX_PROGRAMS])]
 
     def plan(self, scope: Scope) -> Plan:
-        """The plan of a function."""
+        """Return the plan of a function."""
         found = self.plans.get(scope)
         if found is None:
             found = self.plans[scope] = plan(scope, self.marks.of, self.marks.assigned)
         return found
 
     def loud(self, scope: Scope) -> bool:
-        """Whether anything happens when a function runs."""
+        """Check whether anything happens when a function runs."""
         found = self.loudness.get(scope)
         if found is None:
             found = any(each.marked for each in below(self.plan(scope), self.plan, MAX_BELOW))
@@ -138,11 +132,11 @@ class _Programs:
         return found
 
     def is_engine(self, site: Site) -> bool:
-        """Whether a call makes an Engine of ignite, which runs the function that it is given in every step."""
+        """Check whether a call makes an Engine of ignite, which runs the function that it is given in every step."""
         return site.name == "Engine" and self.calls.names.qualify(site.call.func, site.scope).startswith("ignite.")
 
     def run(self, entry: Scope) -> Run:
-        """The run from an entry."""
+        """Return the run from an entry."""
         found = self.made.get(entry)
         if found is None:
             found = self.made[entry] = _Runner(self, entry).run
@@ -173,7 +167,7 @@ class _Runner:
         owner: Scope | None,
         stack: tuple[Scope, ...],
     ) -> None:
-        """Runs some steps under the blocks of a path."""
+        """Run some steps under the blocks of a path."""
         if len(path) > MAX_PATH or len(self.events) > MAX_EVENTS:
             return
         for step in steps:
@@ -209,7 +203,7 @@ class _Runner:
         owner: Scope | None,
         stack: tuple[Scope, ...],
     ) -> None:
-        """Runs a function that a call runs."""
+        """Run a function that a call runs."""
         site = step.site
         assert site is not None
         if len(stack) > MAX_CALLS or function in stack or self.left <= 0 or not self.programs.loud(function):
@@ -237,7 +231,7 @@ class _Runner:
             loop.end = len(self.events)
 
     def chosen(self, step: Do, owner: Scope | None) -> tuple[Scope, ...]:
-        """The functions that a call runs: of the methods of one name, that of the object's class."""
+        """Return the functions that a call runs: of the methods of one name, that of the object's class."""
         if step.site is None or len(step.functions) < 2 or not on_self(step):
             return step.functions
         own = self.calls.names.member(owner, step.site.name) if owner is not None else None
@@ -245,7 +239,7 @@ class _Runner:
         return (found,) if found is not None else ()
 
     def owner(self, receiver: ast.expr | None, method: Scope, scope: Scope) -> Scope | None:
-        """The class of the object whose method is called."""
+        """Return the class of the object whose method is called."""
         if method.owner is None:
             return None
         known = isinstance(receiver, ast.Name | ast.Attribute | ast.Call)
@@ -254,12 +248,12 @@ class _Runner:
 
 
 def on_self(step: Do) -> bool:
-    """Whether a call is of a method of the object itself."""
+    """Check whether a call is of a method of the object itself."""
     return step.site is not None and dotted(step.site.receiver) in ("self", "cls")
 
 
 def plainly(test: ast.expr, when: bool) -> tuple[ast.expr, bool]:
-    """A test without `not`, and how it then comes out."""
+    """Return a test without `not`, and how it then comes out."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
     return test, when

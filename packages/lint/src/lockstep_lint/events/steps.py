@@ -19,18 +19,11 @@ __all__ = [
     "StepLoop",
     "accumulating",
     "accumulations",
-    "exchanges",
     "in_few_turns",
     "step_loops",
     "turn_of",
     "turns",
 ]
-
-
-def exchanges(view: View, run: Run) -> bool:
-    """Check whether the gradients of a program are exchanged in each backward."""
-    kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
-    return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or "accelerate" in view.frameworks
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +41,7 @@ class StepLoop:
 
 @kept
 def step_loops(run: Run) -> list[StepLoop]:
-    """The loops of a run that take steps: the innermost around a backward that steps in its turns."""
+    """Return the loops of a run that take steps: the innermost around a backward that steps in its turns."""
     found: dict[LoopBlock, StepLoop] = {}
     for backward in run.of("backward"):
         loops = backward.loops[::-1]
@@ -75,7 +68,9 @@ def turns(run: Run) -> Iterator[tuple[LoopBlock | None, list[Event], list[Event]
 
 
 def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:
-    """The events of the turn that an event is part of: of the innermost loop that takes steps, else of the run."""
+    """Yield the events of the turn that an event is part of: of the innermost loop that takes steps, else of the
+    run.
+    """
     loops = event.loops[::-1]
     steps = next((loop for loop in loops if any(turn(run.events, loop, "step"))), loops[-1] if loops else None)
     return turn(run.events, steps, *kinds) if steps is not None else iter(run.of(*kinds))
@@ -100,7 +95,7 @@ class Accumulation:
 
 @kept
 def accumulations(view: View) -> tuple[Accumulation, ...]:
-    """The accumulating loops of the programs of a file whose backward stands in it."""
+    """Return the accumulating loops of the programs of a file whose backward stands in it."""
     found = (each for run in runs(view) for each in accumulating(view, run))
     return tuple(
         {each.training.backward.call: each for each in found if each.training.backward.module is view.module}.values()
@@ -108,7 +103,7 @@ def accumulations(view: View) -> tuple[Accumulation, ...]:
 
 
 def accumulating(view: View, run: Run) -> Iterator[Accumulation]:
-    """The loops of a run that accumulate gradients."""
+    """Yield the loops of a run that accumulate gradients."""
     for found in step_loops(run):
         inner = found.inner
         if inner is not None:
@@ -125,7 +120,7 @@ def accumulating(view: View, run: Run) -> Iterator[Accumulation]:
 
 
 def accumulation(found: StepLoop, backward: Event, step: Event, test: Arm) -> Iterator[Accumulation]:
-    """An accumulation, told at the first of its backwards."""
+    """Yield an accumulation, told at the first of its backwards."""
     outer, inner = found.loop, found.inner
     micro = inner.node if inner is not None and isinstance(inner.node, Loop) else None
     first = next((back for back in found.backwards if test is not None and test in back.path), backward)
@@ -136,14 +131,14 @@ def accumulation(found: StepLoop, backward: Event, step: Event, test: Arm) -> It
 
 
 def has_own(test: Arm, backward: Event, backwards: list[Event]) -> bool:
-    """Whether gradients are computed where a test lets pass, beside those of a backward outside: a step there is for
-    them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
+    """Check whether gradients are computed where a test lets pass, beside those of a backward outside: a step there is
+    for them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
     """
     return test not in backward.path and any(test in other.path for other in backwards)
 
 
 def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, Arm]]:
-    """The steps that the gradients of a backward are for, each with the test that keeps it to every n-th turn."""
+    """Yield the steps that the gradients of a backward are for, each with the test that keeps it to every n-th turn."""
     for step in found.steps:
         arm = parting(step, backward)
         if step.node is backward.node and step.mark.site is not None:
@@ -156,6 +151,6 @@ def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event,
 
 
 def in_few_turns(view: View, block: ArmBlock, event: Event) -> bool:
-    """Whether a test comes out so in every n-th turn."""
+    """Check whether a test comes out so in every n-th turn."""
     guard = Guard(block.node, block.when, event.mark.stmt)
     return in_turn(block.node) is not (not block.when) and periodic(view, guard, block.scope)

@@ -12,7 +12,7 @@ MERGED = {"LS039": "LS029"}
 
 
 def _collect() -> dict[str, Rule]:
-    """Every `RULE` of this package's modules, by code."""
+    """Return every `RULE` of this package's modules, by code."""
     names = sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name.startswith("ls"))
     rules: list[Rule] = [importlib.import_module(f"{__name__}.{name}").RULE for name in names]
     return {rule.code: rule for rule in rules}

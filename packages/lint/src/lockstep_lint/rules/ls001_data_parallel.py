@@ -23,7 +23,7 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Finds calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
+    """Find calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
     others = view.module.text.replace("DistributedDataParallel", "")
     aliased = any(name in others for name in NAMES) and ALIASED.search(
         others
@@ -45,7 +45,9 @@ def check(view: View) -> Iterator[Found]:
 
 
 def told(view: View, site: Site) -> bool:
-    """Whether a Trainer of Lightning is told to run a model by DataParallel (`strategy="dp"`), always or by a test."""
+    """Check whether a Trainer of Lightning is told to run a model by DataParallel (`strategy="dp"`), always or by a
+    test.
+    """
     values = (value for name in TOLD if (value := keyword(site.call, name)) is not None)
     return any(
         constant(origin.node) == "dp" or (origin.call is not None and last(origin.call) in STRATEGIES)
@@ -55,8 +57,8 @@ def told(view: View, site: Site) -> bool:
 
 
 def again(view: View, site: Site) -> bool:
-    """Whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of it is
-    wrapped like it, and the first wrapping is what is told.
+    """Check whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of
+    it is wrapped like it, and the first wrapping is what is told.
     """
     return any(
         guard.when
@@ -68,8 +70,8 @@ def again(view: View, site: Site) -> bool:
 
 
 def names_it(view: View, kind: ast.expr, site: Site) -> bool:
-    """Whether a class, or one of several, is DataParallel, by that name or another (`from torch.nn import DataParallel
-    as DP`).
+    """Check whether a class, or one of several, is DataParallel, by that name or another (`from torch.nn import
+    DataParallel as DP`).
     """
     if "DataParallel" in idents(kind):
         return True
@@ -78,38 +80,14 @@ def names_it(view: View, kind: ast.expr, site: Site) -> bool:
 
 
 def is_torchs(name: str) -> bool:
-    """Whether the full name of a class is torch's DataParallel, or PyG's, which derives from it."""
+    """Check whether the full name of a class is torch's DataParallel, or PyG's, which derives from it."""
     return name.startswith(("torch.nn.", "torch_geometric.nn.")) and name.endswith(".DataParallel")
 
 
 RULE = Rule(
     code="LS001",
-    name="nn.DataParallel",
-    what=(
-        "A model is wrapped in `nn.DataParallel` (or run by `data_parallel`), or Lightning's Trainer is told to do so "
-        '(`strategy="dp"`).'
-    ),
-    why=(
-        "One Python process drives all GPUs: the interpreter's lock serialises them, the model is copied in every "
-        "step and the first GPU holds all outputs. DistributedDataParallel is two to three times as fast on eight "
-        "GPUs, also on one machine."
-    ),
-    bad="""
-import torch
-from torch import nn
-
-model = nn.DataParallel(nn.Linear(4, 2)).cuda()
-""",
-    good="""
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-def wrap(model, local_rank):
-    return DistributedDataParallel(model.to(local_rank), device_ids=[local_rank])
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Wrap in DistributedDataParallel and start one process a GPU with torchrun",
 )

@@ -8,7 +8,6 @@ from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import (
-    Words,
     argument,
     constant,
     dotted,
@@ -20,7 +19,6 @@ from lockstep_lint.analysis.nodes import (
     strings,
 )
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import Event
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -33,15 +31,11 @@ DIVIDED = re.compile(
     r"rank|shard|partition|world|split_by|sampler|webdataset|iterable|stream|distributed", re.IGNORECASE
 )
 SAMPLERS = ("sampler", "batch_sampler")
-FIXED = "divides the data among {number} ranks, however many there are: leave num_replicas out"
-UNPREPARED = "every rank reads the same samples: Accelerate was not given this loader, so pass it to prepare()"
-# What the object of Accelerate is called.
-ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
 SAME = "every rank reads the same samples: give this loader a DistributedSampler (and shuffle=False)"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the loaders that train under DDP, and at every sampler that stands beside a shuffle."""
+    """Find loaders that train under DDP without a sampler, and samplers next to shuffle=True."""
     fed: set[ast.Call] = set()
     for run in runs(view) if "DataLoader" in view.module.by_name else ():
         if "accelerate" not in view.analysis.frameworks(run.entry.module) and wraps(view, run):
@@ -50,69 +44,14 @@ def check(view: View) -> Iterator[Found]:
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
             yield Found(site.call, SAME, proposal=sampler_given(view, site))
     if "accelerate" in view.frameworks:
-        yield from missing_prepare(view)
         return
     for site in view.sites("DataLoader"):
         if is_true(keyword(site.call, "shuffle")) and samples(view, site):
             yield Found(site.call, "DataLoader refuses shuffle=True beside a sampler: drop it, the sampler shuffles")
-    yield from fixed_numbers(view)
-
-
-def missing_prepare(view: View) -> Iterator[Found]:
-    """Yield the loaders that train in a program of Accelerate, and that it was not given to divide."""
-    given = list(prepare_arguments(view))
-    if not given or any(may_be_loader(view, value, scope) for value, scope in given):
-        return
-    backs = (event for run in runs(view) for event in run.of("backward") if by_accelerator(event))
-    fed = {call for event in backs for call in feeds(view, event)}
-    known = {call for value, scope in given for call, _, _ in view.origins.calls_of(value, scope)}
-    for site in view.sites("DataLoader"):
-        if site.call in fed - known and view.ranks.everywhere(site, view.module) and not divided(view, site):
-            yield Found(site.call, UNPREPARED)
-
-
-def by_accelerator(event: Event) -> bool:
-    """Check whether Accelerate computes the gradients of a backward."""
-    return event.mark.site is not None and ACCELERATOR.search(last(event.mark.site.receiver))
-
-
-def prepare_arguments(view: View) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what the programs of a file hand to Accelerate."""
-    for member in view.project.family(view.module):
-        for site in member.sites("prepare", "prepare_data_loader", "skip_first_batches"):
-            yield from ((value, site.scope) for value in (*site.call.args, *(k.value for k in site.call.keywords)))
-
-
-def may_be_loader(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Check whether an argument may be a loader that is not seen to be one: a list of all, or what nobody knows."""
-    kinds = view.kinds
-    if isinstance(value, ast.Starred) or kinds.loader_call(value, scope) is not None:
-        return isinstance(value, ast.Starred)
-    if any(ask(value, scope) for ask in (kinds.is_model, kinds.is_optimizer, kinds.is_scheduler)):
-        return False
-    made = [(origin.call, origin.scope) for origin in view.origins.of(value, scope)]
-    classes = [view.names.definition(call.func, home) if call is not None else None for call, home in made]
-    return kinds.is_loader(value, scope) or not made or not all(c is not None and c.kind == "class" for c in classes)
-
-
-def fixed_numbers(view: View) -> Iterator[Found]:
-    """The samplers that divide the data among a number of ranks that is written out, each by its own rank."""
-    for site in view.sites("DistributedSampler"):
-        number, rank = (argument(site.call, place, name) for place, name in ((1, "num_replicas"), (2, "rank")))
-        count, name = constant(number), dotted(rank.func if isinstance(rank, ast.Call) else rank) or ""
-        if not isinstance(count, int) or isinstance(count, bool) or count < 2 or not name:
-            continue
-        looped = any(bind.how not in ("assign", "param") for bind in site.scope.binds.get(name, []))
-        known = isinstance(rank, ast.Call) or name in site.scope.params or "." in name or name in site.scope.binds
-        text = "\n".join(member.text for member in view.project.family(view.module))
-        started = r"(nprocs?(_per_node)?|world_?size|num_processes)['\"\]]*\s*=\s*"
-        meant = re.search(rf"{started}{count}\b", text, re.IGNORECASE)
-        if known and not looped and not meant:
-            yield Found(site.call, FIXED.format(number=count))
 
 
 def samples(view: View, site: Site) -> bool:
-    """Whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
+    """Check whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
     value = keyword(site.call, "sampler")
     if value is None or isinstance(value, ast.Call):
         return value is not None
@@ -129,7 +68,9 @@ def wraps(view: View, run: Run) -> bool:
 
 
 def by_deepspeed(view: View) -> bool:
-    """Whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to divide."""
+    """Check whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to
+    divide.
+    """
     made = [site for member in view.project.family(view.module) for site in member.sites("initialize")]
     engines = [site.call for site in made if view.ranks.programs.deepspeed(site)]
     apart = any(keyword(call, name) is not None for call in engines for name in ("mpu", "training_data", "mesh_device"))
@@ -138,7 +79,7 @@ def by_deepspeed(view: View) -> bool:
 
 
 def divided(view: View, site: Site) -> bool:
-    """Whether the loader's arguments divide the data, or may."""
+    """Check whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
     given = any(is_given(view, keyword(call, name), site.scope) for name in SAMPLERS)
     if given or not known(site) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
@@ -147,13 +88,15 @@ def divided(view: View, site: Site) -> bool:
 
 
 def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
-    """Whether an argument is given and may be anything but None."""
+    """Check whether an argument is given and may be anything but None."""
     made = view.origins.of(value, scope) if value is not None else []
     return value is not None and not (made and all(is_none(origin.node) for origin in made))
 
 
 def known(site: Site) -> bool:
-    """Whether what a loader is given is seen, with no sampler in it: `**options` are written out and left alone."""
+    """Check whether what a loader is given is seen, with no sampler in it: `**options` are written out and left
+    alone.
+    """
     for item in (item for item in site.call.keywords if item.arg is None):
         name = item.value.id if isinstance(item.value, ast.Name) else ""
         binds = site.scope.binds.get(name, [])
@@ -165,7 +108,7 @@ def known(site: Site) -> bool:
 
 
 def is_plain(table: ast.expr | None) -> bool:
-    """Whether an expression is a dictionary that is written out, without a sampler."""
+    """Check whether an expression is a dictionary that is written out, without a sampler."""
     if isinstance(table, ast.Dict):
         keys = [constant(key) for key in table.keys]
     elif isinstance(table, ast.Call) and dotted(table.func) == "dict" and not table.args:
@@ -176,14 +119,16 @@ def is_plain(table: ast.expr | None) -> bool:
 
 
 def whole(view: View, data: ast.expr, scope: Scope) -> bool:
-    """Whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all alike."""
+    """Check whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all
+    alike.
+    """
     made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
     made = [(node, home) for node, home in made if not (isinstance(node, ast.List) and not node.elts)]
     return all(alike(view, node, home) for node, home in made)
 
 
 def alike(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether what makes a data set knows nothing of ranks."""
+    """Check whether what makes a data set knows nothing of ranks."""
     if not isinstance(node, ast.Call):
         binds = view.origins.binds(dotted(node) or "", scope, node.lineno)
         split = binds[0][0].value if len(binds) == 1 else None
@@ -193,7 +138,7 @@ def alike(view: View, node: ast.expr, scope: Scope) -> bool:
 
 
 def divides(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether the code that makes a data set knows of ranks."""
+    """Check whether the code that makes a data set knows of ranks."""
     if any(DIVIDED.search(word) for word in (*idents(call), *strings(call))):
         return True
     given = (dotted(arg) or "" for arg in (*call.args, *(item.value for item in call.keywords)))
@@ -213,66 +158,11 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS003",
-    name="DDP without a distributed sampler",
-    what=(
-        "The loader that feeds a DDP training loop has no DistributedSampler, so that every rank reads all "
-        "samples, as has one that Accelerate's `prepare` was not given, or DeepSpeed's engine; or a loader has "
-        "`shuffle=True` beside a sampler, or `num_replicas` is a number written out."
-    ),
-    why=(
-        "Each rank sees the whole dataset instead of its share: an epoch costs as much as on one GPU, and with equal "
-        "seeds all ranks compute the same gradients. Beside a sampler, shuffle=True is an error."
-    ),
-    bad="""
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-from torchvision.datasets import CIFAR10
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    loader = DataLoader(CIFAR10("data"), batch_size=32, shuffle=True)
-    for epoch in range(10):
-        for images, labels in loader:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-    dist.destroy_process_group()
-""",
-    good="""
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler
-from torchvision.datasets import CIFAR10
-
-def main(local_rank, model, optimizer, criterion):
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(local_rank)
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    data = CIFAR10("data")
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        sampler.set_epoch(epoch)
-        for images, labels in loader:
-            images, labels = images.to(local_rank), labels.to(local_rank)
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-    dist.destroy_process_group()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Pass sampler=DistributedSampler(dataset) and call its set_epoch in every epoch",
     moot=frozenset(
         {
             "lightning",

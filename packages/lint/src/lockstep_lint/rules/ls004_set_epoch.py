@@ -30,7 +30,7 @@ OPTIONS = ("args", "cfg", "config", "opt")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for samplers of epochs that no set_epoch is called on, and for set_epoch with one number."""
+    """Look for samplers of epochs that no set_epoch is called on, and for set_epoch with one number."""
     programs = runs(view)
     if not any(run.of("sampler", "set_epoch") for run in programs):
         return
@@ -53,7 +53,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def never(view: View, programs: list[Run], set_on: list[object]) -> Iterator[tuple[Site, Found]]:
-    """The samplers that train in several epochs, without those that set_epoch is called on."""
+    """Yield the samplers that train in several epochs, without those that set_epoch is called on."""
     trained = trained_on(view) if any(run.of("sampler") for run in programs) else {}
     for run in programs:
         for event in run.of("sampler"):
@@ -74,7 +74,7 @@ def loaders(view: View, made: Site) -> set[ast.Call]:
 
 
 def given_names(stmt: ast.stmt) -> Iterator[str]:
-    """The words in a statement that makes a sampler."""
+    """Yield the words in a statement that makes a sampler."""
     plain = isinstance(stmt, ast.Assign | ast.Return | ast.Expr) and not isinstance(stmt.value, ast.DictComp)
     target = stmt.targets[0] if isinstance(stmt, ast.Assign) else None
     several = target.elts if isinstance(target, ast.Tuple) else []
@@ -84,32 +84,34 @@ def given_names(stmt: ast.stmt) -> Iterator[str]:
 
 
 def listed(site: Site) -> bool:
-    """Whether a list takes in the sampler that a call makes: it may get its epochs from there."""
+    """Check whether a list takes in the sampler that a call makes: it may get its epochs from there."""
     names = {bind.key for bind in site.scope.bound(site.stmt)}
     return any(dotted(value) in names for other in site.scope.named("append") for value in other.call.args)
 
 
 def shuffles(event: Event) -> bool:
-    """Whether a sampler gives each epoch another order."""
+    """Check whether a sampler gives each epoch another order."""
     call = event.node
     return isinstance(call, ast.Call) and constant(keyword(call, "shuffle")) is not False
 
 
 def has_epochs(run: Run) -> bool:
-    """Whether a program's loop of steps stands in another one."""
+    """Check whether a program's loop of steps stands in another one."""
     found = step_loops(run)
     deep = not found and any(len(event.loops) > 1 for event in run.of("backward"))
     return deep or any(each.backwards[0].loops[0] is not each.loop for each in found)
 
 
 def endless(view: View) -> bool:
-    """Whether the programs take a loader up again when it has run out: in an endless loop, or by another `iter`."""
+    """Check whether the programs take a loader up again when it has run out: in an endless loop, or by another
+    `iter`.
+    """
     return any(renews(view, member) for member in view.project.family(view.module))
 
 
 @kept
 def renews(view: View, module: Module) -> bool:
-    """Whether a file takes a loader up again when it has run out."""
+    """Check whether a file takes a loader up again when it has run out."""
     for scope in (scope for scope in module.scopes if scope.kind == "function"):
         for stmt in scope.stmts:
             inner = stmt.body[0] if isinstance(stmt, ast.While) else None
@@ -122,7 +124,7 @@ def renews(view: View, module: Module) -> bool:
 
 
 def handles(stmt: ast.stmt, scope: Scope) -> bool:
-    """Whether a statement stands in the handler of an exception."""
+    """Check whether a statement stands in the handler of an exception."""
     return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
@@ -133,7 +135,7 @@ def identity_of(event: Event) -> tuple[object, str | None]:
 
 
 def stays(view: View, event: Event) -> bool:
-    """Whether set_epoch gets a literal, or a name that no turn of the loops around changes."""
+    """Check whether set_epoch gets a literal, or a name that no turn of the loops around changes."""
     call = event.node
     if not isinstance(call, ast.Call) or not call.args or not event.loops:
         return False
@@ -151,7 +153,9 @@ def stays(view: View, event: Event) -> bool:
 
 
 def starts(view: View, event: Event, key: str) -> bool:
-    """Whether an attribute is where the loop of epochs starts (`for e in range(self.epoch, n)`), and stays there."""
+    """Check whether an attribute is where the loop of epochs starts (`for e in range(self.epoch, n)`), and stays
+    there.
+    """
     over = [getattr(loop.node, "iter", None) for loop in event.loops]
     calls = [call for call in over if isinstance(call, ast.Call) and last(call) == "range" and len(call.args) > 1]
     if not any(dotted(call.args[0]) == key for call in calls):
@@ -164,54 +168,10 @@ def starts(view: View, event: Event, key: str) -> bool:
 
 RULE = Rule(
     code="LS004",
-    name="set_epoch missing",
-    what=(
-        "A DistributedSampler shuffles for training, but its `set_epoch` is never called, or always with the same"
-        " number, such as the first epoch."
-    ),
-    why=(
-        "The sampler's order depends on its seed and epoch alone: without set_epoch every epoch has the same "
-        "order and the same division among ranks."
-    ),
-    bad="""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
-    good="""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-def train(model, data, optimizer, device):
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
-    for epoch in range(10):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x.to(device)), y.to(device))
-            loss.backward()
-            optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Call sampler.set_epoch(epoch) at the start of every epoch",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
-    note=(
-        "It is told at the sampler, in the file that makes it, or where a file gets it from a helper of another "
-        "file (unless a flag that this is given turns the sampler off); once a place, whatever file the epochs are in. "
-        "Where set_epoch is called, it is told of a sampler whose name another one gets first, as the call is then for "
-        "that one alone. A class of samplers that only defines set_epoch calls nothing."
-    ),
 )

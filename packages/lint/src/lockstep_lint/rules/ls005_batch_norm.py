@@ -8,20 +8,17 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
-from lockstep_lint.analysis.lookups import looked_up
 from lockstep_lint.analysis.nodes import REFERENCES, dotted, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import subject
-from lockstep_lint.events.run import Run, run_from, runs
+from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
 __all__ = ["RULE"]
 
 MESSAGE = "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first"
-# Of a table with more models than this, these many are looked at.
-MAX_MODELS = 24
 # A conversion, or a choice of layers that share their statistics.
 CONVERSIONS = ("convert_syncbn", "SyncBN", "sync_bn", "syncbn")
 SHARED = re.compile(r"SyncBatchNorm|InPlaceABN")
@@ -35,7 +32,7 @@ IDLE = re.compile(
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the models that DDP wraps for BatchNorm layers that nothing converts."""
+    """Look at the models that DDP wraps for BatchNorm layers that nothing converts."""
     for run in runs(view):
         for wrap in run.of("wrap"):
             site = wrap.mark.site if wrap.module is view.module and wrap.detail == "ddp" else None
@@ -47,32 +44,33 @@ def check(view: View) -> Iterator[Found]:
 
 @kept
 def converts(module: Module) -> bool:
-    """Whether a file converts BatchNorm layers, or may make others."""
+    """Check whether a file converts BatchNorm layers, or may make others."""
     text = IDLE.sub("", module.text) if any(word in module.text for word in (*CONVERSIONS, "SyncB", "ABN")) else ""
     own = sum(map(own_layer, module.sites("SyncBatchNorm")))
     return any(word in text for word in CONVERSIONS) or len(SHARED.findall(text)) > own
 
 
 def own_layer(site: Site) -> bool:
-    """Whether a call makes a layer of a class that knows no other kind: the model's other layers are not converted."""
+    """Check whether a call makes a layer of a class that knows no other kind: the model's other layers are not
+    converted.
+    """
     owner = site.scope.owner
     return owner is not None and not re.search(r"(?<!Sync)BatchNorm", ast.unparse(owner.node))
 
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
-    """Whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
+    """Check whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
     makers = dict(made(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
         typed = any(last(test.node) == "isinstance" for test in norm.tests)  # of an argument that is not known
         if norm.place < wrap.place and not typed and any(call in makers for call in calls):
             return True
-    unknown = ((call, scope) for call, scope in makers.items() if view.names.definition(call.func, scope) is None)
-    return any(mostly(view, looked_up(view, call.func, scope)) for call, scope in unknown)
+    return False
 
 
 def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
-    """The calls that make a model or its parts, also one that gives it beside other things."""
+    """Yield the calls that make a model or its parts, also one that gives it beside other things."""
     for origin in view.origins.of(node, scope):
         found = [(origin.node, origin.scope)]
         if isinstance(origin.node, REFERENCES):
@@ -86,7 +84,7 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
 
 
 def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
-    """The arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
+    """Yield the arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
     start = view.calls.target(call, scope)
     if start is None:
         yield from call.args if last(call) == "Sequential" else ()
@@ -97,60 +95,22 @@ def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
     yield from filter(None, (given(call, start, name) for name in start.params[1:] if name in kept))
 
 
-def mostly(view: View, models: list[Scope]) -> bool:
-    """Whether most of the models that a name may choose have BatchNorm layers."""
-    starts = [view.names.member(model, "__init__") if model.kind == "class" else model for model in models[:MAX_MODELS]]
-    found = [start is not None and bool(run_from(view, start).of("norm")) for start in starts]
-    return bool(found) and sum(found) * 3 >= len(found) * 2
-
-
 def stays(view: View, wrap: Event) -> bool:
-    """Whether the model is moved to the CPU before it is wrapped."""
+    """Check whether the model is moved to the CPU before it is wrapped."""
     moves = [site for site in wrap.scope.named("to") if site.line <= wrap.line and site.call.args]
     models = [s for s in moves if view.kinds.is_model(s.receiver, s.scope) or bound_model(s)]
     return any(view.is_cpu(site.call.args[0], site.scope) for site in models)
 
 
 def bound_model(site: Site) -> bool:
-    """Whether a call gives a model its name."""
+    """Check whether a call gives a model its name."""
     return any(MODEL.search(bind.key.rpartition(".")[2]) for bind in site.scope.bound(site.stmt))
 
 
 RULE = Rule(
     code="LS005",
-    name="BatchNorm under DDP",
-    what="A model with BatchNorm layers is wrapped in DDP and never converted to SyncBatchNorm.",
-    why=(
-        "Each rank computes mean and variance from its own part of the batch. With a small batch a rank the statistics "
-        "are noisy, differ between ranks, and the result depends on the number of GPUs."
-    ),
-    bad="""
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-
-def wrap(local_rank):
-    model = Net().to(local_rank)
-    return DDP(model, device_ids=[local_rank])
-""",
-    good="""
-import torch
-import torchvision
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def wrap(local_rank):
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(torchvision.models.resnet50()).to(local_rank)
-    return DDP(model, device_ids=[local_rank])
-""",
     severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before it is wrapped",
 )

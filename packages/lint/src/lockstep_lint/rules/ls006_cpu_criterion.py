@@ -22,7 +22,7 @@ TENSORS = {"tensor", "as_tensor", "FloatTensor", "from_numpy", "ones", "zeros", 
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for class weights made on the CPU and for targets that were not moved with the inputs."""
+    """Look for class weights made on the CPU and for targets that were not moved with the inputs."""
     if not view.gpu:
         return
     for site in view.sites("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss"):
@@ -37,7 +37,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def on_cpu(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Whether a tensor is certainly made on the CPU and not moved."""
+    """Check whether a tensor is certainly made on the CPU and not moved."""
     found = view.origins.of(node, scope)
     direct = [node, *(o.node for o in found)]
     for item in direct:
@@ -50,12 +50,12 @@ def on_cpu(view: View, node: ast.expr, scope: Scope) -> bool:
 
 
 def bound_with_move(bind: Bind) -> bool:
-    """Whether a binding's value was moved on the way."""
+    """Check whether a binding's value was moved on the way."""
     return bind.value is not None and any(isinstance(n, ast.Call) and last(n.func) in MOVES for n in walk(bind.value))
 
 
 def moved(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Whether the criterion is moved where it is made, or later under its name."""
+    """Check whether the criterion is moved where it is made, or later under its name."""
     name = next(
         (
             b.key
@@ -80,7 +80,7 @@ def moved(view: View, call: ast.Call, scope: Scope) -> bool:
 
 
 def left_target(view: View, training: Training) -> Iterator[Found]:
-    """A loop that moves its inputs and compares the outputs with targets that it did not move."""
+    """Yield a loop that moves its inputs and compares the outputs with targets that it did not move."""
     loop, scope = training.loop, training.scope
     if not isinstance(loop, ast.For):
         return
@@ -100,8 +100,8 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
 
 
 def compares(view: View, site: Site) -> bool:
-    """Whether a call is a loss of torch's, which wants both of its values on one device: CTC's targets may be on the
-    CPU, and a loss of the project's own may move them.
+    """Check whether a call is a loss of torch's, which wants both of its values on one device: CTC's targets may be on
+    the CPU, and a loss of the project's own may move them.
     """
     called = site.call.func
     made = [full for _, _, full in view.origins.calls_of(called, site.scope)]
@@ -110,12 +110,12 @@ def compares(view: View, site: Site) -> bool:
 
 
 def moves(view: View, call: ast.Call, name: str) -> bool:
-    """Whether a call moves a variable, or something read from it."""
+    """Check whether a call moves a variable, or something read from it."""
     return isinstance(call.func, ast.Attribute) and call.func.attr in MOVES and getattr(base(call), "id", "") == name
 
 
 def feeds_model(view: View, shifted: set[str], body: list) -> bool:  # type: ignore[type-arg]
-    """Whether a moved variable is what a model is called with."""
+    """Check whether a moved variable is what a model is called with."""
     return any(
         view.kinds.is_model(site.call.func, site.scope)
         and any(mentions(arg, name) for arg in site.call.args for name in shifted)
@@ -125,44 +125,9 @@ def feeds_model(view: View, shifted: set[str], body: list) -> bool:  # type: ign
 
 RULE = Rule(
     code="LS006",
-    name="criterion or target on the CPU",
-    what="The weights of a loss, or the targets of a batch, stay on the CPU while the model's outputs are on a GPU.",
-    why=(
-        "The first step stops with 'Expected all tensors to be on the same device'; if it is in the evaluation, "
-        "only after the first epoch."
-    ),
-    bad="""
-import torch
-from torch import nn
-
-def train(model, loader, optimizer):
-    model.cuda()
-    criterion = nn.CrossEntropyLoss()
-    for inputs, targets in loader:
-        inputs = inputs.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-from torch import nn
-
-def train(model, loader, optimizer, device):
-    model.to(device)
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0]).to(device))
-    for inputs, targets in loader:
-        inputs, targets = inputs.to(device), targets.to(device)
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Move criterion and targets to the model's device",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
 )

@@ -16,7 +16,7 @@ WEIGHTS = ("torch", "all")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the first model that a program trains, and for a seed before it."""
+    """Look for the first model that a program trains, and for a seed before it."""
     found = [made for run in runs(view) if trains(view, run) and (made := next(iter(run.of("make")), None)) is not None]
     seeded = any(seeds(run) for run in runs(view))
     site = shown_at(view, found[0]) if found and not seeded else None
@@ -25,12 +25,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def trains(view: View, run: Run) -> bool:
-    """Whether a program that starts in the file trains."""
+    """Check whether a program that starts in the file trains."""
     return run.entry.module is view.module and bool(run.of("fit") or (run.of("backward") and run.of("step")))
 
 
 def seeds(run: Run) -> bool:
-    """Whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
+    """Check whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
     if run.entry.kind == "function" and not run.of("make", "backward"):
         return False
     made = next((event.place for event in run.of("make")), len(run.events))
@@ -39,53 +39,9 @@ def seeds(run: Run) -> bool:
 
 RULE = Rule(
     code="LS008",
-    name="no seed",
-    what="Nothing seeds the random generators before the model is made.",
-    why=(
-        "The run cannot be repeated, and without DDP's first broadcast the ranks would start from different weights. "
-        "Some want fresh randomness in every run: this is an opinion."
-    ),
-    bad="""
-import torch
-from torch import nn
-
-def main(loader):
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-if __name__ == "__main__":
-    main([])
-""",
-    good="""
-import torch
-from torch import nn
-
-def main(loader, seed):
-    torch.manual_seed(seed)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-if __name__ == "__main__":
-    main([], 1)
-""",
     severity=Severity.OPINION,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Call torch.manual_seed(seed) before the model is made",
     moot=frozenset({"lockstep", "transformers", "trl"}),
-    note=(
-        "It is told at the line where a script first makes a model, itself or by a function that it calls, if its "
-        "program computes gradients and steps, or has a Trainer of Lightning fit. A seed that comes after the model, "
-        "or one of Python's, numpy's or CUDA's random numbers alone, makes no weights repeatable. The Trainers of "
-        "transformers and trl seed when they are made."
-    ),
 )

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.drafts import synced_last
-from lockstep_lint.analysis.gradients import outside
 from lockstep_lint.analysis.nodes import idents
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import apart
@@ -27,7 +26,7 @@ LATE = "no_sync around backward alone changes nothing, as DDP decides in forward
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
+    """Look for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
     yield from late(view)
     if view.effects.mentioned(view.module, *SKIPS):
         return
@@ -35,8 +34,6 @@ def check(view: View) -> Iterator[Found]:
         return
     for found in accumulations(view):
         programs, training = view.ranks.programs, found.training
-        if outside(view, training):
-            continue  # what is wrapped is not what is trained
         if programs.apart(training.scope) or programs.elsewhere(training.backward.scope):
             continue  # trains without the group, or is run by scripts of one process
         yield at(
@@ -47,7 +44,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def late(view: View) -> Iterator[Found]:
-    """The contexts of no_sync around backward that the forward of the same turn stands before."""
+    """Yield the contexts of no_sync around backward that the forward of the same turn stands before."""
     for run in runs(view):
         for back in run.of("backward"):
             block = next((b for b in back.withs if any(name == "no_sync" for name in idents(b.node))), None)
@@ -61,46 +58,10 @@ def late(view: View) -> Iterator[Found]:
 
 RULE = Rule(
     code="LS009",
-    name="accumulation without no_sync",
-    what="Gradients are accumulated over several micro-batches under DDP, and every backward exchanges them.",
-    why=(
-        "The exchange is needed once, in the last micro-batch. Eight micro-batches make eight times the traffic, "
-        "and across machines most of the step's time."
-    ),
-    bad="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(model, loader, optimizer, criterion, local_rank, steps):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    for i, (x, y) in enumerate(loader):
-        loss = criterion(model(x.to(local_rank)), y.to(local_rank)) / steps
-        loss.backward()
-        if (i + 1) % steps == 0 or i + 1 == len(loader):
-            optimizer.step()
-            optimizer.zero_grad()
-""",
-    good="""
-import contextlib
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(model, loader, optimizer, criterion, local_rank, steps):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    for i, (x, y) in enumerate(loader):
-        last = (i + 1) % steps == 0 or i + 1 == len(loader)
-        with contextlib.nullcontext() if last else model.no_sync():
-            loss = criterion(model(x.to(local_rank)), y.to(local_rank)) / steps
-            loss.backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Run all but the last micro-batch under model.no_sync()",
     moot=frozenset(
         {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "composer", "lockstep", "trl"}
     ),

@@ -28,7 +28,7 @@ KINDS = ("backward", "zero", "step", "unscale", "clip")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every clip: are the gradients still scaled, and is it between backward and the step?"""
+    """Look at every clip: are the gradients still scaled, and is it between backward and the step?"""
     yield from managed(view)
     if view.analysis.is_moot(view.module, MOOT):
         return
@@ -78,14 +78,16 @@ def half(view: View, call: ast.Call | None, scope: Scope) -> tuple[str, object] 
 
 
 def within_scaling(run: Run, clip: Event) -> bool:
-    """Whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is left."""
+    """Check whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is
+    left.
+    """
     blocks = [block for block in clip.withs if last(block.node) == "scale_loss"]
     backs = (back for back in run.of("backward") if back.place < clip.place)
     return bool(blocks) and any(blocks[-1] in back.path for back in backs)
 
 
 def misplaced(events: list[Event], clip: Event) -> str:
-    """What is wrong with the place of a clip among the events of its turn, if anything is."""
+    """Return what is wrong with the place of a clip among the events of its turn, if anything is."""
     if clip not in events:
         return ""
     place = events.index(clip)
@@ -109,44 +111,9 @@ def misplaced(events: list[Event], clip: Event) -> str:
 
 RULE = Rule(
     code="LS011",
-    name="clipping scaled or stepped gradients",
-    what=(
-        "Gradients are clipped while the factor of a GradScaler or of apex's `scale_loss` is still in them, or after "
-        "the optimizer's step."
-    ),
-    why=(
-        "A scaler multiplies the loss, and so the gradients, by up to 65536: a clip at norm 1 then shrinks nearly "
-        "everything to nothing. A clip after the step has no effect at all."
-    ),
-    bad="""
-import torch
-
-def step(model, optimizer, scaler, loss):
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-""",
-    good="""
-import torch
-
-def step(model, optimizer, scaler, loss):
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call scaler.unscale_(optimizer), clip, then step",
     moot=frozenset({"lockstep", "composer"}),
-    note=(
-        'With Accelerate and Fabric it is told where the precision is written out (`mixed_precision="fp16"`, '
-        '`precision="16-mixed"`) and torch\'s own clip stands behind their backward.'
-    ),
 )

@@ -4,16 +4,15 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.checkpoints import handled, loaded, of_program, saves
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, idents, keyword, last, mentions, walk
-from lockstep_lint.analysis.origins import SAME, default
+from lockstep_lint.analysis.nodes import Words, dotted, element_of, idents, last, mentions, walk
+from lockstep_lint.analysis.origins import SAME
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, same, shown_at, sides, subject, things
+from lockstep_lint.events.query import alone, given_as, shown_at, sides, subject
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -21,11 +20,6 @@ from lockstep_lint.rules.base import Found, Rule, at
 __all__ = ["RULE"]
 
 STATE = "saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()"
-MISFIT = "loads the bare model's state into its DDP wrapper, whose names have 'module.': load it into {plain}"
-BARE = (
-    "loads what the {kind} wrapper saved, with names in 'module.', into the bare model: save model.module.state_dict()"
-)
-STRIP = "leaves the 'module.' that a wrapper's names begin with: replace 'module.', or removeprefix('module.')"
 OBJECT = "saves the {kind} wrapper itself, which only such a program can load: save model.module"
 ALL = "every rank writes this file at once: save on rank 0 only"
 HELPED = "every rank has this helper write one file at once: call it on rank 0 only"
@@ -44,23 +38,18 @@ TESTS = re.compile(
 )
 OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|mem_|^te?mp", re.IGNORECASE)
 NEAR = 10
-# How many names a path is followed through.
-MAX_NAMES = 5
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at what is saved, by whom, and who reads it when."""
+    """Find wrappers' states that are saved, files that all ranks write, and files read before they are written."""
     for run in runs(view):
         yield from of_wrappers(view, run)
         yield from by_all(view, run)
         yield from read_early(view, run)
-        yield from misfits(view, run)
-        yield from of_wrapper(view, run)
-    yield from stripped(view)
 
 
 def of_wrappers(view: View, run: Run) -> Iterator[Found]:
-    """The states of wrappers, and wrappers themselves, that are written to a file."""
+    """Yield the states of wrappers, and wrappers themselves, that are written to a file."""
     for event in run.of("state", "save"):
         site = event.mark.site
         if site is None or event.module is not view.module or knows_wrapper(view, site):
@@ -79,95 +68,16 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
                 yield at(site, STATE.format(kind=kind, plain=plain), severity=Severity.HINT, proposal=change)
 
 
-def misfits(view: View, run: Run) -> Iterator[Found]:
-    """The states of bare models, saved under a key, that a wrapper loads by the same key: its names have `module.`."""
-    for event in run.of("load") if ".module.state_dict" in view.module.text else ():
-        site = event.mark.site
-        given = next(iter(site.call.args), None) if site is not None else None
-        if site is None or event.module is not view.module or not isinstance(given, ast.Subscript):
-            continue
-        if constant(keyword(site.call, "strict")) is False or any(word in view.module.text for word in STRIPS):
-            continue
-        key, tests = constant(given.slice), (ast.unparse(guard.test) for guard in guards(site.stmt, site.module))
-        states = list(kept_under(view, key)) if isinstance(key, str) and not any(map(TESTS.search, tests)) else []
-        bare = bool(states) and all(isinstance(each, str) for each in map(bare_state, states))
-        named = dotted(site.receiver)
-        if site.receiver is None or not bare or named is None or named not in map(bare_state, states):
-            continue
-        if in_wrapper(view, run, event) and wrapped(view, site.receiver, event) == "DDP":
-            yield at(site, MISFIT.format(plain=f"{named}.module"))
-
-
-def of_wrapper(view: View, run: Run) -> Iterator[Found]:
-    """Yield the bare models that load, by a resume, a state that the program saves from their wrapper alone."""
-    text = view.module.text
-    if not run.of("wrap") or "load_state_dict" not in text or any(word in text for word in STRIPS):
-        return
-    written = saves(view.analysis, view.module)
-    for event in run.of("load") if written else ():
-        site = event.mark.site
-        given = next(iter(site.call.args), None) if site is not None else None
-        if site is None or given is None or event.module is not view.module or keyword(site.call, "strict") is not None:
-            continue
-        key = constant(given.slice) if isinstance(given, ast.Subscript) else ""
-        made = loaded(view, given.value if isinstance(given, ast.Subscript) else given, event.scope)
-        own = of_program(view, made, [(site.stmt, event.scope)], written, True) if made and isinstance(key, str) else []
-        nodes = {value for saved in own for value, _ in saved.values.get(str(key), ())}
-        states = [each for each in run.of("state") if each.node in nodes and each.mark.site is not None]
-        if not nodes or {each.node for each in states} != nodes or handled(site.stmt, event.scope):
-            continue
-        late = all(w.place > event.place for w in run.of("wrap") if same(view, w, event))
-        kinds = {wrapped(view, each.mark.subject, each) for each in states if each.mark.subject is not None}
-        alike = all(things(view, *subject(each)) <= things(view, *subject(event)) for each in states)  # no average's
-        if (
-            late
-            and alike
-            and kinds
-            and kinds <= {"DDP", "DataParallel"}
-            and any(same(view, w, event) for w in run.of("wrap"))
-        ):
-            yield at(site, BARE.format(kind=min(kinds)))
-
-
-def stripped(view: View) -> Iterator[Found]:
-    """Yield what takes too little, or too much, off the names of a wrapper's state."""
-    for site in view.sites("replace") if "'.module.'" in view.module.text or '".module."' in view.module.text else ():
-        loads = site.scope.named("load_state_dict") and len(site.call.args) == 2
-        if loads and constant(site.call.args[0]) == ".module." and constant(site.call.args[1]) == "":
-            yield at(site, STRIP)
-
-
-def in_wrapper(view: View, run: Run, event: Event) -> bool:
-    """Whether the model is in its wrapper wherever the run comes to an event."""
-    wraps = [wrap for wrap in run.of("wrap") if wrap.detail == "ddp" and same(view, wrap, event)]
-    return all(any(w.place < e.place for w in wraps) for e in run.of(event.kind) if e.node is event.node)
-
-
-def kept_under(view: View, key: str) -> Iterator[ast.expr]:
-    """Yield the states of models that a file's dictionaries keep under a key."""
-    for table in view.module.dicts:
-        for name, value in zip(table.keys, table.values, strict=True):
-            if name is not None and constant(name) == key:
-                yield value
-
-
-def bare_state(value: ast.expr) -> str | None:
-    """The name of the wrapper whose model's state an expression is, at least where there is a wrapper."""
-    if isinstance(value, ast.IfExp):
-        return bare_state(value.body) or bare_state(value.orelse)
-    func = value.func if isinstance(value, ast.Call) else None
-    model = func.value if isinstance(func, ast.Attribute) and func.attr == "state_dict" else None
-    return dotted(model.value) if isinstance(model, ast.Attribute) and model.attr == "module" else None
-
-
 def parts(view: View, site: Site) -> Iterator[ast.expr]:
-    """The objects that `torch.save` is given, by themselves or in a dictionary."""
+    """Yield the objects that `torch.save` is given, by themselves or in a dictionary."""
     for origin in view.origins.of(next(iter(site.call.args), None), site.scope):
         yield from origin.node.values if isinstance(origin.node, ast.Dict) else site.call.args[:1]
 
 
 def wrapped(view: View, node: ast.expr, event: Event) -> str:
-    """The wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is plain."""
+    """Return the wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is
+    plain.
+    """
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*SAME, "deepcopy"):
         node = node.func.value if node.func.attr in SAME or not node.args else node.args[0]
     if dotted(node) is None and not isinstance(node, ast.Subscript):
@@ -191,7 +101,7 @@ def wrapped(view: View, node: ast.expr, event: Event) -> str:
 
 
 def knows_wrapper(view: View, site: Site) -> bool:
-    """Whether the code around takes the wrapper's names off, or tests for the wrapper."""
+    """Check whether the code around takes the wrapper's names off, or tests for the wrapper."""
     if any(last(item) == "state_dict_type" for item in withs(site.stmt, site.module)):
         return True
     lines, start, end = view.module.lines, site.stmt.lineno, site.stmt.end_lineno or site.stmt.lineno
@@ -210,7 +120,9 @@ def knows_wrapper(view: View, site: Site) -> bool:
 
 
 def saved(view: View, event: Event) -> bool:
-    """Whether a state gets into a file: in the call that writes it, by a name, or by what its function returns."""
+    """Check whether a state gets into a file: in the call that writes it, by a name, or by what its function
+    returns.
+    """
     node, stmt, scope = event.node, event.mark.stmt, event.scope
     for block in (*reversed(event.path), None):
         names = holders(scope, stmt, node)
@@ -225,7 +137,7 @@ def saved(view: View, event: Event) -> bool:
 
 
 def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """What the calls of all runs write to files, as it stands in one function."""
+    """Yield what the calls of all runs write to files, as it stands in one function."""
     for event in (event for run in runs(view) for event in run.of("save", "hand")):
         call = event.node
         for value in (*call.args, *(item.value for item in call.keywords)) if isinstance(call, ast.Call) else ():
@@ -235,7 +147,7 @@ def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
-    """The names of a function that hold a value, by themselves, copied, or in a table."""
+    """Return the names of a function that hold a value, by themselves, copied, or in a table."""
     names: set[str] = set()
     for other in (stmt, *(each for each in scope.stmts if each.lineno >= stmt.lineno and each is not stmt)):
         value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
@@ -250,7 +162,7 @@ def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
 
 
 def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: Scope) -> bool:
-    """Whether what is written is a state, or one of the names that hold it."""
+    """Check whether what is written is a state, or one of the names that hold it."""
     if any(part is node for part in walk(value)):
         return True
     known = names if home is scope else {n for n in names if n.startswith("self.") and home.owner is scope.owner}
@@ -258,7 +170,7 @@ def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: S
 
 
 def by_all(view: View, run: Run) -> Iterator[Found]:
-    """The files of a model that all ranks write, told at the call that forgot the test which others have."""
+    """Yield the files of a model that all ranks write, told at the call that forgot the test which others have."""
     saves = [event for event in run.of("save") if event.detail in MODELS]
     guarded = {event.node for event in saves if sides(view, event)}
     for event in saves:
@@ -275,13 +187,13 @@ def by_all(view: View, run: Run) -> Iterator[Found]:
 
 
 def called(view: View, event: Event) -> Site | None:
-    """The last call of another function in the file, on the way to an event."""
+    """Return the last call of another function in the file, on the way to an event."""
     calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
     return calls[-1] if calls else None
 
 
 def out_of_sight(view: View, run: Run, event: Event) -> bool:
-    """Whether who runs a function that saves cannot be seen."""
+    """Check whether who runs a function that saves cannot be seen."""
     entry = run.entry
     if entry.kind != "function" or event.scope is not entry or view.calls.callers(entry):
         return False
@@ -292,7 +204,7 @@ def out_of_sight(view: View, run: Run, event: Event) -> bool:
 
 
 def replicated(view: View) -> bool:
-    """Whether every rank has the whole model."""
+    """Check whether every rank has the whole model."""
     named = {"horovod", "transformers", "lightning_fabric"} & view.frameworks
     if named or "ddp" in view.wrappers.kinds(view.module) or view.ranks.programs.accelerated(view.module):
         return True
@@ -301,7 +213,9 @@ def replicated(view: View) -> bool:
 
 
 def own_path(view: View, event: Event) -> bool:
-    """Whether a path holds the rank, or is of a temporary file or of a buffer in memory, there or where it is given."""
+    """Check whether a path holds the rank, or is of a temporary file or of a buffer in memory, there or where it is
+    given.
+    """
     queue, seen = [(event.mark.subject, event.scope)], set[object]()
     while queue and len(seen) < 30:
         node, scope = given_as(event, *queue.pop())
@@ -318,7 +232,7 @@ def own_path(view: View, event: Event) -> bool:
 
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
-    """The reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
+    """Yield the reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
     waits = {"collective", "wrap", "backward"}
     if view.wrappers.kinds(view.module) != {"ddp"}:
         waits.add("state")  # FSDP gathers it from all ranks
@@ -335,40 +249,18 @@ def read_early(view: View, run: Run) -> Iterator[Found]:
 
 
 def one_file(view: View, save: Event, read: Event) -> bool:
-    """Whether a file is written and read under one path: written out, or by the same names in one function."""
+    """Check whether a file is written and read under one path: one literal, or the same names in one function."""
     (written, home), (asked, place) = meant(*subject(save)), meant(*subject(read))
-    if written is None or asked is None:
+    if written is None or asked is None or ast.dump(written) != ast.dump(asked):
         return False
-    path = spelled(view, save, written, home)
-    if path is not None:
-        return path == spelled(view, read, asked, place)
     keys = {key for node in (subject(save)[0], written) if node for p in walk(node) if (key := dotted(p)) is not None}
     changed = any(len(home.binds.get(key, [])) > (key not in home.params and "." not in key) for key in keys)
     known = home is place or (home.module is place.module and not keys & (home.binds.keys() | place.binds.keys()))
-    return known and not changed and ast.dump(written) == ast.dump(asked)
-
-
-def spelled(view: View, event: Event, node: ast.expr, scope: Scope, depth: int = 0) -> str | None:
-    """Return a path that literals alone make up, by names that have one value; None if anything else is in it."""
-    node, scope = given_as(event, node, scope)  # type: ignore[assignment]
-    text = constant(node)
-    if isinstance(text, str) or depth > MAX_NAMES:
-        return text if isinstance(text, str) else None
-    if isinstance(node, ast.Call) and view.names.qualify(node.func, scope).endswith("path.join"):
-        parts = [spelled(view, event, part, scope, depth + 1) for part in node.args]
-        return "/".join(filter(None, parts)) if None not in parts else None
-    if not isinstance(node, ast.Name):
-        return None
-    calls = [block.site.call for block in event.path if isinstance(block, CallBlock) and block.function is scope]
-    if node.id in scope.params and node.id not in scope.binds and calls:
-        usual = default(scope, node.id, calls[-1])
-        return None if usual is None else spelled(view, event, usual, scope.module.scopes[0], depth + 1)
-    found = [item for item in view.origins.of(node, scope) if item.node is not node]
-    return spelled(view, event, found[0].node, found[0].scope, depth + 1) if len(found) == 1 else None
+    return known and not changed
 
 
 def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
-    """What a name of a path stands for, if it has one value."""
+    """Return the value of a path's name, if it has one alone."""
     binds = scope.binds.get(dotted(path) or "", [])
     plain = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path and dotted(path) not in scope.params
     return (binds[0].value, scope) if plain and binds[0].value is not None else (path, scope)
@@ -376,50 +268,10 @@ def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
 
 RULE = Rule(
     code="LS014",
-    name="wrapper's state saved",
-    what=(
-        "The `state_dict` of a DDP or DataParallel wrapper, or of what `accelerator.prepare` made, is saved, every "
-        "rank saves the same file, others read a file before rank 0 has written it, or a bare model's state is "
-        "loaded into its wrapper."
-    ),
-    why=(
-        "A wrapper's names start with `module.`, so the checkpoint fits no plain model. Files written by all ranks at "
-        "once are torn; files read too early are old or half written."
-    ),
-    bad="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, local_rank, rank):
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    if rank == 0:
-        torch.save(model.state_dict(), "model.pt")
-""",
-    good="""
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(model, local_rank, rank):
-    dist.init_process_group("nccl")
-    model = DDP(model.to(local_rank), device_ids=[local_rank])
-    if rank == 0:
-        torch.save(model.module.state_dict(), "model.pt")
-    dist.barrier()
-    model.module.load_state_dict(torch.load("model.pt", map_location="cpu"))
-    dist.destroy_process_group()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Save model.module.state_dict() on rank 0, then a barrier",
     moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
-    note=(
-        "A save by every rank is told where all of them certainly write one path: not a temporary file, not one with "
-        "the rank in its name (also where a helper's callers give it), and at those calls of a helper that forgot the "
-        "test which others have. What rank 0 writes and all read is followed through helpers too; it is silent where a "
-        "barrier or an exchange of objects stands between, at the end of the helper that writes or at the start of the "
-        "one that reads, where the path is bound anew, and where no run does both."
-    ),
 )

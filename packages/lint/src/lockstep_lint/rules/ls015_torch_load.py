@@ -13,7 +13,7 @@ __all__ = ["RULE"]
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every torch.load."""
+    """Look at every torch.load."""
     for site in view.sites("load"):
         if view.full(site) != "torch.load":
             continue
@@ -35,29 +35,8 @@ def check(view: View) -> Iterator[Found]:
 
 RULE = Rule(
     code="LS015",
-    name="torch.load",
-    what="`torch.load` has no `map_location`, or `weights_only=False`.",
-    why=(
-        "Without map_location all ranks restore onto the GPU that the file was saved from, usually GPU 0, and a "
-        "machine without it fails. With weights_only=False a checkpoint is a program that runs when it is loaded."
-    ),
-    bad="""
-import torch
-
-def resume(model, path):
-    model.load_state_dict(torch.load(path))
-    model.cuda()
-""",
-    good="""
-import torch
-
-def resume(model, path):
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    model.cuda()
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy='torch.load(path, map_location="cpu", weights_only=True)',
 )

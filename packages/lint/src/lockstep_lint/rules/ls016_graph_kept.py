@@ -139,47 +139,8 @@ def names_in(value: ast.expr | None) -> list[str]:
 
 RULE = Rule(
     code="LS016",
-    name="graph kept alive",
-    what="A sum or a list that outlives the step takes in a tensor that still belongs to the step's graph.",
-    why=(
-        "Every step's activations stay in memory for as long as the sum lives: memory grows from step to step "
-        "until the run dies."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total = 0.0
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss
-    return total / len(loader)
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    total = torch.zeros(())
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
-    return total / len(loader)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="safe",
-    remedy="Add loss.detach() instead",
-    note=(
-        "The terms of a loss count like the loss. So does what a function that runs in every step leaves in a list or "
-        "a sum of its object (`self.losses.append(loss)`), also in the `training_step` of a LightningModule, and "
-        "what a class of the project's own keeps of a loss or of the model's output (`metric.add(output, y)`). "
-        "And so does what an evaluation without `torch.no_grad()` adds up or collects of its outputs and losses."
-    ),
 )

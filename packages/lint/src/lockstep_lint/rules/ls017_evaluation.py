@@ -1,15 +1,13 @@
 """LS017: evaluation without eval() or no_grad, or train mode not restored."""
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import TURN, above, following, guards, inside, loops
+from lockstep_lint.analysis.context import TURN, above
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, strings, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, walk
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.evaluation import evaluates, in_eval_mode, looped, span, trains, without_graph
+from lockstep_lint.events.evaluation import evaluates, in_eval_mode, span, trains, without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import opposed, same, subject, things
 from lockstep_lint.events.run import Run, runs
@@ -28,34 +26,24 @@ TRAINED = Words(
 EVAL, NO_GRAD = "model.eval()", "torch.no_grad()"
 
 
-LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
-# What Lightning calls between two batches that it trains on; after a validation it puts the mode back itself.
-HOOKS = ("on_train_epoch_end", "on_train_batch_end", "on_epoch_end")
-
-
 def check(view: View) -> Iterator[Found]:
-    """Looks at the calls of models that evaluate, and at training loops that evaluate in between."""
-    if view.analysis.is_moot(view.module, LIGHTNING):
-        yield from left_by_hooks(view)
-        return
+    """Find models that evaluate in training mode or with a graph, and those that then train in eval mode."""
     answers: dict[Site, dict[str, set[bool | None]]] = {}
     for run in runs(view):
         for event, site in evaluations(view, run):
             asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
             asked[EVAL].add(in_eval_mode(view, run, event))
             asked[NO_GRAD].add(without_graph(view, run, event))
-        for event, site in (*shared(view, run), *phases(view, run)):
-            asked = answers.setdefault(site, {EVAL: set(), NO_GRAD: set()})
-            asked[EVAL].add(in_eval_mode(view, run, event) if site is not event.mark.site else None)
-            asked[NO_GRAD].add(without_graph(view, run, event) is True)  # what calls it trains, and keeps graphs
     done: set[Scope] = set()
+    trained = any(run.of("backward") for run in runs(view))
     for site in sorted(answers, key=lambda each: each.line):
         missing = [what for what, found in answers[site].items() if False in found and None not in found]
         if missing and site.scope not in done and site.module is view.module:
             done.add(site.scope)
-            yield at(site, f"evaluates without {' and '.join(missing)}")
+            # What libraries load is in eval mode already, so a missing eval() matters most where something trains.
+            level = None if trained or NO_GRAD in missing else Severity.HINT
+            yield at(site, f"evaluates without {' and '.join(missing)}", severity=level)
     yield from not_restored(view)
-    yield from averaged(view)
 
 
 def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
@@ -67,103 +55,19 @@ def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
 
 
 def in_loop(run: Run, event: Event) -> Site | None:
-    """The call that runs the model in the loop that evaluates: its own, or that of a function that loops share."""
+    """Return the call that runs the model in the loop that evaluates: its own, or that of a function that loops
+    share.
+    """
     loop = event.loops[-1] if event.loops and not trains(span(run, event.loops[-1])) else None
     inner = event.within(loop) if loop is not None else ()
     return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
 
 
-def shared(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
-    """Yield the calls of a function that evaluate by their arguments, where others train (`epoch(loader, False)`)."""
-    calls: dict[Scope, dict[CallBlock, None]] = defaultdict(dict)
-    for event in run.of("run", "backward"):
-        for block in event.path:
-            if isinstance(block, CallBlock):
-                calls[block.function][block] = None
-    trained = {back for event in run.of("backward") for back in event.path}
-    idle = [block for blocks in calls.values() if trained & blocks.keys() for block in blocks if block not in trained]
-    for block in idle:
-        models = [e for e in span(run, block) if e.kind == "run" and looped(e.within(block))]
-        inner = any(outer in idle for outer in models[0].path[: models[0].path.index(block)]) if models else True
-        if not inner and not evaluates(view, run, models[0]):
-            yield models[0], block.site
-
-
-def phases(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
-    """Yield the calls of the model in a loop over phases, of which only the training one computes gradients."""
-    for event in run.of("run"):
-        for loop in event.loops if event.mark.site is not None and event.module is view.module else ():
-            phase = dotted(getattr(loop.node, "target", None)) or ""
-            over = getattr(loop.node, "iter", None)
-            if over is not None and any(map(EVALUATION.search, strings(over))):
-                backs = list(turn(run.events, loop, "backward"))
-                apart_from = any(mentions(arm.node, phase) for arm in event.tests)
-                site = event.mark.site
-                if backs and site is not None and not apart_from and all(in_training(back, phase) for back in backs):
-                    yield event, site
-
-
-def in_training(event: Event, phase: str) -> bool:
-    """Check whether a test of the phase keeps an event to the training."""
-    for arm in event.tests:
-        test = arm.node
-        if isinstance(test, ast.Compare) and mentions(test, phase) and "train" in strings(test):
-            return arm.when is isinstance(test.ops[0], ast.Eq)
-    return False
-
-
-AVERAGED = "training goes on from the averaged weights: store the model's own before, and restore them after"
-# What puts averaged weights in the place of a model's own.
-PUTS_IN = ("copy_to", "apply_shadow")
-PUTS_BACK = ("load_state_dict", "copy_", "swap")
 STAYS = "the model stays in eval mode for the training that follows: call model.train() after"
 
 
-def left_by_hooks(view: View) -> Iterator[Found]:
-    """The callbacks of Lightning that switch the module to eval mode, where no function of their file puts it back."""
-    if any(view.module.sites("train")):
-        return
-    for site in view.sites("eval"):
-        params = list(site.scope.params)
-        if site.scope.name in HOOKS and params[:1] == ["self"] and dotted(site.receiver) in params[2:3]:
-            yield at(site, STAYS)
-
-
-def averaged(view: View) -> Iterator[Found]:
-    """Yield the calls that put averaged weights into the model that a loop goes on to train, and is averaged from."""
-    sites = [site for site in view.sites(*PUTS_IN) if site.receiver is not None and site.call.args]
-    if not sites or any(True for member in view.project.family(view.module) for _ in member.sites("restore")):
-        return
-    for site in sites:
-        outer = next(iter(loops(site.stmt, site.module)[-1:]), None)
-        turns = [each for each in site.scope.sites if outer is not None and inside(each.stmt, outer, site.module)]
-        fed = [each for each in turns if each.name in ("step", "update") and each.call.args]
-        own = [each for each in fed if dotted(each.receiver) == dotted(site.receiver)]
-        same_model = [each for each in own if weights_of(view, each) == weights_of(view, site)]
-        if same_model and not once_only(site) and not any(each.name in PUTS_BACK for each in turns):
-            yield at(site, AVERAGED)
-
-
-def weights_of(view: View, site: Site) -> str:
-    """Return the text of the weights that a call is handed, with the first name of a model that has two."""
-    given = site.call.args[0]
-    model = given.func.value if isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) else given
-    binds = view.origins.binds(dotted(model) or "", site.scope, site.line)
-    alias = binds[0][0].value if len(binds) == 1 else None
-    return dotted(alias if isinstance(alias, ast.Name) else model) or ast.unparse(given)
-
-
-def once_only(site: Site) -> bool:
-    """Check whether a call is made in one turn of its loops, or the loop ends behind it."""
-    tests = [guard.test for guard in guards(site.stmt, site.module)]
-    asks = (node for test in tests for node in walk(test) if isinstance(node, ast.Compare))
-    single = any(isinstance(node.ops[0], ast.Eq) and not isinstance(node.left, ast.BinOp) for node in asks)
-    behind = following(site.stmt, site.module)
-    return single or any(isinstance(stmt, ast.Break | ast.Return) for stmt in behind)
-
-
 def not_restored(view: View) -> Iterator[Found]:
-    """The calls that switch the trained model to eval mode, in which it still is when it trains next."""
+    """Yield the calls that switch the trained model to eval mode, in which it still is when it trains next."""
     for run in runs(view):
         done: set[Mark] = set()
         steps = {back.loops[-1] for back in run.of("backward") if back.loops}
@@ -177,8 +81,8 @@ def not_restored(view: View) -> Iterator[Found]:
 
 
 def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event, Event] | None:
-    """The switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the next, and
-    that backward.
+    """Return the switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the
+    next, and that backward.
     """
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
@@ -206,7 +110,9 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
 
 
 def own_training(view: View, run: Run, switch: Event, back: Event, backward: Event) -> bool:
-    """Whether a switched model is put back by a function that trains it, where another backward is of another model."""
+    """Check whether a switched model is put back by a function that trains it, where another backward is of another
+    model.
+    """
     calls = [block for block in back.path if isinstance(block, CallBlock)]
     own = back.kind == "train" and bool(calls) and calls[-1] not in backward.path and trains(span(run, calls[-1]))
     selves = {dotted(each.mark.subject) for each in (switch, back)} == {"self"}
@@ -214,7 +120,9 @@ def own_training(view: View, run: Run, switch: Event, back: Event, backward: Eve
 
 
 def one_arm(switch: Event, back: Event) -> ArmBlock | None:
-    """The test of data, no count of turns, that decides whether a model is switched back (`if length < limit:`)."""
+    """Return the test of data, no count of turns, that decides whether a model is switched back (`if length <
+    limit:`).
+    """
     arms = (block for block in back.tests if block not in switch.path and isinstance(block.node, ast.Compare))
     bounds = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     asks = (arm for arm in arms if isinstance(arm.node, ast.Compare) and isinstance(arm.node.ops[0], bounds))
@@ -222,7 +130,7 @@ def one_arm(switch: Event, back: Event) -> ArmBlock | None:
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:
-    """Whether each turn of a loop makes the model anew, which begins in training mode."""
+    """Check whether each turn of a loop makes the model anew, which begins in training mode."""
     node, home = subject(switch, loop.scope)
     key = dotted(node)
     binds = home.binds.get(key, []) if key is not None and home is loop.scope else []
@@ -232,13 +140,13 @@ def made_anew(switch: Event, loop: LoopBlock) -> bool:
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
-    """Whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
+    """Check whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
     steps = list(turn(run.events, loop, "step"))
     return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
 
 
 def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
-    """Whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
+    """Check whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
     node, home = subject(switch, loop.scope)
     name = last(node)
     if name != "self" and OTHERS.search(name):
@@ -253,7 +161,7 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
 
 
 def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
-    """The models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
+    """Yield the models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):
         node, home = subject(event)
@@ -264,7 +172,7 @@ def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
-    """Whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
+    """Check whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
     inner = switch.within(loop)
     site = next((block.site for block in inner if isinstance(block, CallBlock)), switch.mark.site)
     if epochs or site is None:
@@ -278,7 +186,7 @@ def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
 
 
 def in_last(test: ast.expr) -> bool:
-    """Whether a test compares with the number of batches, in each of its parts where one of them is enough."""
+    """Check whether a test compares with the number of batches, in each of its parts where one of them is enough."""
     if isinstance(test, ast.BoolOp):
         found = map(in_last, test.values)
         return all(found) if isinstance(test.op, ast.Or) else any(found)
@@ -290,63 +198,9 @@ def in_last(test: ast.expr) -> bool:
 
 RULE = Rule(
     code="LS017",
-    name="evaluation mode",
-    what=(
-        "An evaluation runs without `model.eval()` or without `torch.no_grad()`, or training goes on in eval mode, or "
-        "from averaged weights that were put into the model (`ema.copy_to`)."
-    ),
-    why=(
-        "Without eval(), dropout and batch statistics disturb the score, and the validation data leak into the running "
-        "statistics. Without no_grad() the graph is built for nothing. In eval mode, training silently loses both."
-    ),
-    bad="""
-import torch
-
-def evaluate(model, val_loader):
-    correct = 0
-    with torch.no_grad():
-        for x, y in val_loader:
-            correct += (model(x).argmax(1) == y).sum()
-    return correct
-
-def main(model, val_loader):
-    print(evaluate(model, val_loader))
-
-if __name__ == "__main__":
-    main(torch.nn.Linear(4, 2), [])
-""",
-    good="""
-import torch
-
-@torch.no_grad()
-def evaluate(model, val_loader):
-    model.eval()
-    correct = 0
-    for x, y in val_loader:
-        correct += (model(x).argmax(1) == y).sum()
-    model.train()
-    return correct
-
-def main(model, val_loader):
-    print(evaluate(model, val_loader))
-
-if __name__ == "__main__":
-    main(torch.nn.Linear(4, 2), [])
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="model.eval(), with torch.no_grad(): ..., then model.train()",
-    moot=frozenset({"composer", "lockstep", "trl", "fastai"}),
-    note=(
-        "It is told once a function, at the first call of the model that evaluates (at the call of a shared loop, "
-        "where that loop runs without an optimizer), and at `model.eval()` where training goes on in eval mode, for "
-        "the rest of an epoch too. What is run over held-out data as a whole (`model(X_test)`) counts where it builds "
-        "the graph and nothing is trained on it, and so do rows of it in a loop that counts (`model(x_test[i])`). "
-        "A method that a class of the project only inherits the calls of is judged by what its base class does before. "
-        "A model that is run with nothing done with what it gives (to show its layers) is no evaluation. "
-        "Of a program of Lightning, which switches the modes itself, only callbacks are told that end a training epoch "
-        "or batch with `pl_module.eval()`."
-    ),
+    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
 )

@@ -17,7 +17,7 @@ __all__ = ["RULE"]
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at what waits for all ranks: does a test of the rank keep some of them away?"""
+    """Look at what waits for all ranks: does a test of the rank keep some of them away?"""
     for run in runs(view):
         for event in run.of("collective", "wrap", "forward"):
             site = event.mark.site
@@ -31,14 +31,16 @@ def check(view: View) -> Iterator[Found]:
 
 
 def waits(view: View, run: Run, event: Event) -> bool:
-    """Whether an event ends when all ranks are in it."""
+    """Check whether an event ends when all ranks are in it."""
     if event.kind == "wrap":
         return event.detail in ("ddp", "fsdp")
     return event.kind == "collective" or is_sharded(view, run, event) or sends_buffers(view, run, event)
 
 
 def is_sharded(view: View, run: Run, event: Event) -> bool:
-    """Whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all ranks."""
+    """Check whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all
+    ranks.
+    """
     wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
     model = event.mark.subject
     if model is None or not (wraps or "fsdp" in view.wrappers.kinds(view.module)):
@@ -50,7 +52,9 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
 
 
 def sends_buffers(view: View, run: Run, event: Event) -> bool:
-    """Whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all ranks."""
+    """Check whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all
+    ranks.
+    """
     model, scope = subject(event)
     if model is None or not run.of("norm"):
         return False
@@ -61,13 +65,15 @@ def sends_buffers(view: View, run: Run, event: Event) -> bool:
 
 
 def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
-    """Whether a test keeps some ranks from an event which the others certainly reach."""
+    """Check whether a test keeps some ranks from an event which the others certainly reach."""
     ranks = side(view, block)
     return bool(ranks) and certain(view, event, block) and not paired(view, run, event, block, ranks)
 
 
 def certain(view: View, event: Event, block: Block) -> bool:
-    """Whether a function that is called under a test reaches an event in it, wherever there are several processes."""
+    """Check whether a function that is called under a test reaches an event in it, wherever there are several
+    processes.
+    """
     calls = calls_after(event, block)
     inner = event.path[event.path.index(calls[0]) :] if calls else ()
     return all(
@@ -78,10 +84,24 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
-    """Whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
+    """Check whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
-    return len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set())
+    if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
+        return True
+    return rests(view, run).get((event.kind, event.detail, frame(event, block)), -1) > event.place
+
+
+@kept
+def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
+    """Map (kind, detail, frame) to the last event there that all ranks reach but those that have left the function."""
+    found: dict[tuple[str, str, object], int] = {}
+    for event in run.of("collective", "wrap", "forward"):
+        leaves = any(isinstance(block, ArmBlock) and block.leaves for block in event.path)
+        if leaves and not any(side(view, block) for block in event.path):
+            calls = [block for block in event.path if isinstance(block, CallBlock)]
+            found[event.kind, event.detail, calls[-1] if calls else None] = event.place
+    return found
 
 
 @kept
@@ -98,7 +118,7 @@ def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
 
 
 def frame(event: Event, block: Block) -> Block | None:
-    """The call whose function a block stands in."""
+    """Return the call whose function a block stands in."""
     before = event.path[: event.path.index(block)]
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
@@ -120,35 +140,9 @@ def describe(view: View, run: Run, event: Event, called: bool) -> str:
 
 RULE = Rule(
     code="LS018",
-    name="collective on some ranks only",
-    what=(
-        "A collective (`barrier`, `all_reduce`, ..., Accelerate's `wait_for_everyone`, Fabric's `save`) stands where "
-        "only some ranks arrive, directly or in a function called there; or only some ranks run a model that FSDP has "
-        "wrapped, or wrap one, or have DeepSpeed's engine save."
-    ),
-    why=(
-        "A collective ends when all ranks are in it. If one stays away, the others wait until the timeout, by "
-        "default half an hour, and the job dies."
-    ),
-    bad="""
-import torch.distributed as dist
-
-def log(loss, rank):
-    if rank == 0:
-        dist.all_reduce(loss)
-        print(loss)
-""",
-    good="""
-import torch.distributed as dist
-
-def log(loss, rank):
-    dist.all_reduce(loss)
-    if rank == 0:
-        print(loss)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Let every rank call the collective; guard only what is done with the result",
 )

@@ -28,7 +28,7 @@ HELPERS = ("cleanup_dist", "dist_cleanup")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the end of the process group in the programs that start one."""
+    """Look for the end of the process group in the programs that start one."""
     if ended(view) or any(not ASKS.match(site.name) for site in view.hidden_calls(ENDS)):
         return  # what a file that is not here does may end it
     runnable = any(member.is_script for member in view.project.users(view.module))
@@ -42,13 +42,15 @@ def check(view: View) -> Iterator[Found]:
 
 
 def run_here(view: View, scope: Scope) -> bool:
-    """Whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
+    """Check whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
     called = any(site.scope is view.module.top for site in view.calls.callers(scope))
     return called and not view.project.importers(view.module)
 
 
 def ended(view: View) -> bool:
-    """Whether a file's programs end the group, or hand its end on (`atexit.register(dist.destroy_process_group)`)."""
+    """Check whether a file's programs end the group, or hand its end on
+    (`atexit.register(dist.destroy_process_group)`).
+    """
     if not view.module.by_name.get("init_process_group"):
         return True
     own = view.module.is_script  # other scripts that import it end their own runs
@@ -65,7 +67,9 @@ def ended(view: View) -> bool:
 
 
 def named_elsewhere(view: View, scope: Scope) -> bool:
-    """Whether a function may be run out of sight: something unknown of its name is called, or Python runs it itself."""
+    """Check whether a function may be run out of sight: something unknown of its name is called, or Python runs it
+    itself.
+    """
     owner = scope.owner
     if scope.name.startswith("__") and owner is not None:
         return any(member.words[owner.name] > (member is scope.module) for member in view.project.family(scope.module))
@@ -74,39 +78,9 @@ def named_elsewhere(view: View, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS019",
-    name="no destroy_process_group",
-    what="A program starts a process group and never calls `destroy_process_group`.",
-    why=(
-        "NCCL's threads and sockets are torn down in any order at exit: hangs, warnings, and leaked GPU memory; "
-        "torch warns of it at every exit."
-    ),
-    bad="""
-import torch.distributed as dist
-
-def main():
-    dist.init_process_group("nccl")
-
-if __name__ == "__main__":
-    main()
-""",
-    good="""
-import torch.distributed as dist
-
-def main():
-    dist.init_process_group("nccl")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call torch.distributed.destroy_process_group() when training has ended",
     moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
-    note=(
-        "It is told at `init_process_group`, in the file that calls it, be it the script or its helper. A "
-        "`destroy_process_group` in the programs silences it, but not one in a function that nothing in sight names."
-    ),
 )

@@ -112,30 +112,8 @@ def rates_in(group: ast.expr) -> Iterator[ast.expr]:
 
 RULE = Rule(
     code="LS020",
-    name="decay on biases and norms",
-    what="An optimizer with weight decay gets all parameters in groups that decay alike.",
-    why=(
-        "Shrinking biases, norm scales and embeddings regularises nothing and can hurt; most recipes for "
-        "transformers leave them out. Others train well without: this is an opinion."
-    ),
-    bad="""
-import torch
-
-def make(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-""",
-    good="""
-import torch
-
-def make(model):
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3)
-""",
     severity=Severity.OPINION,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Give biases and norms a group with weight_decay=0",
 )

@@ -20,14 +20,14 @@ ADDS = "so every step adds to all earlier ones"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at every training loop for what clears the gradients, and when."""
+    """Look at every training loop for what clears the gradients, and when."""
     for run in runs(view):
         found = [*kept(view, run), *wiped(view, run), *wiped_early(view, run)]
         yield from (Found(event.node, message) for event, message in found if event.module is view.module)
 
 
 def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
-    """The steps of loops that never clear the gradients, or did before the loop only."""
+    """Yield the steps of loops that never clear the gradients, or did before the loop only."""
     for found in step_loops(run):
         step = next(filter(plain, found.steps), None)
         if step is not None and not view.effects.mentioned(view.module, *CLEARS):
@@ -43,13 +43,15 @@ def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
 
 
 def plain(step: Event) -> bool:
-    """Whether an optimizer steps by itself: not with a closure, nor as one of a parameter server."""
+    """Check whether an optimizer steps by itself: not with a closure, nor as one of a parameter server."""
     call = step.node
     return isinstance(call, ast.Call) and (step.detail != "" or not call.args or step.mark.subject in call.args)
 
 
 def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
-    """Whether all that clears the gradients of a step comes before its loop, where each, or each n-th, turn steps."""
+    """Check whether all that clears the gradients of a step comes before its loop, where each, or each n-th, turn
+    steps.
+    """
     zeros = run.of("zero")
     tests = [block for block in step.within(found.loop) if isinstance(block, ArmBlock)]
     if found.inner is not None or any(in_turn(block.node) is not block.when for block in tests):
@@ -61,7 +63,7 @@ def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
 
 
 def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
-    """The calls that clear the gradients of an optimizer between backward and its step."""
+    """Yield the calls that clear the gradients of an optimizer between backward and its step."""
     order = run.of("backward", "zero", "step")
     for back, zero, step in zip(order, order[1:], order[2:], strict=False):
         found = (back.kind, zero.kind, step.kind) == ("backward", "zero", "step") and same(view, zero, step)
@@ -70,13 +72,13 @@ def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
 
 
 def together(one: Event, other: Event) -> bool:
-    """Whether two events always happen together: nothing but calls stands around one alone."""
+    """Check whether two events always happen together: nothing but calls stands around one alone."""
     apart = [block for block in (*one.path, *other.path) if not (block in one.path and block in other.path)]
     return all(isinstance(block, CallBlock) for block in apart)
 
 
 def wiped_early(view: View, run: Run) -> Iterator[tuple[Event, str]]:
-    """The calls that clear the gradients in every turn of a loop that accumulates them."""
+    """Yield the calls that clear the gradients in every turn of a loop that accumulates them."""
     for found in accumulating(view, run):
         for zero in turn(run.events, found.loop, "zero"):
             if not conditional(zero, found.loop):
@@ -88,46 +90,15 @@ def wiped_early(view: View, run: Run) -> Iterator[tuple[Event, str]]:
 
 
 def conditional(event: Event, loop: LoopBlock) -> bool:
-    """Whether an event happens in some turns of a loop only, or in a loop of its own."""
+    """Check whether an event happens in some turns of a loop only, or in a loop of its own."""
     return any(isinstance(block, ArmBlock | LoopBlock) for block in event.within(loop))
 
 
 RULE = Rule(
     code="LS021",
-    name="zero_grad",
-    what=(
-        "The gradients are never cleared, cleared before the loop only, cleared between backward and step, or cleared "
-        "in every micro-batch of an accumulation."
-    ),
-    why=(
-        "Uncleared gradients add up over all steps and training diverges; cleared at the wrong moment, the step "
-        "or the accumulation does nothing."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        for p in model.parameters():
-            p.grad = None
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call optimizer.zero_grad() once a step, before backward or after step",
     moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl", "fastai"}),
-    note="Gradients that are never cleared are told at the optimizer's step, those cleared too early at `zero_grad`.",
 )

@@ -149,49 +149,9 @@ def has_workers(view: View, site: Site) -> bool:
 
 RULE = Rule(
     code="LS022",
-    name="pinned memory, blocking copy",
-    what=(
-        "A loader pins its memory, but the batches are moved without `non_blocking=True`; or, as an opinion, a "
-        "loader has no workers."
-    ),
-    why=(
-        "Pinned memory pays off by copying while the GPU computes. A blocking copy waits for it and pays only the"
-        " cost of pinning."
-    ),
-    bad="""
-import torch
-from torch.utils.data import DataLoader
-
-def train(model, data, optimizer, criterion, device):
-    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        x, y = x.to(device), y.to(device)
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-from torch.utils.data import DataLoader
-
-def train(model, data, optimizer, criterion, device):
-    loader = DataLoader(data, batch_size=32, num_workers=4, pin_memory=True)
-    for x, y in loader:
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-""",
     severity=Severity.HINT,
     confidence=Confidence.HIGH,
     check=check,
     fix="safe",
-    remedy="Add non_blocking=True to the move",
     moot=frozenset({"lockstep"}),
-    note=(
-        "It is told at the move of what a loop over a loader gives, in a training or wherever the data is not held "
-        "out, also in a function that is handed the batch; not where the loader in sight pins nothing, nor for Apple's "
-        "GPUs, for which no memory is pinned. The opinion is told at a `DataLoader(...)` without workers, in a program "
-        "that knows of GPUs."
-    ),
 )

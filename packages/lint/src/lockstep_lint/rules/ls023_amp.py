@@ -38,7 +38,9 @@ def check(view: View) -> Iterator[Found]:
 
 
 def idle(view: View, site: Site) -> bool:
-    """Whether a program that trains under autocast never scales by its scaler, nor hands it to code out of sight."""
+    """Check whether a program that trains under autocast never scales by its scaler, nor hands it to code out of
+    sight.
+    """
     word = view.effects.mentioned
     used = word(view.module, ".scale(", "bfloat16", "deepspeed", "Fabric", "accelerat", "lightning", "ignite")
     if used or not word(view.module, "autocast") or not trains(view):
@@ -54,32 +56,32 @@ def arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def half(view: View, site: Site) -> bool:
-    """Whether FSDP's scaler may be for float16 that FSDP itself computes in."""
+    """Check whether FSDP's scaler may be for float16 that FSDP itself computes in."""
     return site.name == "ShardedGradScaler" and view.effects.mentioned(
         view.module, "torch.float16", "torch.half", "fp16"
     )
 
 
 def trains(view: View) -> bool:
-    """Whether the programs of the file compute gradients."""
+    """Check whether the programs of the file compute gradients."""
     return bool(view.trainings.near(view.module))
 
 
 def shards_in_half(view: View, site: Site) -> bool:
-    """Whether FSDP is certainly told to compute in float16."""
+    """Check whether FSDP is certainly told to compute in float16."""
     given = argument(site.call, 0, "param_dtype")
     found = view.origins.of(given, site.scope)
     return bool(found) and all(name_of_type(o.node, o.scope, view) == "float16" for o in found)
 
 
 def kind(view: View, site: Site) -> str:
-    """The type that an autocast certainly uses, "" if it is chosen at run time."""
+    """Return the type that an autocast certainly uses, "" if it is chosen at run time."""
     found = kinds(view, site)
     return next(iter(found)) if len(found) == 1 else ""
 
 
 def kinds(view: View, site: Site) -> set[str]:
-    """The types that an autocast may use, "" for what is not known."""
+    """Return the types that an autocast may use, "" for what is not known."""
     full = view.full(site)
     if not full.startswith("torch"):
         return {""}
@@ -94,7 +96,9 @@ def kinds(view: View, site: Site) -> set[str]:
 
 
 def by_device(view: View, site: Site) -> bool:
-    """Whether one expression chooses between float16 and bfloat16 (`bfloat16 if is_bf16_supported() else float16`)."""
+    """Check whether one expression chooses between float16 and bfloat16 (`bfloat16 if is_bf16_supported() else
+    float16`).
+    """
     given = keyword(site.call, "dtype")
     binds = view.origins.binds(dotted(given) or "", site.scope, site.line) if given is not None else []
     choices = [value for value in (given, *(bind.value for bind, _ in binds)) if value is not None]
@@ -102,7 +106,7 @@ def by_device(view: View, site: Site) -> bool:
 
 
 def in_table(view: View, site: Site) -> bool:
-    """Whether an option chooses the type from a table that has several (`TYPES[args.dtype]`)."""
+    """Check whether an option chooses the type from a table that has several (`TYPES[args.dtype]`)."""
     found = view.origins.of(dtype, site.scope) if (dtype := keyword(site.call, "dtype")) is not None else []
     tables = (node for tree in {o.scope.module.top.node for o in found} for node in ast.walk(tree))
     nodes = {o.node for o in found} if len(found) > 1 else set()
@@ -115,13 +119,13 @@ def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:
 
 
 def enabled(site: Site) -> bool:
-    """Whether a scaler is on for certain."""
+    """Check whether a scaler is on for certain."""
     value = keyword(site.call, "enabled")
     return value is None or is_true(value)
 
 
 def trains_under(view: View, site: Site) -> bool:
-    """Whether an autocast belongs to a loop that computes gradients, and does not stand where none are kept."""
+    """Check whether an autocast belongs to a loop that computes gradients, and does not stand where none are kept."""
     around = (*withs(site.stmt, site.module), *site.scope.decorators)
     return not any(map(turns_off_gradients, around)) and any(
         view.trainings.trains([s]) or view.steps.backwards(s) for s in site.scope.sites if s.line >= site.line
@@ -130,39 +134,8 @@ def trains_under(view: View, site: Site) -> bool:
 
 RULE = Rule(
     code="LS023",
-    name="mixed precision",
-    what="A GradScaler is used with bfloat16, or float16 is trained without one, or with one that scales nothing.",
-    why=(
-        "Float16 gradients below 6e-8 become zero unless the loss is scaled; bfloat16 needs no scaling, and the scaler "
-        "only skips steps."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    scaler = torch.amp.GradScaler("cuda")
-    for x, y in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Use a GradScaler with float16 only",
 )

@@ -10,9 +10,8 @@ from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, s
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.event import ArmBlock, Event, HandlerBlock
-from lockstep_lint.events.files import absent_paths
-from lockstep_lint.events.query import alone, shown_at, sides, subject
+from lockstep_lint.events.event import Event, HandlerBlock
+from lockstep_lint.events.query import alone, shown_at, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -26,7 +25,6 @@ OWN = Words(
 )
 # What processes hold one after the other, and what waits out of sight.
 LOCKS = Words(r"(?<!b)(?<!c)lock(ed|file)?$|process_first|rank_first|zero_first", re.IGNORECASE)
-HELPERS = Words(r"barrier|sync|wait|first", re.IGNORECASE)
 # What a data set is given beside its place and its part.
 OPTIONS = {"download", "transform", "target_transform", "transforms", "exist_ok"}
 MESSAGES = {
@@ -38,72 +36,52 @@ MESSAGES = {
     "save": "every rank finds no such file and writes it at once, and may read a half-written one: do it on rank 0",
     "make": "every rank makes this folder, and all but the first fail: pass exist_ok=True, or do it on rank 0",
 }
-HELPED = "every rank has this helper make one folder: call it on rank 0 only, or pass exist_ok=True there"
-# Files that LS014 tells, and folders.
-OTHERS = ("torch.", "safetensors.", "save_pretrained", "save_to_disk", "shutil.", "os.")
 EARLY = "may open the data before rank 0 has downloaded it: put torch.distributed.barrier() between"
+HELPED = "every rank has this helper make one folder: call it on rank 0 only, or pass exist_ok=True there"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for what all ranks fetch, make or remove at once, and for data that some open before it is there."""
+    """Look for what all ranks fetch, make or remove at once, and for data that some open before it is there."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
         for event in run.of("fetch", "folder"):
             site, made = shown_at(view, event), event.mark.site
             helped = site is not made
-            if site is None or made is None or (helped and not helps(view, site, event)):
+            if site is None or made is None or (helped and not helps(view, site, event)) or removes_given(event):
                 continue
             at_once = by_all(view, site) and not own(site) and not alone(view, event) and not at_an_end(event)
             if at_once and not in_turn(view, run, event):
                 yield at(site, HELPED if helped else MESSAGES[event.detail])
             if event.detail == "fetch" and [side for _, side in sides(view, event)] == [1]:
                 yield from unwaited(view, made)
-        yield from caches(view, run)
 
 
-def caches(view: View, run: Run) -> Iterator[Found]:
-    """Yield the files that all ranks write where they have found none, as each does when they start together."""
-    for event in run.of("save"):
-        site, made = shown_at(view, event), event.mark.site
-        if (
-            site is None
-            or site is not made
-            or event.detail.startswith(OTHERS)
-            or not any(absent(event, b) for b in event.tests)
-        ):
-            continue
-        at_once = by_all(view, site) and not own(site) and not alone(view, event)
-        if at_once and not in_turn(view, run, event):
-            yield at(site, MESSAGES["save"])
-
-
-def absent(event: Event, block: ArmBlock) -> bool:
-    """Check whether a test has found that there is no file under the path that is written."""
-    asked = {ast.dump(each) for each in absent_paths(block.node, block.when)}
-    paths = ((event.mark.subject, event.scope), subject(event))
-    return any(path is not None and scope is block.scope and ast.dump(path) in asked for path, scope in paths)
+def removes_given(event: Event) -> bool:
+    """Check whether a function removes the folder that its caller names: the callers decide which ranks come here."""
+    given = next(iter(event.node.args), None) if isinstance(event.node, ast.Call) else None
+    return event.detail in ("remove", "take") and isinstance(given, ast.Name) and given.id in event.scope.params
 
 
 def at_an_end(event: Event) -> bool:
-    """Whether a file is taken away where an exception is handled, which one process may have, or in a test."""
+    """Check whether a file is taken away where an exception is handled, which one process may have, or in a test."""
     handles = any(isinstance(block, HandlerBlock) for block in event.path)
     return event.detail == "take" and (handles or unit_test(event.module))
 
 
 def helps(view: View, site: Site, event: Event) -> bool:
-    """Whether a call is of a function of another file that makes the folder which it is given."""
+    """Check whether a call is of a function of another file that makes the folder which it is given."""
     given = not {*event.scope.params}.isdisjoint(idents(event.node))
     return given and event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
 
 
 def by_all(view: View, site: Site) -> bool:
-    """Whether all ranks, or all but the main one, make a call."""
+    """Check whether all ranks, or all but the main one, make a call."""
     return view.ranks.several(site.stmt, site.scope) or view.ranks.everywhere(site, view.module)
 
 
 def own(site: Site) -> bool:
-    """Whether a call names a place of the process's own, or is given one by a name."""
+    """Check whether a call names a place of the process's own, or is given one by a name."""
     given = [node for node in walk(site.call) if isinstance(node, ast.Name | ast.Attribute)]
     owners = {node.value for node in given if isinstance(node, ast.Attribute)}
     given = [node for node in given if node not in owners]  # `args.data`, not what made `args`
@@ -113,7 +91,9 @@ def own(site: Site) -> bool:
 
 
 def in_turn(view: View, run: Run, event: Event) -> bool:
-    """Whether one rank goes first: in a block that lets it, where some wait before, or where it has done the same."""
+    """Check whether one rank goes first: in a block that lets it, where some wait before, or where it has done the
+    same.
+    """
     if any(LOCKS.search(last(block.node)) or orders(view, block.node, block.scope) for block in event.withs):
         return True
     side = [ranks for _, ranks in sides(view, event)]
@@ -127,14 +107,14 @@ def in_turn(view: View, run: Run, event: Event) -> bool:
 
 
 def orders(view: View, block: ast.expr, scope: Scope) -> bool:
-    """Whether a block is a context manager of the project that has some ranks wait for the others."""
+    """Check whether a block is a context manager of the project that has some ranks wait for the others."""
     function = view.calls.target(block, scope) if isinstance(block, ast.Call) else None
     waits = function.named("barrier") if function is not None else []
     return any(view.ranks.side(wait.stmt, wait.scope) for wait in waits)
 
 
 def same_work(one: Event, other: Event) -> bool:
-    """Whether two events are of one call in a helper, or of calls with the same arguments in their places."""
+    """Check whether two events are of one call in a helper, or of calls with the same arguments in their places."""
     first, second = one.node, other.node
     if isinstance(first, ast.Call) and isinstance(second, ast.Call):
         return given_alike(first) == given_alike(second)
@@ -142,68 +122,29 @@ def same_work(one: Event, other: Event) -> bool:
 
 
 def given_alike(call: ast.Call) -> list[str]:
-    """What a call is given, without what says nothing of the files that it writes."""
+    """Return what a call is given, without what says nothing of the files that it writes."""
     words = [k for k in call.keywords if k.arg not in OPTIONS and not (k.arg == "train" and is_true(k.value))]
     return [*map(ast.dump, call.args), *sorted(map(ast.dump, words))]
 
 
 def unwaited(view: View, fetch: Site) -> Iterator[Found]:
-    """What rank 0 downloads and all ranks then open in the same function, with nothing that lets them wait."""
+    """Find what rank 0 downloads and all ranks then open in the same function, without a collective between."""
     scope, func = fetch.scope, ast.dump(fetch.call.func)
     for site in scope.named(fetch.name) if scope.module is view.module else ():
         if site.line <= fetch.line or ast.dump(site.call.func) != func or view.ranks.single(site.stmt, scope):
             continue
         between = [s for s in scope.sites if fetch.line < s.line < site.line]
         waited = any(view.effects.does(s, COLLECTIVES | {"wait_for_everyone"}) for s in between)
-        if not waited and not view.ranks.side(site.stmt, scope) and not view.hidden(HELPERS):
+        if not waited and not view.ranks.side(site.stmt, scope):
             yield at(site, EARLY)
 
 
 RULE = Rule(
     code="LS025",
-    name="prepared on every rank",
-    what=(
-        "All ranks download a dataset to the same place, or make or remove the same file or folder, without one going "
-        "first; or one rank downloads and the others do not wait."
-    ),
-    why=(
-        "The processes write the same files at the same time: some read a half-written archive and fail, or train"
-        " on broken data."
-    ),
-    bad="""
-import torch.distributed as dist
-from torchvision.datasets import MNIST
-
-def main():
-    dist.init_process_group("nccl")
-    data = MNIST("data", download=True)
-    dist.destroy_process_group()
-    return data
-""",
-    good="""
-import torch.distributed as dist
-from torchvision.datasets import MNIST
-
-def main(rank):
-    dist.init_process_group("nccl")
-    if rank == 0:
-        MNIST("data", download=True)
-    dist.barrier()
-    data = MNIST("data")
-    dist.destroy_process_group()
-    return data
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Download on rank 0, then a barrier, then open it on all ranks",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
-    note=(
-        "A test before (`if not os.path.exists(...)`) does not help, since two ranks may pass it at once; folders that "
-        "are made in a `try` are left alone. It is told also where a helper of another file makes the folder that it "
-        "is given (`ensure_dir(out)`). Data sets of torchtext, PyTorch Geometric and DGL fetch unasked. "
-        "Downloads that lock their place (`from_pretrained`, `load_dataset`, "
-        "the Hub) are no finding."
-    ),
 )

@@ -112,41 +112,9 @@ def names_rank(value: ast.expr) -> bool:
 
 RULE = Rule(
     code="LS028",
-    name="output on every rank",
-    what=("Code that every rank runs prints, or starts a tracker run. Lines that name their rank are an opinion only."),
-    why="Eight GPUs write every line eight times, in mixed order, and W&B gets eight runs of which seven are noise.",
-    bad="""
-import torch.distributed as dist
-
-def main(loss):
-    dist.init_process_group("nccl")
-    print("loss", loss)
-    dist.destroy_process_group()
-""",
-    good="""
-import torch.distributed as dist
-
-def say(*words):
-    if dist.get_rank() == 0:
-        print(*words)
-
-def main(loss):
-    dist.init_process_group("nccl")
-    say("loss", loss)
-    dist.destroy_process_group()
-""",
     severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Write on rank 0 only",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
-    note=(
-        "A test of any rank is enough: the global one, the local one, the node's, or a flag that was set by one. A "
-        "`SummaryWriter`, like `wandb.init`, is a tracker. The process that starts the others is none of them; a turn "
-        "(`main_process_first`) is all of them. Progress bars are not looked at, nor is logging, whose set-up decides "
-        "which ranks write. Silent where the program gives `print` or `sys.stdout` another meaning, in an `except`, "
-        "and in notebooks, which are one process unless they start others. Each process that "
-        "`torch.multiprocessing.spawn` starts imports the script anew, and runs what stands outside functions."
-    ),
 )

@@ -15,11 +15,14 @@ MESSAGE = "needs all ranks, but only one comes here: take the state on every ran
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for the state of sharded objects read or written where only one rank comes."""
+    """Find states of sharded objects that only one rank reads or writes."""
     if not view.effects.mentioned(view.module, "FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer"):
         return
     for run in runs(view):
+        wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
         for event in run.of("state"):
+            if wraps and event.place < wraps[0].place:
+                continue  # nothing is sharded yet
             found = sides(view, event)
             calls = calls_after(event, found[0][0]) if found else []
             site = calls[0].site if calls else event.mark.site
@@ -29,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def reads(view: View, event: Event) -> bool:
-    """Whether an event reads or writes the state of something sharded."""
+    """Check whether an event reads or writes the state of something sharded."""
     site = event.mark.site
     if site is None or site.name != "state_dict":
         return True
@@ -44,37 +47,10 @@ def reads(view: View, event: Event) -> bool:
 
 RULE = Rule(
     code="LS033",
-    name="sharded state on one rank",
-    what="The state of an FSDP model, or of a sharded optimizer, is read on one rank only.",
-    why=(
-        "Reading it gathers the shards from all ranks: alone, the rank waits for ever, or it saves a fraction of "
-        "the parameters."
-    ),
-    bad="""
-import torch
-import torch.distributed.checkpoint.state_dict as dcs
-from torch.distributed.fsdp import fully_shard
-
-def save(model, rank):
-    fully_shard(model)
-    if rank == 0:
-        torch.save(dcs.get_model_state_dict(model), "model.pt")
-""",
-    good="""
-import torch
-import torch.distributed.checkpoint.state_dict as dcs
-from torch.distributed.fsdp import fully_shard
-
-def save(model, rank):
-    fully_shard(model)
-    state = dcs.get_model_state_dict(model)
-    if rank == 0:
-        torch.save(state, "model.pt")
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Take the state on all ranks, write it on one",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "accelerate"}),
 )

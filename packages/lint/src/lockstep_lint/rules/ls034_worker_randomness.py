@@ -26,7 +26,7 @@ QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Genera
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for numpy's generators in the items of data sets whose loaders have workers and no worker_init_fn."""
+    """Look for numpy's generators in the items of data sets whose loaders have workers and no worker_init_fn."""
     family = view.project.family(view.module)
     if view.effects.mentioned(view.module, "worker_seed") or any(map(SEEDS_WORKERS.search, texts(family))):
         return
@@ -63,7 +63,7 @@ def elsewhere(view: View) -> Iterator[Found]:
 
 
 def loaders(view: View, module: Module) -> Iterator[Site]:
-    """The calls of a file that make a DataLoader, or one of a class of the project that derives from it."""
+    """Yield the calls of a file that make a DataLoader, or one of a class of the project that derives from it."""
     for name, sites in module.by_name.items():
         if name == "DataLoader":
             yield from sites
@@ -73,7 +73,7 @@ def loaders(view: View, module: Module) -> Iterator[Site]:
 
 
 def is_loader(view: View, owner: Scope) -> bool:
-    """Whether a class derives from torch's DataLoader."""
+    """Check whether a class derives from torch's DataLoader."""
     return any(name.startswith("torch.") and name.endswith(".DataLoader") for name in view.names.bases_of(owner))
 
 
@@ -97,13 +97,13 @@ def drawing(view: View, owner: Scope, made: Site | None = None) -> Site | None:
 
 
 def is_dataset(view: View, owner: Scope) -> bool:
-    """Whether a class is a torch Dataset."""
+    """Check whether a class is a torch Dataset."""
     named = (name.split(".")[-1] for name in view.names.bases_of(owner))
     return owner.kind == "class" and any(name in ("Dataset", "IterableDataset", "VisionDataset") for name in named)
 
 
 def workers(view: View, site: Site) -> bool:
-    """Whether a loader has, or may have, workers."""
+    """Check whether a loader has, or may have, workers."""
     value = keyword(site.call, "num_workers")
     if value is not None:
         return constant(value) != 0
@@ -112,12 +112,12 @@ def workers(view: View, site: Site) -> bool:
 
 
 def brings(key: ast.expr | None, value: ast.expr) -> bool:
-    """Whether an item of a dictionary of options gives a loader workers."""
+    """Check whether an item of a dictionary of options gives a loader workers."""
     return constant(key) == "num_workers" and constant(value) != 0
 
 
 def draws(view: View, site: Site) -> bool:
-    """Whether a call draws from numpy's global generator, or from one that all workers have a copy of."""
+    """Check whether a call draws from numpy's global generator, or from one that all workers have a copy of."""
     if shared(view, site):
         return site.name not in QUIET
     name = dotted(site.receiver)
@@ -128,7 +128,7 @@ def draws(view: View, site: Site) -> bool:
 
 
 def shared(view: View, site: Site) -> bool:
-    """Whether a call is of numpy's global generator."""
+    """Check whether a call is of numpy's global generator."""
     return view.full(site).startswith("numpy.random.")
 
 
@@ -145,55 +145,9 @@ def level(view: View, site: Site) -> Severity:
 
 RULE = Rule(
     code="LS034",
-    name="numpy randomness in workers",
-    what=(
-        "A Dataset draws from a generator of numpy's that it has made itself, its loader has workers, and no "
-        "`worker_init_fn` seeds them. A hint: it draws from numpy's global generator."
-    ),
-    why=(
-        "Each worker gets a copy of the data set with its generator, and draws the same numbers as all others, anew in "
-        "every epoch: augmentations repeat. numpy's global generator is seeded in each worker since torch 1.9; before, "
-        "it was copied too."
-    ),
-    bad="""
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Noisy(Dataset):
-    def __init__(self):
-        self.rng = np.random.default_rng(0)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return torch.tensor(i + self.rng.normal())
-
-loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
-""",
-    good="""
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Noisy(Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return i + torch.randn(())
-
-loader = DataLoader(Noisy(), batch_size=2, num_workers=2)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Draw from torch's generator, or seed numpy in a worker_init_fn",
     moot=frozenset({"lockstep"}),
-    note=(
-        "Followed is what `__getitem__` or `__iter__` itself runs, through the project's functions. A "
-        "`collate_fn`, and a transform that the data set is given from outside, are not followed. It is told at the "
-        "draw, and at the first loader of a data set that stands in another file, in each arm of a test."
-    ),
 )

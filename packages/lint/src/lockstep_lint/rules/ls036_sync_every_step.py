@@ -140,56 +140,9 @@ def seldom(view: View, loop: LoopBlock | None, block: ArmBlock) -> bool:
 
 RULE = Rule(
     code="LS036",
-    name="device sync in every step",
-    what=(
-        "A tensor is read back (`.item()`, `print(loss)`, `add_scalar(name, loss)`, "
-        "`if torch.isnan(loss)`) in every step of a training loop."
-    ),
-    why=(
-        "The host waits until the device has finished all it was given, then the device waits for new work: the "
-        "queue runs dry in every step."
-    ),
-    bad="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    model.cuda()
-    total = 0.0
-    for x, y in loader:
-        x, y = x.cuda(), y.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.item()
-    return total
-""",
-    good="""
-import torch
-
-def train(model, loader, optimizer, criterion):
-    model.cuda()
-    total = torch.zeros((), device="cuda")
-    for i, (x, y) in enumerate(loader):
-        x, y = x.cuda(), y.cuda()
-        optimizer.zero_grad()
-        loss = criterion(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total += loss.detach()
-        if i % 100 == 0:
-            print(total.item())
-""",
     severity=Severity.HINT,
     confidence=Confidence.MEDIUM,
     check=check,
     fix="unsafe",
-    remedy="Add up detached tensors and read them every n-th step",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
-    note=(
-        "It is told where the value is read, in the loop or in a function that the step calls, for values that come "
-        "from a model, a loss or a move to a device. What runs beside the optimizer's step counts, also under "
-        "gradient accumulation. What runs every n-th step, in an evaluation or a unit test does not, nor does what "
-        "is read of a batch before it is moved."
-    ),
 )

@@ -21,7 +21,7 @@ SENDS = Words(r"broadcast|scatter|gather|^i?send$|^i?recv$|all_?reduce|sync_|ave
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
+    """Look for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
     yield from steps_apart(view)
     for run in runs(view):
         for event in run.of("load", "initialise"):
@@ -34,7 +34,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def steps_apart(view: View) -> Iterator[Found]:
-    """Looks for steps of a wrapped model's optimizer that only some ranks take, after a backward of all of them."""
+    """Look for steps of a wrapped model's optimizer that only some ranks take, after a backward of all of them."""
     if any(SENDS.search(name) for member in view.project.family(view.module) for name in member.by_name):
         return
     for run in runs(view):
@@ -75,7 +75,9 @@ def parted_at(view: View, event: Event) -> Site | None:
 
 
 def changes_one(view: View, run: Run, event: Event) -> bool:
-    """Whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is trained."""
+    """Check whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is
+    trained.
+    """
     wraps = [wrap for wrap in run.of("wrap") if wrap.place < event.place and wrap.detail in ("ddp", "fsdp")]
     if not wraps or not sides(view, event) or alone(view, event):
         return False
@@ -89,48 +91,10 @@ def changes_one(view: View, run: Run, event: Event) -> bool:
 
 RULE = Rule(
     code="LS041",
-    name="weights of one rank",
-    what=(
-        "Only some ranks load the state of a model, or initialise it, after DDP or FSDP has wrapped it, or step its "
-        "optimizer."
-    ),
-    why=(
-        "The wrapper makes the ranks' parameters equal once, when it is made. What one rank changes later it keeps to "
-        "itself: the gradients are averaged, the weights differ, and the ranks train different models."
-    ),
-    bad="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(rank, loader, path):
-    model = DDP(torch.nn.Linear(4, 2).to(rank), device_ids=[rank])
-    if rank == 0:
-        model.module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-""",
-    good="""
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(rank, loader, path):
-    model = torch.nn.Linear(4, 2).to(rank)
-    if rank == 0:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    model = DDP(model, device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Load the state on every rank, or before the wrapper is made",
     moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer"}),
 )

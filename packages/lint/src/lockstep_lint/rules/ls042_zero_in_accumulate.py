@@ -15,7 +15,7 @@ MESSAGE = "clears what the micro-batches before the last one have accumulated: c
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for gradients that are cleared first in each turn under `accelerator.accumulate(model)`."""
+    """Look for gradients that are cleared first in each turn under `accelerator.accumulate(model)`."""
     if not view.effects.mentioned(view.module, ".accumulate(") or not accumulates(view):
         return
     for run in runs(view):
@@ -26,7 +26,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def accumulates(view: View) -> bool:
-    """Whether an Accelerator is told to accumulate, as far as is known."""
+    """Check whether an Accelerator is told to accumulate, as far as is known."""
     sites = [site for member in view.project.family(view.module) for site in member.sites("Accelerator")]
     names = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
     told = (keyword(site.call, name) for site in sites for name in names)
@@ -34,48 +34,15 @@ def accumulates(view: View) -> bool:
 
 
 def first(run: Run, zero: Event, block: WithBlock) -> bool:
-    """Whether gradients are cleared before they are computed in a `with`, and not after the step."""
+    """Check whether gradients are cleared before they are computed in a `with`, and not after the step."""
     kinds = [e.kind for e in run.of("zero", "backward", "step") if block in e.path]
     return "backward" in kinds and kinds[0] == "zero" and kinds[-1] != "zero" and kinds.count("zero") == 1
 
 
 RULE = Rule(
     code="LS042",
-    name="zero_grad first in accumulate()",
-    what="Under `accelerator.accumulate(model)`, `optimizer.zero_grad()` comes before backward instead of after step.",
-    why=(
-        "A prepared optimizer's zero_grad does something in the last micro-batch only, where gradients are exchanged. "
-        "Called first, it wipes what the others have accumulated, and each step is made of one micro-batch."
-    ),
-    bad="""
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            optimizer.zero_grad()
-            loss = model(x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-""",
-    good="""
-from accelerate import Accelerator
-
-def train(model, optimizer, loader):
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = model(x, y)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Call optimizer.zero_grad() after optimizer.step()",
 )

@@ -20,7 +20,7 @@ SPLIT = "each rank draws a split of its own: ranks train on what others test on;
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for unseeded shuffles and splits of what a statement after them divides among the ranks."""
+    """Look for unseeded shuffles and splits of what a statement after them divides among the ranks."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
@@ -35,13 +35,15 @@ def check(view: View) -> Iterator[Found]:
 
 
 def unseeded(run: Run, event: Event) -> bool:
-    """Whether nothing before makes the random numbers of all ranks alike."""
+    """Check whether nothing before makes the random numbers of all ranks alike."""
     library = event.detail.split()[0]
     return not any(seed.detail in (library, "all") for seed in run.of("seed") if seed.place < event.place)
 
 
 def holds_out(event: Event) -> bool:
-    """Whether one part of what was shuffled is for training and the rest is held out: `data[:n]` and `data[n:]`."""
+    """Check whether one part of what was shuffled is for training and the rest is held out: `data[:n]` and
+    `data[n:]`.
+    """
     stmt, scope = event.mark.stmt, event.scope
     names = {bind.key for bind in scope.bound(stmt)} or {dotted(event.mark.subject) or ""}
     begins, ends, held = set[str](), set[str](), False
@@ -59,7 +61,9 @@ def holds_out(event: Event) -> bool:
 
 
 def divided(view: View, event: Event) -> bool:
-    """Whether what was shuffled is divided among the ranks: in its statement, after it, or where it is returned."""
+    """Check whether what was shuffled is divided among the ranks: in its statement, after it, or where it is
+    returned.
+    """
     stmt, scope = event.mark.stmt, event.scope
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return):
         return False
@@ -82,7 +86,7 @@ def divided(view: View, event: Event) -> bool:
 
 
 def parts(stmt: ast.stmt, scope: Scope, names: set[str], prepared: bool) -> bool:
-    """Whether a statement divides what one of the names stands for; `names` gets those that it gives that to.
+    """Check whether a statement divides what one of the names stands for; `names` gets those that it gives that to.
 
     `prepared`: a loader is divided, by Accelerate.
     """
@@ -106,41 +110,9 @@ def line(stmt: ast.stmt) -> int:
 
 RULE = Rule(
     code="LS043",
-    name="shuffled apart",
-    what=(
-        "Each rank shuffles a data set or a list of files without a seed, or splits it at random, and then takes its "
-        "own part of it, or holds a part out for the evaluation (`data[:n]`, `data[n:]`)."
-    ),
-    why=(
-        "Every process draws its own order, so the parts overlap: some samples are trained on several times an epoch, "
-        "others never. Of a split, one rank trains on what another tests on. Nothing fails, and the score is not what "
-        "it seems."
-    ),
-    bad="""
-import torch.distributed as dist
-from datasets import load_dataset
-
-def main():
-    dist.init_process_group("nccl")
-    data = load_dataset("imdb", split="train").shuffle()
-    data = data.shard(num_shards=dist.get_world_size(), index=dist.get_rank())
-    dist.destroy_process_group()
-    return data
-""",
-    good="""
-import torch.distributed as dist
-from datasets import load_dataset
-
-def main():
-    dist.init_process_group("nccl")
-    data = load_dataset("imdb", split="train").shuffle(seed=0)
-    data = data.shard(num_shards=dist.get_world_size(), index=dist.get_rank())
-    dist.destroy_process_group()
-    return data
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
+    placed=True,
     fix="unsafe",
-    remedy="Shuffle with one seed on all ranks, or divide first",
 )

@@ -20,7 +20,7 @@ NODE = Words(r"device_count|local_world|n_?gpus?|num_gpus|nprocs|gpus_per_node")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the rank that the start of a process group is given."""
+    """Look at the rank that the start of a process group is given."""
     for site in view.sites("init_process_group"):
         rank, count = argument(site.call, 4, "rank"), argument(site.call, 3, "world_size")
         if rank is None or at_home(site):
@@ -32,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def at_home(site: Site) -> bool:
-    """Whether the ranks meet at this machine's own address, where a second node's cannot come."""
+    """Check whether the ranks meet at this machine's own address, where a second node's cannot come."""
     if HOME.search(str(constant(argument(site.call, 1, "init_method")))):
         return True
     made = [stmt for stmt in site.scope.stmts if isinstance(stmt, ast.Assign) and "MASTER_ADDR" in strings(stmt)]
@@ -42,7 +42,7 @@ def at_home(site: Site) -> bool:
 
 
 def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:
-    """Whether a value is certainly what the launcher calls the local rank."""
+    """Check whether a value is certainly what the launcher calls the local rank."""
     origins = view.origins.of(rank, scope)
     numbers = view.ranks.tests.numbers
     return bool(origins) and all(
@@ -56,7 +56,7 @@ def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:
 
 
 def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
-    """Whether a number of processes is that of one node: a script that is meant for one."""
+    """Check whether a number of processes is that of one node: a script that is meant for one."""
     if count is None:
         return False
     origins = view.origins.of(count, scope)
@@ -68,33 +68,8 @@ def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
 
 RULE = Rule(
     code="LS044",
-    name="local rank as rank",
-    what="`init_process_group` is given the rank on the node (`LOCAL_RANK`) as `rank`.",
-    why=(
-        "On one node both numbers are the same. On two nodes each rank exists twice: the start waits for the missing "
-        "ranks until it times out."
-    ),
-    bad="""
-import os
-import torch.distributed as dist
-
-def main():
-    local_rank = int(os.environ["LOCAL_RANK"])
-    dist.init_process_group("nccl", rank=local_rank, world_size=int(os.environ["WORLD_SIZE"]))
-    dist.destroy_process_group()
-""",
-    good="""
-import os
-import torch.distributed as dist
-
-def main():
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("nccl", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    dist.destroy_process_group()
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy='Leave rank and world_size out (torchrun sets them), or pass int(os.environ["RANK"])',
 )

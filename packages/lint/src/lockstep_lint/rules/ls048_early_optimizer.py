@@ -15,7 +15,7 @@ MESSAGE = "made before the model is sharded on line {line}: it steps parameters 
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks for optimizers that are made of a model before FSDP replaces its parameters."""
+    """Look for optimizers that are made of a model before FSDP replaces its parameters."""
     for run in runs(view):
         for event in run.of("optimizer"):
             wrap = sharded_after(view, run, event) if event.module is view.module else None
@@ -24,7 +24,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def sharded_after(view: View, run: Run, event: Event) -> Event | None:
-    """The wrapper of FSDP that a model gets after its optimizer, where it gets no other one then."""
+    """Return the wrapper of FSDP that a model gets after its optimizer, where it gets no other one then."""
     wraps = [wrap for wrap in run.of("wrap") if wrap.place > event.place and wrap.detail in ("fsdp", "fsdp2")]
     found = [wrap for wrap in wraps if not apart(wrap, event) and same(view, wrap, event)]
     again = [other for other in run.of("optimizer") if found and other.place > found[0].place]
@@ -33,34 +33,9 @@ def sharded_after(view: View, run: Run, event: Event) -> Event | None:
 
 RULE = Rule(
     code="LS048",
-    name="optimizer before the shards",
-    what="An optimizer is made of a model's parameters before `fully_shard`, or FSDP, replaces them by shards.",
-    why=(
-        "The optimizer keeps the parameters that it was given. The sharded model computes with others: every step "
-        "changes tensors that nothing reads, and the model stays as it was."
-    ),
-    bad="""
-import torch
-from torch.distributed.fsdp import fully_shard
-
-def build(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    fully_shard(model)
-    return model, optimizer
-""",
-    good="""
-import torch
-from torch.distributed.fsdp import fully_shard
-
-def build(model):
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return model, optimizer
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="unsafe",
-    remedy="Make the optimizer after the model is sharded",
     moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep"}),
 )

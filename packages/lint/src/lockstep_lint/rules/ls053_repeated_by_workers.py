@@ -22,7 +22,7 @@ SEQUENCES = {"glob", "rglob", "iglob", "listdir", "list", "sorted", "range", "op
 
 
 def check(view: View) -> Iterator[Found]:
-    """Looks at the loaders with workers, and at the classes of their data sets."""
+    """Look at the loaders with workers, and at the classes of their data sets."""
     for site in view.sites("DataLoader"):
         if has_workers(view, site) and keyword(site.call, "worker_init_fn") is None:
             made = view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope)
@@ -32,7 +32,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def has_workers(view: View, site: Site) -> bool:
-    """Whether a loader has a literal number of workers, or a caller gives one."""
+    """Check whether a loader has a literal number of workers, or a caller gives one."""
     value = keyword(site.call, "num_workers")
     name = dotted(value)
     if name is not None and name in site.scope.params and name not in site.scope.binds:
@@ -43,7 +43,7 @@ def has_workers(view: View, site: Site) -> bool:
 
 
 def repeats(view: View, owner: Scope) -> bool:
-    """Whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
+    """Check whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
     method = owner.defs.get("__iter__")
     bases = [name.split(".")[-1] for name in view.names.bases_of(owner)]
     start, end = owner.node.lineno, owner.node.end_lineno or 0  # type: ignore[attr-defined]
@@ -55,7 +55,9 @@ def repeats(view: View, owner: Scope) -> bool:
 
 
 def fixed(view: View, node: ast.expr) -> bool:
-    """Whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of files."""
+    """Check whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of
+    files.
+    """
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
     return isinstance(node, ast.List | ast.ListComp) or name in SEQUENCES
@@ -63,49 +65,8 @@ def fixed(view: View, node: ast.expr) -> bool:
 
 RULE = Rule(
     code="LS053",
-    name="data repeated by workers",
-    what="A loader with several workers reads an IterableDataset whose `__iter__` gives each worker all of the data.",
-    why=(
-        "Each worker has its own copy of the data set and iterates over all of it: with four workers an epoch has each "
-        "sample four times, and an evaluation counts it four times."
-    ),
-    bad="""
-from pathlib import Path
-from torch.utils.data import DataLoader, IterableDataset
-
-class Lines(IterableDataset):
-    def __init__(self, folder):
-        self.files = sorted(Path(folder).glob("*.txt"))
-
-    def __iter__(self):
-        for file in self.files:
-            yield file.read_text()
-
-loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
-""",
-    good="""
-from pathlib import Path
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
-class Lines(IterableDataset):
-    def __init__(self, folder):
-        self.files = sorted(Path(folder).glob("*.txt"))
-
-    def __iter__(self):
-        info = get_worker_info()
-        own = self.files[info.id :: info.num_workers] if info else self.files
-        for file in own:
-            yield file.read_text()
-
-loader = DataLoader(Lines("data"), batch_size=8, num_workers=4)
-""",
     severity=Severity.ERROR,
     confidence=Confidence.HIGH,
     check=check,
     fix="none",
-    remedy="Divide the data by torch.utils.data.get_worker_info() in __iter__",
-    note=(
-        "Silent where a class draws by chance, knows of workers or ranks, or iterates over what it is given, which may "
-        "divide itself, and beside `worker_init_fn`."
-    ),
 )

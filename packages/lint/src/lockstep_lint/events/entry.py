@@ -1,0 +1,59 @@
+"""Tell whether a program's entry is in sight and reaches a line."""
+
+import ast
+
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.index import Module, Scope
+from lockstep_lint.analysis.project import unit_test
+from lockstep_lint.analysis.view import View
+from lockstep_lint.events.run import runs
+
+__all__ = ["reached"]
+
+# How many functions are followed back to an entry.
+MAX_SCOPES = 200
+
+
+def reached(view: View, node: ast.AST) -> bool:
+    """Check whether a program of the project runs the function that a node is in, as far as its calls are in sight."""
+    scope = scope_of(view, getattr(node, "lineno", 1))
+    queue, seen = [scope], {scope}
+    programs = [run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module)]
+    entered = {each for run in programs for each in run.entered}
+    while queue and len(seen) < MAX_SCOPES:
+        current = queue.pop()
+        if current in entered or (current.kind == "module" and is_program(view, current.module)):
+            return True
+        before = [site.scope for site in view.calls.callers(current)] if current.kind == "function" else []
+        if not before and current.parent is not None and current.parent.kind == "function":
+            before = [current.parent]  # a function within another one, handed on
+        new = [each for each in before if each not in seen]
+        seen.update(new)
+        queue += new
+    return False
+
+
+def scope_of(view: View, line: int) -> Scope:
+    """Return the innermost function, class or file around a line."""
+    found, start = view.module.top, 0
+    for scope in view.scopes:
+        first, end = getattr(scope.node, "lineno", 0), getattr(scope.node, "end_lineno", None) or 0
+        if scope.kind == "function" and start <= first <= line <= end:
+            found, start = scope, first
+    return found
+
+
+@kept
+def is_program(view: View, module: Module) -> bool:
+    """Check whether a file is a program: it says so, or its own lines run something and no other file imports it."""
+    if unit_test(module):
+        return False
+    if module.is_script:
+        return True
+    runs_something = any(isinstance(stmt, ast.Expr | ast.For | ast.While | ast.With) for stmt in calls_at_top(module))
+    return runs_something and len(view.project.users(module)) == 1
+
+
+def calls_at_top(module: Module) -> list[ast.stmt]:
+    """Return the top-level statements of a file that call something."""
+    return [site.stmt for site in module.top.sites]
