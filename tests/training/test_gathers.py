@@ -69,5 +69,6 @@ def run_and_resume(world, folder, engine):
 def test_a_start_makes_at_most_twelve_gathers(tmp_path, engine):
     for new, resumed in run(run_and_resume, 2, tmp_path, engine):
         assert new["start"] <= MOST["start"]
-        assert resumed["start"] <= MOST["resume"]
+        # One more proves the loss again where parameters are sharded: no rank can tell alone.
+        assert resumed["start"] <= MOST["resume"] + (engine == "fsdp")
         assert max(new["end"], resumed["end"]) <= MOST["end"]

@@ -408,7 +408,7 @@ def test_what_a_loss_remembers_is_named_and_what_it_only_notes_is_not():
 
 
 def differing(world, kind):
-    return differing_marks(marks_on(kind(), world.rank * SIZE), world)
+    return differing_marks(world.gather(marks_on(kind(), world.rank * SIZE)))
 
 
 def test_the_values_of_the_ranks_are_compared():

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError
@@ -74,13 +75,15 @@ class LossParameters:
     def refuse(self) -> None:
         """Raise ConfigError for leaves that outlive the loss, since nothing would train them.
 
-        A leaf that the loss made for itself, such as the factor of a gradient penalty, is gone with its graph.
+        A leaf that the loss made for itself, such as the factor of a gradient penalty, is gone with its graph. One that
+        an optimizer in the task's attributes has (a critic's) is trained by the task itself.
         """
         leaves = [leaf for ref in self._leaves if (leaf := ref()) is not None]
         self._leaves = []
         if not leaves:
             return
-        names = dict(_own_tensors(user_task(self._task)))
+        names, trained = dict(_own_tensors(user_task(self._task))), _optimized(user_task(self._task))
+        leaves = [leaf for leaf in leaves if id(leaf) not in trained]
         if any(map(is_dtensor, self._model.parameters())):  # gathered parameters of a sharded model are leaves too
             leaves = [leaf for leaf in leaves if id(leaf) in names]
         found = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
@@ -103,6 +106,13 @@ class LossParameters:
             if hasattr(node, "variable"):
                 yield node.variable
             queue += [following for following, _ in node.next_functions]
+
+
+def _optimized(owner: Any) -> set[int]:
+    """Return the ids of what the optimizers in the attributes of a task train."""
+    values = vars(owner).values() if hasattr(owner, "__dict__") else ()
+    optimizers = [value for value in values if isinstance(value, Optimizer)]
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def _own_tensors(owner: Any) -> Iterator[tuple[int, str]]:

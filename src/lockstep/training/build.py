@@ -82,7 +82,7 @@ from lockstep.training.defaults import (
     plan_warnings,
 )
 from lockstep.training.evaluation import build_evaluation_batches
-from lockstep.training.loss_check import check_loss, is_cut
+from lockstep.training.loss_check import check_loss, is_cut, load_places_together
 from lockstep.training.named_task import make_task
 from lockstep.training.resolve import Facts, StartFacts, checkpoint_facts, draft_of, resolve
 from lockstep.training.resume import (
@@ -503,6 +503,7 @@ def build_together(
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
     trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
     is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
+    places = load_places_together(batches, task, world) if is_proved_again else []
     world.agree()  # collective
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
@@ -517,7 +518,7 @@ def build_together(
             check_criteria(settings, names)
             on_all_ranks(world, cut_check)  # the trial knows whether the loss adds up
         elif is_proved_again:  # the code of the loss may have changed
-            check_loss(Trial(engine, model, task, world, settings, say), batches, [], recorded)  # collective
+            check_loss(Trial(engine, model, task, world, settings, say), batches, places, recorded)  # collective
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
     final = resolved if compiles else resolved.without_compile()

@@ -161,10 +161,13 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", "the first samples cannot be halved")
     try:
         with _Weighing(trial, seed).prepared() as weighing:
-            found = weighing.judge(places[:1], seed)  # collective
-            if len(places) > 1 and not any(each.is_against for each in found):
-                found += weighing.judge_stretched(places[1:], seed + 1)  # collective
-            return _conclude(found)
+            columns = weighing.judge(places, seed, [bool(number) for number in range(len(places))])  # collective
+            undecided = weighing.find_unsteady(places, seed, columns)  # collective where a place is against
+            if undecided:
+                again = weighing.judge([places[number] for number in undecided], seed + len(places))  # collective
+                for number, column in zip(undecided, again, strict=True):
+                    columns[number] = column
+            return _conclude([*chain(*columns)])
     except LockstepError:
         raise
     except Exception as error:  # the model's parameters cannot be moved or read, on every rank alike
@@ -269,50 +272,66 @@ class _Weighing:
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 
-    def judge(self, places: Sequence[HalvedSamples], seed: int) -> list[Finding]:
-        """Weigh places; return the findings of all ranks. Collective."""
-        judgements, found = self._first(places, seed)  # collective
+    def judge(self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool] = ()) -> list[list[Finding]]:
+        """Weigh places; return for each the findings of all ranks. Collective.
+
+        Args:
+            stretches: whether the weights of a place are larger; (): none are.
+        """
+        stretches = stretches or [False] * len(places)
+        judgements, found = self._first(places, seed, stretches)  # collective
         if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in chain(*found)):
             self.narrow = True  # the loss may rely on autocast
-            judgements, found = self._first(places, seed)  # collective
+            judgements, found = self._first(places, seed, stretches)  # collective
         for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
             columns = [[own[place] for own in found] for place in range(len(judgements))]
             if not any(each.is_against for each in chain(*columns)):
                 break
-            for judgement, column in zip(judgements, columns, strict=True):
+            for judgement, column, stretch in zip(judgements, columns, stretches, strict=True):
                 if any(each.is_against for each in column):
-                    action(judgement, column)  # collective
+                    with self._scale(stretch):
+                        action(judgement, column)  # collective
             found = self._gather(judgements)  # collective
+        columns = [[own[place] for own in found] for place in range(len(judgements))]
         if self.is_sharded:  # no rank can tell alone
-            columns = [[own[place] for own in found] for place in range(len(judgements))]
-            return [next((each for each in column if each.problem), column[0]) for column in columns]
-        return [*chain(*found)]
+            columns = [[next((each for each in column if each.problem), column[0])] for column in columns]
+        return columns
 
-    def judge_stretched(self, places: Sequence[HalvedSamples], seed: int) -> list[Finding]:
-        """Weigh places with larger weights, or with the run's where those show nothing. Collective.
+    def find_unsteady(self, places: Sequence[HalvedSamples], seed: int, columns: list[list[Finding]]) -> list[int]:
+        """Return the places that larger weights decide nothing at. Collective where one is against.
 
-        A gradient that rounding changes shows nothing there: large weights can amplify it without bound.
+        Such weights may overflow, or amplify rounding without bound.
+
+        Args:
+            columns: the findings of all ranks at each place.
         """
-        with stretched([local_of(p) for p in self._parameters]):
-            found = self.judge(places, seed)  # collective
-            unsteady = False
-            if any(each.is_against for each in found):
-                own = [each.is_unsteady() for each in self._judgements(places, seed)]  # collective
-                unsteady = any(self.trial.world.gather(any(own)))  # collective
-        if unsteady or any(each.problem for each in found):
-            return self.judge(places, seed)  # collective
-        return found
+        against = [n for n, column in enumerate(columns) if n and any(each.is_against for each in column)]
+        unsteady = set[int]()
+        if against and not any(each.is_against for each in columns[0]):
+            judgements = self._judgements(places, seed)  # collective
+            with self._scale(True):
+                own = [number for number in against if judgements[number].is_unsteady()]  # collective
+            unsteady = {number for rank in self.trial.world.gather(own) for number in rank}  # collective
+        problems = {n for n, column in enumerate(columns) if n and any(each.problem for each in column)}
+        return sorted(unsteady | problems)
+
+    def _scale(self, stretch: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the weights of a place."""
+        return stretched([local_of(p) for p in self._parameters]) if stretch else contextlib.nullcontext()
 
     def _judgements(self, places: Sequence[HalvedSamples], seed: int) -> list["_Judgement"]:
         """Make a judgement of each place. Collective with sharded parameters."""
         facts = self._compare(places)  # collective
         return [_Judgement(self, place, seed + number, facts[number]) for number, place in enumerate(places)]
 
-    def _first(self, places: Sequence[HalvedSamples], seed: int) -> tuple[list["_Judgement"], list[list[Finding]]]:
+    def _first(
+        self, places: Sequence[HalvedSamples], seed: int, stretches: Sequence[bool]
+    ) -> tuple[list["_Judgement"], list[list[Finding]]]:
         """Compare each place once. Returns this rank's judgements, and every rank's findings. Collective."""
         judgements = self._judgements(places, seed)  # collective
-        for judgement in judgements:
-            judgement.first()
+        for judgement, stretch in zip(judgements, stretches, strict=True):
+            with self._scale(stretch):
+                judgement.first()
         return judgements, self._gather(judgements)  # collective
 
     def _compare(self, places: Sequence[HalvedSamples]) -> list["_Facts"]:

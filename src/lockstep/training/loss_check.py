@@ -8,6 +8,7 @@ Where a step is cut, its loss must be a sum or a mean over items: `lockstep.trai
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,6 +64,7 @@ __all__ = [
     "is_cut",
     "load_first",
     "load_places",
+    "load_places_together",
     "loss_value",
     "measure",
     "suggest_fixes",
@@ -188,6 +190,17 @@ class Trial:
             undo_step(self.engine)
             at_rest(self.model)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has parts of the parameters only, so that its forwards are collective."""
+        return any(map(is_dtensor, self.model.parameters()))
+
+    def alone(self) -> "Trial":
+        """Return the same trial for this rank without the others."""
+        trial = copy.copy(self)
+        trial.world = World(device=self.world.device)
+        return trial
+
     def raise_memory_error(self) -> None:
         """Raise the error of a proof that ran out of memory on this rank: smaller micro-batches may fit."""
         if self.memory_error is not None:
@@ -201,12 +214,6 @@ class Trial:
         """Load samples and their halves as the function does; None if a rank cannot. Collective."""
         samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
         return samples if all(self.world.gather(samples is not None)) else None  # collective
-
-    def load_places(self, batches: Batches) -> list[HalvedSamples]:
-        """Load the first places of a run whose step may be cut later. Collective."""
-        places = on_all_ranks(self.world, lambda: load_places(batches, PLACES, self.task))  # collective
-        cut_places(places, self.world)  # collective
-        return places
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.
@@ -286,6 +293,13 @@ def load_places(batches: Batches, count: int, task: Task | None = None) -> list[
     with generators_kept():
         while len(places) < count and (samples := load_halves(batches, len(places), task=task)):
             places.append(samples)
+    return places
+
+
+def load_places_together(batches: Batches, task: Task, world: World) -> list[HalvedSamples]:
+    """Load as many places as all ranks have. Collective."""
+    places = on_all_ranks(world, lambda: load_places(batches, PLACES, task))  # collective
+    cut_places(places, world)  # collective
     return places
 
 
@@ -438,20 +452,27 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
                 "--micro-batch-size is another training"
             )
         return
-    samples = samples or trial.load_places(training)  # collective
-    verdict = weigh(trial, samples)  # collective
+    samples = samples or load_places_together(training, task, trial.world)  # collective
+    is_known = task.reduction in _NAMES or recorded in _NAMES
+    # Each rank can check a known reduction alone, which saves an exchange.
+    subject = trial.alone() if is_known and not trial.is_sharded else trial
+    verdict = weigh(subject, samples)  # collective
     if verdict.kind in _REDUCTIONS and verdict.failed:  # it may need more samples than the smaller places have
-        more = on_all_ranks(trial.world, lambda: _load_larger(training, task))  # collective
-        cut_places(more, trial.world)  # collective
-        second = weigh(trial, more, seed=1) if more else verdict  # collective
+        more = on_all_ranks(subject.world, lambda: _load_larger(training, task))  # collective
+        cut_places(more, subject.world)  # collective
+        second = weigh(subject, more, seed=1) if more else verdict  # collective
         verdict = verdict if second.kind == "unknown" else second
-    if verdict.kind == "unknown" and verdict.failed:
-        on_all_ranks(trial.world, trial.raise_memory_error)  # collective
-    if task.reduction in _NAMES or recorded in _NAMES:
-        _check_known(trial, verdict, recorded)
-    else:
-        _set_reduction(trial, verdict, recorded)
-    on_all_ranks(trial.world, lambda: _check_count(samples))  # collective
+
+    def conclude() -> None:
+        if verdict.kind == "unknown":
+            subject.raise_memory_error()
+        if is_known:
+            _check_known(trial, verdict, recorded)
+        else:
+            _set_reduction(trial, verdict, recorded)
+        _check_count(samples)
+
+    on_all_ranks(trial.world, conclude)  # collective
 
 
 def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
@@ -468,7 +489,7 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
     task, world = trial.task, trial.world
     if not is_cut(trial.config, training) or task.own_steps is not None or task.reduction == "micro-batch":
         return
-    sharded = any(map(is_dtensor, trial.model.parameters()))
+    sharded = trial.is_sharded
     model = trial.model if sharded else trial.plain
     parameters = [local_of(p) for p in model.parameters() if p.requires_grad]
 
@@ -482,16 +503,19 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
         marks = marks_of(model, task, call, lambda: moved(parameters, 0))
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
     own = {name: digest for name, digest in marks.items() if name not in buffers}
-    ranks = world.gather([sorted(marks), sorted(own)])  # collective
-    names, owned = ({name for each in ranks for name in each[kind]} for kind in (0, 1))
-    differing = differing_marks(own, world) if owned else []  # collective
-    if owned and trial.config.exact:
-        raise refusal_of_marks(owned, exact=True)
-    if differing:
-        raise refusal_of_marks(differing, exact=False)
-    if names:
-        slots = max(training.sharing.at(training.step_plan.origin.step).slots)
-        trial.say(describe_marks(names, slots, world.size))
+    slots = max(training.sharing.at(training.step_plan.origin.step).slots)
+
+    def conclude(ranks: list[Any]) -> None:
+        names, owned = ({name for each in ranks for name in each[kind]} for kind in (0, 1))
+        differing = differing_marks([each[1] for each in ranks])
+        if owned and trial.config.exact:
+            raise refusal_of_marks(owned, exact=True)
+        if differing:
+            raise refusal_of_marks(differing, exact=False)
+        if names:
+            trial.say(describe_marks(names, slots, world.size))
+
+    world.defer([sorted(marks), own], conclude)  # collective; with the next gather
 
 
 def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:

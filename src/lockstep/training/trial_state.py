@@ -3,7 +3,7 @@
 with preserve_state(model, task, device):
     task.loss(model, batch)             # leaves no marks
     marks = marks_of(model, task, lambda: task.loss(model, batch))      # {"task.queue": digest}
-    names = differing_marks(marks, world)
+    names = differing_marks(world.gather(marks))
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import hashlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import generators_kept
-from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
@@ -169,9 +168,12 @@ def _is_run(name: str) -> bool:
     return last in ("training", "_current_fx_name", "_metric_attributes") or name.endswith("_metrics")
 
 
-def differing_marks(marks: Mapping[str, str], world: World) -> list[str]:
-    """Return the names whose digests differ between the ranks, sorted. Collective."""
-    ranks: list[dict[str, str]] = world.gather(dict(marks))  # collective
+def differing_marks(ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the names whose digests differ between the ranks, sorted.
+
+    Args:
+        ranks: `marks_of` of each rank.
+    """
     names = sorted({name for digests in ranks for name in digests})
     return [name for name in names if len({digests.get(name) for digests in ranks}) > 1]
 
