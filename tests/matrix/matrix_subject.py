@@ -371,6 +371,8 @@ def _first(path):
 class Subject(lockstep.Task):
     """The task, as a user writes it."""
 
+    reduction = "sum"  # divided by the items of the step
+
     def __init__(self, model, fault, folder):
         self.name, self.fault, self.folder = model, fault, Path(folder)
         self.made = lambda: None
@@ -410,12 +412,16 @@ class Changed(Subject):
 class Mean(Subject):
     """Its loss is a mean, which it does not say."""
 
+    reduction = "auto"
+
     def loss(self, model, batch):
         return loss_sum(model, batch) / batch["kept"].sum()
 
 
 class Weighted(Subject):
     """A weighted mean; its items are the weights."""
+
+    reduction = "auto"
 
     def count(self, batch):
         return float(weights_of(batch).sum())
