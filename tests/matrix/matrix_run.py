@@ -503,7 +503,13 @@ def settings(start: Start, folder: Path) -> Config:
             **_optim(case),
         ),
         checkpoint=Checkpoint(keep=10, local_dir=str(folder / "local")),
-        guards=Guards(nonfinite=case.policy, spike=_SPIKE[case.policy], straggler=0.0, audit=_audit(start)),
+        guards=Guards(
+            nonfinite=case.policy,
+            spike=_SPIKE[case.policy],
+            straggler=0.0,
+            audit=_audit(start),
+            loss_check=3,  # leaves no trace: each run is compared with a plain loop
+        ),
         shares="auto"
         if by_speed(case, start.engine, start.world)
         else ",".join(map(str, shares(case, start.engine, start.world))) or "equal",
