@@ -11,8 +11,9 @@ from weighed import Written, halved, trial_of
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.task import set_detected
-from lockstep.training.evidence import halve, moved, sketch, weigh
+from lockstep.training.evidence import halve, sketch, weigh
 from lockstep.training.loss_check import check_loss
+from lockstep.training.weight_moves import moved
 
 
 def network():

@@ -42,14 +42,15 @@ class LossParameters:
         self._model, self._task = model, task
         self._outputs: set[Any] = set()
         self._leaves: list[weakref.ref[Tensor]] = []
+        self._is_compiled = model._compiled_call_impl is not None  # a private name of torch
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Note where the graph of the model's outputs begins.
 
-        A model that is compiled as a whole would compile the hook too. Its graph is one node, so nothing is noted.
+        A model that is compiled as a whole would compile the hook too, so nothing is noted there.
         """
-        if self._model._compiled_call_impl is not None:  # a private name of torch
+        if self._is_compiled:
             yield
             return
 
@@ -84,7 +85,8 @@ class LossParameters:
             return
         names, trained = dict(_own_tensors(user_task(self._task))), _optimized(user_task(self._task))
         leaves = [leaf for leaf in leaves if id(leaf) not in trained]
-        if any(map(is_dtensor, self._model.parameters())):  # gathered parameters of a sharded model are leaves too
+        # Gathered parameters of a sharded model, and copies of the weights that compiled code reads, are leaves too.
+        if self._is_compiled or any(map(is_dtensor, self._model.parameters())):
             leaves = [leaf for leaf in leaves if id(leaf) in names]
         found = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
         if not found:

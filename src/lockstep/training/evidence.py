@@ -56,6 +56,7 @@ from lockstep.passes import split_loss
 from lockstep.task import Task
 from lockstep.tensors import is_dtensor, local_of
 from lockstep.training.draws import CONTIGUOUS, DrawBook, Layout, RowDraws
+from lockstep.training.weight_moves import LAST_BIT, moved, stretched
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ __all__ = [
     "halve",
     "have_same_tensors",
     "leaves",
-    "moved",
     "sketch",
     "training_modes",
     "weigh",
@@ -462,7 +462,7 @@ class _Judgement:
 
         def compare() -> Finding:
             before = self._differentiate(self._place.whole, None)
-            with moved(weights, self._seed, first_bit=_LAST_BIT):
+            with moved(weights, self._seed, first_bit=LAST_BIT):
                 after = self._differentiate(self._place.whole, None)
             own = before.sketches, [before.sketches] * 2, [after.sketches]
             changes[:] = weighing.relative_errors(*own)  # collective with sharded parameters
@@ -782,97 +782,6 @@ def _host_states() -> bytes:
     return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))
 
 
-# --- weights moved a little
-
-_MANTISSAS = {
-    torch.float64: (torch.int64, 52),
-    torch.float32: (torch.int32, 23),
-    torch.float16: (torch.int16, 10),
-    torch.bfloat16: (torch.int16, 7),
-}
-_MOVE = 1e-2  # of a tensor of zeros; others move by up to 2^-6 of each weight
-_FIRST_BIT = 7  # the first bit of a mantissa that moves weighs 2^-7
-_LAST_BIT = 20  # the same for moves like those of rounding
-_STRETCH = 4.0
-_STEADY = 1e-2  # largest relative change of a gradient by such moves
-_PATTERN = 65521  # a prime, so that the pattern meets the rows of a matrix at different places
-
-
-@contextmanager
-def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Multiply weights by four, and put them back bit for bit. A tensor that would overflow stays."""
-    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    weights = [each.detach().data for each in reals if each.dtype in _MANTISSAS and each.numel()]
-    # Waits for the device.
-    large = [each for each in weights if bool(each.abs().amax() < torch.finfo(each.dtype).max / _STRETCH)]
-    try:
-        for weight in large:  # exact: a power of two
-            weight.mul_(_STRETCH)
-        yield
-    finally:
-        for weight in large:
-            weight.mul_(1 / _STRETCH)
-
-
-@contextmanager
-def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[None]:
-    """Move weights a little, and put them back bit for bit, without copies.
-
-    Low bits of the mantissas are flipped by a seeded pattern, and flipped back. A tensor of zeros gets normal numbers,
-    and is zeroed at the end. Tensors of other dtypes stay.
-
-    Args:
-        first_bit: the first bit of a mantissa that moves; 0: the seventh.
-    """
-    first_bit = first_bit or _FIRST_BIT
-    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    weights = [each.detach() for each in reals if each.dtype in _MANTISSAS and each.numel()]
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for number, weight in enumerate(weights):
-            data: Tensor = weight.data  # moves must not count as writes: torch's graphs and copies of weights look
-            if bool(data.any()):  # waits for the device
-                _flip(data, seed + number, first_bit)
-                stack.callback(_flip, data, seed + number, first_bit)
-            else:
-                signs = data.clone() if bool(data.signbit().any()) else None  # waits for the device; zeros below zero
-                stack.callback(_restore_zeros, data, signs)
-                generator = Generator().manual_seed(seed + number)
-                pattern = torch.randn(min(data.numel(), _PATTERN), generator=generator).mul_(_MOVE).to(data)
-                for part, values in _tiles(data, pattern):
-                    part.copy_(values)
-        with torch.enable_grad():
-            yield
-
-
-def _flip(data: Tensor, seed: int, first_bit: int) -> None:
-    """Flip seeded low bits of the mantissas; a second call flips them back."""
-    integer, size = _MANTISSAS[data.dtype]
-    generator = Generator().manual_seed(seed)
-    highest = 1 << max(size - first_bit + 1, 1)
-    pattern = torch.randint(highest, (min(data.numel(), _PATTERN),), generator=generator, dtype=integer)
-    for part, values in _tiles(data.view(integer), pattern.to(data.device)):
-        part.bitwise_xor_(values)
-
-
-def _restore_zeros(data: Tensor, before: Tensor | None) -> None:
-    if before is None:
-        data.zero_()
-    else:
-        data.copy_(before)
-
-
-def _tiles(data: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a tensor with the values that a repeated pattern has for them."""
-    if not data.is_contiguous():
-        repeats = -(-data.numel() // len(pattern))
-        yield data, pattern.repeat(repeats)[: data.numel()].view(data.shape)
-        return
-    flat = data.view(-1)
-    whole = len(flat) // len(pattern) * len(pattern)
-    yield flat[:whole].view(-1, len(pattern)), pattern
-    yield flat[whole:], pattern[: len(flat) - whole]
-
-
 # --- sketches
 
 _WIDTH = 4093  # a prime, so that the rows of a sketch are not those of a matrix
@@ -914,6 +823,7 @@ def _sketch_length(parameter: Tensor) -> int:
     return min(parameter.numel() * (1 + parameter.is_complex()), _WIDTH)
 
 
+_STEADY = 1e-2  # largest relative change of a gradient by moves of the weights like those of rounding
 _TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05  # relative errors that a kind may have: in float32, in half precision
 _FLOOR, _NARROW_FLOOR = 1e-2, 0.1  # a tensor's error is relative to at least this part of the whole gradient
 _CANCELLED = 1e-2  # and to this part of the halves', whose rounding stays where they cancel

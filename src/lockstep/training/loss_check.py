@@ -37,7 +37,6 @@ from lockstep.training.evidence import (
     Verdict,
     cut_rows,
     have_same_tensors,
-    moved,
     training_modes,
     weigh,
 )
@@ -48,6 +47,7 @@ from lockstep.training.trial_state import (
     preserve_state,
     refusal_of_marks,
 )
+from lockstep.training.weight_moves import moved
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
 __all__ = [
