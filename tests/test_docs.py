@@ -106,7 +106,7 @@ def test_the_program_of_what_changes_while_it_trains_runs(here):
     assert names["run"].status == "finished"
     flags = [parameter.requires_grad for parameter in names["run"].model.body.parameters()]
     assert flags == [True] * 4
-    with pytest.raises(lockstep.errors.ConfigError, match="task/seen"):
+    with pytest.raises(lockstep.errors.ConfigError, match="task.seen"):
         lockstep.train(lockstep.Config(experiment_name="exact", max_steps=4, exact=True), names["Remembering"]())
 
 

@@ -51,7 +51,7 @@ from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
 from lockstep.data.loader import failure
 from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
-from lockstep.errors import LockstepError, PeerError
+from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.passes import split_loss
 from lockstep.task import Task
 from lockstep.tensors import is_dtensor, local_of
@@ -154,11 +154,15 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         trial: with the task and its engine.
         places: of this rank; as many on every rank.
         seed: of the random numbers and of the moves of the weights.
+
+    Raises:
+        ConfigError: the loss writes a parameter of the model, which cannot be undone without copies.
     """
     if refusal := _undecidable(trial):
         return Verdict("unknown", refusal)
     if not places:
         return Verdict("unknown", "the first samples cannot be halved")
+    versions = {name: p._version for name, p in trial.plain.named_parameters()}
     try:
         with _Weighing(trial, seed).prepared() as weighing:
             columns = weighing.judge(places, seed, [bool(number) for number in range(len(places))])  # collective
@@ -167,11 +171,30 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
                 again = weighing.judge([places[number] for number in undecided], seed + len(places))  # collective
                 for number, column in zip(undecided, again, strict=True):
                     columns[number] = column
-            return _conclude([*chain(*columns)])
+        _check_unwritten(trial, versions)
+        return _conclude([*chain(*columns)])
     except LockstepError:
         raise
     except Exception as error:  # the model's parameters cannot be moved or read, on every rank alike
+        _check_unwritten(trial, versions)
         return Verdict("unknown", failure(error))
+
+
+def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
+    """Raise ConfigError for a parameter that a forward or the loss has written: its value is lost.
+
+    Args:
+        versions: by the parameters' names, torch's counts of writes before the proof.
+    """
+    if trial.is_sharded:  # gathering writes parameters too
+        return
+    written = [name for name, p in trial.plain.named_parameters() if p._version != versions.get(name)]
+    if written:
+        raise ConfigError(
+            f"the model's forward or the task's `loss` writes {written[0]}, a parameter, which no check of a step in "
+            "several micro-batches can undo: write it in the hook `after_update` or in the loop, or train on one "
+            "device without --micro-batch-size"
+        )
 
 
 def _undecidable(trial: "Trial") -> str:
