@@ -64,7 +64,7 @@ def test_ranks_agree_on_what_fits_on_all_of_them(tmp_path):
 def test_training_after_it_is_training_without_it(tmp_path):
     lockstep.train(config(tmp_path / "a", exact=True), Ragged())
     task = Counted()
-    find_micro_batch(config(tmp_path / "b", exact=True), task, None, device(task, 1000), 10**9)
+    find_micro_batch(config(tmp_path / "b"), task, None, device(task, 1000), 10**9)
     lockstep.train(config(tmp_path / "b", exact=True), Ragged())
     assert mark(tmp_path / "a") == mark(tmp_path / "b")
 
