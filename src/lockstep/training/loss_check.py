@@ -464,7 +464,8 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
         verdict = verdict if second.kind == "unknown" else second
 
     def conclude() -> None:
-        if verdict.kind == "unknown":
+        # A place may be larger than a micro-batch, which then still fits.
+        if verdict.kind == "unknown" and not is_known and training.step_plan.micro_size >= _MIN_SAMPLES:
             subject.raise_memory_error()
         if is_known:
             _check_known(trial, verdict, recorded)
