@@ -350,7 +350,7 @@ def test_a_second_run_in_another_precision_and_no_trace_on_the_object(tmp_path):
     trained(tmp_path, task, "float32")
     assert torch.bfloat16 in kinds["loss"]
     assert all(seen == {None} for seen in task.seen.values())
-    marks = {"_reduction_before", "_takes_gradients", "reduction"}  # of the trial
+    marks = {"_reduction_before", "_takes_gradients", "reduction", "_current_step"}  # of the trial and the loop
     assert set(vars(task)) - before <= marks
     assert type(task) is Watched
     assert not any(name in vars(task) for name in ("loss", "penalty", "evaluate"))
