@@ -445,12 +445,12 @@ def short(world, folder):
 
 
 class Damaged(Ragged):
-    """Whose sample 4 cannot be read: it is in no rank's first micro-batch, but in the halves."""
+    """Whose sample 3 cannot be read: it is in no rank's first micro-batch, but in the halves."""
 
     def dataset(self, split):
         class Rows(Sentences):
             def __getitem__(self, index):
-                if index == 4:
+                if index == 3:
                     raise OSError("the disk is gone")
                 return super().__getitem__(index)
 
@@ -470,7 +470,7 @@ def test_a_sample_of_the_trial_that_cannot_be_loaded_is_named_on_all_ranks(tmp_p
     """Not taken for a collation that refuses half a micro-batch."""
     for kind, told in run(damaged, 2, tmp_path):
         assert issubclass(kind, DataError)
-        assert "sample 4 cannot be loaded: OSError: the disk is gone" in told
+        assert "sample 3 cannot be loaded: OSError: the disk is gone" in told
 
 
 class Given(Ragged):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, default_micro_batch_size
 from lockstep.counts import number
 from lockstep.data.batches import Batches, MicroBatch, seed_everything
 from lockstep.data.sampler import Indices, SizedOrder, order_of
@@ -64,8 +64,9 @@ class OverlappingShards(Fault):
 
     def task(self, task: Task, context: FaultContext) -> Task:
         config, world = context.config, context.world
-        each = -(-config.micro_batches // world.size)
-        own = world.rank * each * config.micro_size  # offset of this rank's samples in a step
+        size = config.micro_batch_size or default_micro_batch_size(config.batch_size)  # as `verify` cuts every run
+        each = -(-config.batch_size // (size * world.size))
+        own = world.rank * each * size  # offset of this rank's samples in a step
         return _Reordered(task, lambda place: place - own * (place % config.batch_size >= own))
 
 
