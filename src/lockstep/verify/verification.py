@@ -287,7 +287,8 @@ class Verification:
             raise ConfigError(
                 f"--steps {request.steps}: the run has only {steps_run} steps; lower --steps, or raise --num-epochs"
             )
-        size = request.config.batch_size // self._reference["micro_batches"]  # the model may have decided it
+        # The model may have decided it.
+        size = request.config.micro_batch_size or request.config.batch_size // self._reference["micro_batches"]
         config = dataclasses.replace(request.config, micro_batch_size=size)
         self._request = dataclasses.replace(request, config=config)
 
