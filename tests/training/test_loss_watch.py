@@ -1,0 +1,73 @@
+"""The proof of a loss is repeated later in a run, and sees before step 1 what large weights change."""
+
+import pytest
+import torch
+from small_runs import config
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import checkpoint
+from lockstep.errors import LockstepError, UsageError
+
+
+class Classes(lockstep.Task):
+    """A mean over vectors of four classes."""
+
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+
+    def dataset(self, split):
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(48, 6, generator=draw, dtype=torch.float64)
+        return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1)) if split == "train" else None
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Coupled(Classes):
+    """A mean until the fourth step, whose samples depend on each other from then on."""
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + (out.mean(0).square().sum() if self.step >= 3 else 0.0)
+
+
+class Hinge(Classes):
+    """A mean over the samples with a loss: with small weights over all of them."""
+
+    def loss(self, model, batch):
+        each = F.relu(1.0 - model(batch[0]).gather(1, batch[1][:, None])[:, 0])
+        return each[each > 0].mean() if bool((each > 0).any()) else each.sum()
+
+
+def settings(folder, first):
+    return config(folder, batch_size=8, micro_batch_size=4, max_steps=6, guards={"loss_check": first}, report=False)
+
+
+def test_a_loss_that_changes_ends_the_run_at_the_next_check_with_the_step_before_saved(tmp_path):
+    with pytest.raises(LockstepError, match=r"step 5: .*no longer a mean.*step 4 is saved"):
+        lockstep.train(settings(tmp_path, 5), Coupled())
+    assert checkpoint.list_steps(tmp_path / "r")[-1] == 4
+
+
+def test_zero_turns_the_check_off(tmp_path):
+    lockstep.train(settings(tmp_path, 0), Coupled())
+    assert checkpoint.list_steps(tmp_path / "r")[-1] == 6
+
+
+def test_a_check_leaves_the_bits_of_the_run(tmp_path):
+    weights = []
+    for first in (0, 2):
+        with lockstep.Run(settings(tmp_path / str(first), first), Classes()) as made:
+            for _ in made:
+                pass
+            weights.append([p.detach().clone() for p in made.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_mean_over_hard_samples_is_refused_before_any_is_easy(tmp_path):
+    with pytest.raises(UsageError, match="neither a sum nor a mean"):
+        lockstep.train(settings(tmp_path, 0), Hinge())
