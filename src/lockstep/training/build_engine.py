@@ -436,8 +436,8 @@ def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer |
     if foreign:
         raise ConfigError(
             f"the task's `optimizer` has {foreign} parameters of another model than its argument `model`: use that "
-            "one's, because an engine may replace those of task.model(); return parameters of the loss from model(), as a "
-            "part of the module"
+            "one's, because an engine may replace those of task.model(); return parameters of the loss from model(), "
+            "as a part of the module"
         )
     return optimizer
 
