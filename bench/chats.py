@@ -2,6 +2,7 @@
 
     python bench/chats.py [--seeds 1] [--grid]
     python bench/chats.py --survey [--seeds 1] [--rows "default;batch 4"] [--lora]
+    python bench/chats.py --cuts 5
 
 Everything is made here, the same each time: a tokenizer with a chat template; a Llama of 2 layers that has read prose
 and chats with short answers by chance; 300 chats to train on and 100 held out, whose answers have a manner of their own
@@ -11,6 +12,9 @@ grid of rates and batch sizes over as many epochs as trl's default; --grid print
 
 --survey compares candidates for a default (rate, batch, schedule, decay) over several models and sets of chats, of all
 weights or, with --lora, of adapters. A forward takes two chats there, and the loss is the run's last evaluation.
+
+--cuts times a step of adapters (rank 8) by default and with each micro-batch size, by turns in so many rounds: the
+processor's milliseconds, and the ratio to the fastest given size of the same round.
 """
 
 import argparse
@@ -23,6 +27,7 @@ import os
 import random
 import statistics
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -261,6 +266,37 @@ def survey(root, given):
         print(json.dumps({"candidate": name, "mean ratio": round(mean, 3), "worst": round(max(each), 3)}), flush=True)
 
 
+def step_seconds(base, data, work, skip=4, count=30, **options):
+    """Return the processor time of a step, after the first `skip`."""
+    run = first_try(base, data, work, 0, lora__rank=8, max_steps=skip + count, **options)
+    began = 0.0
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for step in run:
+            if step.global_step == skip:
+                began = time.process_time()
+            elif step.global_step == skip + count:
+                taken = time.process_time() - began
+    return taken / count
+
+
+def cuts(root, rounds):
+    """Print the time of a step of adapters by default and with each micro-batch size."""
+    data, base = root / "chats", root / "base"
+    write_chats(data)
+    write_base(base, steps=1)
+    choices = {"default": {}, **{str(size): {"micro_batch_size": size} for size in (1, 2, 4)}}  # of a batch of 4
+    times = {name: [] for name in choices}
+    for _ in range(rounds):
+        for name, options in choices.items():
+            times[name].append(step_seconds(base, data, Path(tempfile.mkdtemp(dir=root)), **options))
+    given = [name for name in choices if name != "default"]
+    fastest = min(given, key=lambda name: statistics.median(times[name]))
+    for name, each in times.items():
+        ratios = [own / best for own, best in zip(each, times[fastest], strict=True)]
+        row = {"micro_batch_size": name, "ms": round(1e3 * statistics.median(each), 1)}
+        print(json.dumps({**row, f"ratio to {fastest}": round(statistics.median(ratios), 3)}), flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="the mean over so many seeds")
@@ -268,6 +304,7 @@ def main():
     parser.add_argument("--only", default="base,default,trl,hand", help="contestants to run")
     parser.add_argument("--survey", action="store_true", help="compare candidates for a default over several settings")
     parser.add_argument("--lora", action="store_true", help="the survey's for adapters")
+    parser.add_argument("--cuts", type=int, default=0, help="rounds of the time of a step by micro-batch size")
     parser.add_argument("--rows", help="the survey's candidates, divided by ';'; ratios are to the first")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -276,6 +313,9 @@ def main():
         root = Path(name)
         if given.survey:
             survey(root, given)
+            return
+        if given.cuts:
+            cuts(root, given.cuts)
             return
         data, base = root / "chats", root / "base"
         write_chats(data)

@@ -592,6 +592,7 @@ def test_a_trainer_of_hugging_face(tmp_path):
     assert arguments.learning_rate == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:The `srun` command:UserWarning")  # where Slurm is installed
 def test_a_lightning_module_with_the_adapters_trainer():
     lightning = pytest.importorskip("lightning.pytorch")
 

@@ -42,16 +42,19 @@ class Launchers:
             own.mkdir()
             self.each.append(nodes.open_decisions(job(is_host=number == 0, **self.changes), str, own))
         self.first, self.second = self.each[:2]
-        self.survives = [None] * count
+        self.survives, self.rounds = [None] * count, 0
         self.begin()
 
     def begin(self):
+        self.rounds += 1
+        prefix = f"round{self.rounds}"  # torch's own rounds do not share keys: an old address has an old secret
+
         def one(number):
             names = [str(2 * number), str(2 * number + 1)]
             workers = [SimpleNamespace(world_size=2 * len(self.each))]
             store = TCPStore("127.0.0.1", self.store.port, None, False, timedelta(seconds=5), wait_for_workers=False)
             group = SimpleNamespace(
-                store=PrefixStore("round", store), group_rank=number, group_world_size=len(self.each), workers=workers
+                store=PrefixStore(prefix, store), group_rank=number, group_world_size=len(self.each), workers=workers
             )
             self.living[number], self.ended[number] = set(names), {}
             self.survives[number] = self.each[number].begin("token", names, group)

@@ -128,9 +128,9 @@ def test_what_is_kept_of_a_step_holds_no_tensor():
         del losses
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert meter.flush()["grad_norm"] == 7.0
+    assert meter.flush()[0]["grad_norm"] == 7.0
     assert meter.running_loss == sum((step + 1) / 2 for step in range(5))
-    assert math.isnan(meter.flush()["grad_norm"])
+    assert math.isnan(meter.flush()[0]["grad_norm"])
 
 
 def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
@@ -140,11 +140,11 @@ def test_a_step_without_a_finite_loss_is_not_in_the_windows_mean():
     for losses, mean in (([2.0, math.nan, 4.0, math.inf, 9.0], 5.0), ([1.0, 2.0, 3.0, 4.0, 5.0], 3.0)):
         for step, loss in enumerate(losses):
             meter.add(read(StepRecord(step, 1, [torch.tensor(loss)], torch.tensor(1.0), 1.0)))
-        assert meter.read(5)["running_loss"] == mean
+        assert meter.read(5)[0]["running_loss"] == mean
     meter.add(read(StepRecord(0, 0, [torch.tensor(0.0)], torch.tensor(1.0), 1.0)))
-    assert meter.read(1)["running_loss"] == 0.0  # of a step without items, as it was trained
+    assert meter.read(1)[0]["running_loss"] == 0.0  # of a step without items, as it was trained
     meter.add(read(StepRecord(0, 1, [torch.tensor(math.nan)], torch.tensor(1.0), 1.0)))
-    assert math.isnan(meter.read(1)["running_loss"])
+    assert math.isnan(meter.read(1)[0]["running_loss"])
 
 
 class Once(Ragged):

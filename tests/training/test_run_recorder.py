@@ -152,14 +152,15 @@ def test_what_is_paused_is_not_counted_to_the_rate(monkeypatch):
     for step, items in enumerate((20, 12)):
         meter.add(ReadStep(StepRecord(step, items, [], None, 1.0), [], 7.0 + step, [3.0 * items]))
     meter.pause(1.0)  # an evaluation
-    found = meter.read(2)  # at 14: four seconds, one of them paused
+    found, _ = meter.read(2)  # at 14: four seconds, one of them paused
     assert (found["items_per_second"], found["running_loss"], found["grad_norm"]) == (32 / 3, 3.0, 8.0)
     assert (found["time/data"], found["time/forward"], found["time/total"]) == (2.0, 5.0, 7.0)
     meter.add(ReadStep(StepRecord(2, 5, [], None, 1.0, applied=False), [], 1.0, [15.0]))
-    found = meter.read(1)  # at 15: the window before does not count any more
+    found, counts = meter.read(1, [4.0])  # at 15: the window before does not count any more
     assert (found["items_per_second"], found["running_loss"], found["skipped_steps"]) == (5.0, 3.0, 1)
+    assert counts == [4.0]
     meter.add(ReadStep(StepRecord(3, 20, [], None, 1.0), [], 1.0, []))
-    assert meter.read(1)["skipped_steps"] == 1  # of this start
+    assert meter.read(1)[0]["skipped_steps"] == 1  # of this start
     meter.pause(0.5, "saves")
     assert meter.seconds == {"steps": 0.014, "data": 0.004, "exchange": 0.0, "saves": 0.5}  # but for the first window
 

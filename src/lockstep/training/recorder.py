@@ -116,21 +116,25 @@ class Meter:
         applied, limit = step.record.applied, step.record.limit
         self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
 
-    def flush(self) -> dict[str, float]:
+    def flush(self, *counts: float) -> tuple[dict[str, float], list[float]]:
         """Add the pending steps to `running_loss` and `numbers`. Collective.
 
         The losses are means over all ranks. A step's sum is formed in float64, where the order of a few float32 terms
         does not matter. A step whose loss is not finite is left out and counted in `non_finite`: the guards report it,
         and it must not make the window's mean NaN.
 
+        Args:
+            counts: other numbers of this rank; they travel with the losses, since each exchange costs a wait.
+
         Returns:
-            grad_norm of the last step, and gradients/NAME if the step measured them.
+            grad_norm of the last step, and gradients/NAME if the step measured them; and the counts over all ranks.
         """
         steps, self._pending = self._pending, []
-        if not steps:
-            return {"grad_norm": math.nan}
         sums, finite = [math.fsum(step.losses) for step in steps], list[_PendingStep]()
-        for step, total in zip(steps, self._exchange.totals(sums), strict=True):
+        totals = self._exchange.totals([*sums, *counts]) if steps or counts else []
+        if not steps:
+            return {"grad_norm": math.nan}, totals
+        for step, total in zip(steps, totals, strict=False):
             loss = total / (step.items or 1)
             if math.isfinite(loss):
                 self.running_loss += loss
@@ -140,7 +144,8 @@ class Meter:
         if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # the same on every rank
             self._add_numbers(names, finite)
         last = steps[-1]
-        return {"grad_norm": last.norm, **{f"gradients/{name}": norm for name, norm in last.gradients.items()}}
+        gradients = {f"gradients/{name}": norm for name, norm in last.gradients.items()}
+        return {"grad_norm": last.norm, **gradients}, totals[len(steps) :]
 
     def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
         """Add the numbers of these steps, summed over all ranks. Collective."""
@@ -151,14 +156,17 @@ class Meter:
             parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
             self.numbers[name] = merge_sums(parts)
 
-    def read(self, log_freq: int) -> dict[str, Any]:
-        """Return the window's record, and begin a new window. Collective.
+    def read(self, log_freq: int, counts: Sequence[float] = ()) -> tuple[dict[str, Any], list[float]]:
+        """Return the window's record and the counts over all ranks, and begin a new window. Collective.
+
+        Args:
+            counts: see `flush`.
 
         Returns:
-            running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds), skipped_steps if any,
+            The record has running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds), skipped_steps if any,
             and where there are any train/NAME (the task's own numbers) and gradients/NAME.
         """
-        norms = self.flush()
+        norms, counted = self.flush(*counts)
         laps = self._clock.read()
         if self._seconds is None:
             self._seconds = {}
@@ -181,7 +189,7 @@ class Meter:
         record |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
         self.running_loss, self.non_finite, self._items, self._window_start = 0.0, 0, 0, now
         self.numbers = {}
-        return record
+        return record, counted
 
     def pause(self, seconds: float, part: str = "") -> None:
         """Exclude `seconds` from the throughput.
@@ -274,8 +282,11 @@ class RunRecorder:
     def _log(self, record: StepRecord) -> None:
         built = self._built
         place = built.place(record.step + 1)
-        numbers = self.window = self._meter.read(built.config.log_freq)
-        repairs = self._repair_counts()
+        failures = [*loading_failures(built.loaders), float(built.training.retry_dataset.fetches)]
+        numbers, totals = self._meter.read(built.config.log_freq, failures)
+        self.window = numbers
+        totals.append(float(built.state.steps_left_out or 0))
+        repairs = {name: count for name, count in zip(_LOADING_COUNTS, totals, strict=True) if count}
         if built.balancer:
             numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
@@ -288,15 +299,6 @@ class RunRecorder:
                 "num_batches_remaining": place.num_batches_remaining,
             }
             self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
-
-    def _repair_counts(self) -> dict[str, float]:
-        """Return the counts of repaired failures and fetched shards so far, not 0, over all ranks. Collective."""
-        fetched = self._built.training.retry_dataset.fetches
-        counts = [
-            *self._exchange.totals([*loading_failures(self._built.loaders), float(fetched)]),
-            float(self._built.state.steps_left_out or 0),
-        ]
-        return {name: count for name, count in zip(_LOADING_COUNTS, counts, strict=True) if count}
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
