@@ -173,7 +173,7 @@ def test_each_file_has_the_settings_of_its_own_project(folder, capsys):
         assert [f["path"] for f in json.loads(capsys.readouterr().out)] == ["two/inner/x.py"]
 
 
-def test_a_file_that_does_not_parse_is_reported_and_the_rest_goes_on(folder, capsys):
+def test_a_file_that_does_not_parse_is_reported(folder, capsys):
     (folder / "broken.py").write_text("import torch\n\ndef f(:\n")
     assert command(["--format", "json"]) == 1
     findings = json.loads(capsys.readouterr().out)

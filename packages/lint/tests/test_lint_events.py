@@ -106,7 +106,7 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_are_entered_with_the_class_and_the_literals_of_the_call():
+def test_a_call_passes_its_class_and_literals():
     around = "__name__ == '__main__' main() run() update()"
     assert events(CALLED) == [f"backward {around}", f"step {around}"]
 

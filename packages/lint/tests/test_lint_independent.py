@@ -225,7 +225,7 @@ def test_an_importer_outside_the_list_and_without_torch_is_seen(tmp_path):
     assert [f.rule for f in check_paths([path], ALL)] == ["LS019"]
 
 
-def test_a_folder_that_is_no_project_is_searched_near_the_file_only(tmp_path, monkeypatch):
+def test_outside_a_project_only_the_folder_is_searched(tmp_path, monkeypatch):
     monkeypatch.setattr(imports, "_places", lambda: (tmp_path,))
     deep = tmp_path / "one" / "two"
     deep.mkdir(parents=True)

@@ -124,7 +124,7 @@ def test_the_agreement_is_printed(bench, tmp_path, monkeypatch, capsys):
         run(bench["agreement"], monkeypatch, path)
 
 
-def test_errors_are_scored_apart_from_hints_on_the_scripts_that_are_there(bench, tmp_path, monkeypatch, capsys):
+def test_errors_are_scored_apart_from_hints(bench, tmp_path, monkeypatch, capsys):
     text = "import argparse\nimport torch\nparser = argparse.ArgumentParser()\n"
     text += "parser.add_argument('--fast', type=bool)\nstate = torch.load(parser.parse_args().fast)\n"
     (tmp_path / "one+two").mkdir()

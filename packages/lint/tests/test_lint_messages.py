@@ -116,7 +116,7 @@ def test_a_load_in_one_process_is_not_told_of_ranks():
     assert "rank" in several.message
 
 
-def test_a_flag_that_is_left_over_is_not_told_where_the_environment_is_read():
+def test_a_leftover_flag_is_silent_where_the_variable_is_read():
     assert told(FLAG, "LS029") == []
     assert len(told(FLAG.replace('int(os.environ["LOCAL_RANK"])', "args.local_rank"), "LS029")) == 1
 

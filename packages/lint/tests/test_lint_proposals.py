@@ -59,7 +59,7 @@ def test_a_second_fix_changes_nothing(texts, tmp_path_factory, capsys):
     capsys.readouterr()
 
 
-def test_two_places_on_a_line_and_imports_that_are_no_longer_used(tmp_path, capsys):
+def test_two_edits_on_a_line_and_unused_imports(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(OLD)
     text = fixed(path)

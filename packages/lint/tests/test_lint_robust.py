@@ -125,7 +125,7 @@ def test_hostile_files(text):
 
 
 @pytest.mark.parametrize("name", ["counts of counts", "tuples that many functions give"])
-def test_names_that_branch_again_and_again_are_followed_to_their_end(name):
+def test_names_that_branch_are_followed_to_their_end(name):
     found = check_text("import torch\nimport torch.distributed as dist\n" + HOSTILE[name], ALL)
     assert [finding.message for finding in found if finding.rule == "LS000"] == []
 
