@@ -1,6 +1,7 @@
 """LS001: nn.DataParallel."""
 
 import pytest
+from rule_findings import found as found_of
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
@@ -55,10 +56,6 @@ def test_data_parallel_by_its_names(code, told):
     assert not check_text(own, configure({}, "LS001", ""))
 
 
-def told_2(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
-
 OWN = "import torch\nfrom torch.nn{more} import {base}\n\nclass {name}({base}):\n    pass\n\nmodel = {call}\n"
 
 
@@ -75,7 +72,7 @@ OWN = "import torch\nfrom torch.nn{more} import {base}\n\nclass {name}({base}):\
 )
 def test_a_class_of_ones_own_that_derives_from_data_parallel(given, found):
     text = OWN.format(**dict(zip(("more", "base", "name", "call"), given, strict=True)))
-    assert told_2(text, "LS001") is found
+    assert found_of(text, "LS001") is found
 
 
 HEAD = """

@@ -1,14 +1,7 @@
 """LS002: DDP before the model is on its device."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
+from rule_findings import found as found_of
 
 WRAPPED = """
 import torch
@@ -37,7 +30,7 @@ def main(local_rank, fast):
     ],
 )
 def test_a_model_that_is_moved_by_another_name(moved, again, found):
-    assert told(WRAPPED.format(moved=moved, again=again), "LS002") is found
+    assert found_of(WRAPPED.format(moved=moved, again=again), "LS002") is found
 
 
 PLACED = """
@@ -71,4 +64,4 @@ def main(other, rank):
     ],
 )
 def test_a_model_that_is_made_where_it_is_wrapped(line, found):
-    assert told(PLACED.format(line=line), "LS002") is found
+    assert found_of(PLACED.format(line=line), "LS002") is found

@@ -2,6 +2,7 @@
 
 import pytest
 from rule_examples import examples
+from rule_findings import count
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -149,11 +150,6 @@ def test_options_that_are_written_out_and_parts_of_a_data_set(change, number):
     assert len(check_text(OPTIONS.format(**USUAL | change), configure({}, "LS003", ""))) == number
 
 
-def count_findings(text, rule):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, rule, "")))
-
-
 DIVIDED = """
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
@@ -178,7 +174,7 @@ dist.init_process_group("nccl")
     ],
 )
 def test_a_number_of_ranks_that_is_written_out(number, rank, after, found):
-    assert count_findings(DIVIDED.format(number=number, rank=rank, after=after), "LS003") == found
+    assert count(DIVIDED.format(number=number, rank=rank, after=after), "LS003") == found
 
 
 PARTS = """
@@ -204,4 +200,4 @@ def main(local_rank, model, optimizer, criterion, config):
     ("files", "number"), [("config.files", 1), ("divide(config.files, dist.get_world_size())[dist.get_rank()]", 0)]
 )
 def test_a_data_set_of_the_rank_s_own_files(files, number):
-    assert count_findings(PARTS.format(files=files), "LS003") == number
+    assert count(PARTS.format(files=files), "LS003") == number

@@ -1,6 +1,7 @@
 """LS004: set_epoch missing."""
 
 import pytest
+from rule_findings import count
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
@@ -105,11 +106,6 @@ def test_a_helper_that_is_told_for_which_part_it_makes_a_sampler(tmp_path, split
     assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS004", ""))) == number
 
 
-def count_findings(text, rule):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, rule, "")))
-
-
 EPOCHS = """
 import torch
 import torch.distributed as dist
@@ -149,4 +145,4 @@ class Trainer:
     ],
 )
 def test_the_epoch_that_the_loop_starts(given, start, last, number):
-    assert count_findings(EPOCHS.format(given=given, start=start, last=last), "LS004") == number
+    assert count(EPOCHS.format(given=given, start=start, last=last), "LS004") == number

@@ -1,14 +1,10 @@
 """LS005: BatchNorm under DDP."""
 
 import pytest
+from rule_findings import found as found_of
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
-
-
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
+from lockstep_lint.runner import check_paths
 
 WRAPPED = """
 import segmentation_models_pytorch as smp
@@ -45,7 +41,7 @@ def main(local_rank):
     ],
 )
 def test_models_of_libraries_that_hold_batch_norm(made, found):
-    assert told(WRAPPED.format(made=made), "LS005") is found
+    assert found_of(WRAPPED.format(made=made), "LS005") is found
 
 
 NET = """

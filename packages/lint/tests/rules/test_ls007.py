@@ -1,6 +1,8 @@
 """LS007: fixed device."""
 
 import pytest
+from rule_findings import found as found_of
+from rule_findings import lines
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -71,10 +73,6 @@ def test_what_never_starts_a_group(code, change, told):
     assert bool(found) is told
 
 
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
-
 STARTED = """
 import os
 import torch
@@ -100,7 +98,7 @@ main({rank})
     ],
 )
 def test_the_rank_of_another_launcher(rank, device, found):
-    assert told(STARTED.format(rank=rank, device=device), "LS007") is found
+    assert found_of(STARTED.format(rank=rank, device=device), "LS007") is found
 
 
 START = """
@@ -109,10 +107,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 """
-
-
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
 
 
 def device(*made, before="", main=""):

@@ -1,15 +1,10 @@
 """LS011: clipping scaled or stepped gradients."""
 
 import pytest
+from rule_findings import count, severities
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
-
-
-def levels(text, code):
-    """The levels of what a rule tells about a script."""
-    return [finding.severity for finding in check_text(text, configure({}, code, ""))]
-
 
 MANAGED = """
 import torch
@@ -45,7 +40,7 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 )
 def test_clips_where_a_framework_scales(package, name, option, clip, number):
     text = MANAGED.format(package=package, name=name, option=option, clip=clip)
-    assert len(levels(text, "LS011")) == number
+    assert len(severities(text, "LS011")) == number
 
 
 STALE = """
@@ -74,11 +69,6 @@ def test_a_clip_of_what_is_cleared_next(lines, expected):
     assert bool(check_text(text, configure({}, "LS011", ""))) == expected
 
 
-def count_findings(text, rule):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, rule, "")))
-
-
 APEX = """
 import torch
 from apex import amp
@@ -98,4 +88,4 @@ CLIP_2 = "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
 
 @pytest.mark.parametrize(("inner", "after", "number"), [(CLIP_2, "pass", 1), ("pass", CLIP_2, 0)])
 def test_a_clip_before_apex_has_unscaled(inner, after, number):
-    assert count_findings(APEX.format(inner=inner, after=after), "LS011") == number
+    assert count(APEX.format(inner=inner, after=after), "LS011") == number

@@ -1,6 +1,7 @@
 """LS014: wrapper's state saved."""
 
 import pytest
+from rule_findings import found
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -83,10 +84,6 @@ def test_each_process_of_fabric_has_the_whole_model(imported, number):
     assert len(told(text)) == number
 
 
-def lines(text, code="LS014"):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
-
 OBJECTS = """
 import os
 import torch
@@ -143,7 +140,7 @@ PLAIN = "plain = wrapped.module if hasattr(wrapped, 'module') else wrapped\n    
     ],
 )
 def test_the_wrapper_itself_and_names_beside_it(save, told):
-    assert bool(lines(OBJECTS.format(save=save))) is told
+    assert found(OBJECTS.format(save=save), "LS014") is told
 
 
 HOROVOD = """
@@ -173,11 +170,7 @@ def main(model, loader):
     ],
 )
 def test_horovods_processes_write_one_file(save, told):
-    assert bool(lines(HOROVOD.format(save=save))) is told
-
-
-def lines_2(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
+    assert found(HOROVOD.format(save=save), "LS014") is told
 
 
 TABLE = """
@@ -197,7 +190,7 @@ class Agent:
 
 @pytest.mark.parametrize(("key", "told"), [('"one"', True), ('"two"', False), ("rank", True)])
 def test_a_wrapper_under_one_key_of_a_table(key, told):
-    assert bool(lines_2(TABLE.replace("KEY", key), "LS014")) is told
+    assert found(TABLE.replace("KEY", key), "LS014") is told
 
 
 @pytest.mark.parametrize(
@@ -219,4 +212,4 @@ def test_a_wrapper_at_one_place_of_a_table_that_is_written_out(nets, key, told):
         "self.nets = nets", f"self.nets = {nets}"
     )
     text = text.replace('        self.nets["one"] = DDP(self.nets["one"])\n', "")
-    assert bool(lines_2(text.replace("KEY", key), "LS014")) is told
+    assert found(text.replace("KEY", key), "LS014") is told

@@ -1,6 +1,7 @@
 """LS016: graph kept alive."""
 
 import pytest
+from rule_findings import count
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -65,10 +66,6 @@ def test_a_loss_that_is_read_before_it_is_added(between, expected):
     assert told(CUT.format(between=between)) == expected
 
 
-def told_2(text, rule):
-    return len(check_text(text, configure({}, rule, "")))
-
-
 KEPT = """
 import torch
 from torch.nn import functional as F
@@ -110,4 +107,4 @@ train(torch.nn.Linear(4, 2), [], [], F.mse_loss)
 )
 def test_what_an_evaluation_with_a_graph_keeps(change, found):
     usual = {"context": "if True", "forward": "output = model(x)", "keep": "total += F.cross_entropy(output, y)"}
-    assert told_2(KEPT.format(**usual | change), "LS016") == found
+    assert count(KEPT.format(**usual | change), "LS016") == found

@@ -1,6 +1,7 @@
 """LS017: evaluation mode."""
 
 import pytest
+from rule_findings import count
 
 from lockstep_lint.config import Config, configure
 from lockstep_lint.runner import check_text
@@ -89,10 +90,6 @@ def test_averaged_weights_that_stay(test, shadow, put, back, expected):
     assert lines(AVERAGED.format(test=test, shadow=shadow, put=put, back=back)) == expected
 
 
-def told_2(text, rule):
-    return len(check_text(text, configure({}, rule, "")))
-
-
 ALONE = """
 import torch
 
@@ -122,7 +119,7 @@ model.eval()
 )
 def test_a_file_that_trains_and_then_predicts(change, found):
     usual = {"train": "model(x).sum().backward()", "after": "guess = model(held)", "last": ""}
-    assert told_2(ALONE.format(**usual | change), "LS017") == found
+    assert count(ALONE.format(**usual | change), "LS017") == found
 
 
 def told_3(text, code="LS017"):

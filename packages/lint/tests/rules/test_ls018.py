@@ -1,6 +1,7 @@
 """LS018: collective on some ranks only."""
 
 import pytest
+from rule_findings import lines as lines_of
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -136,10 +137,6 @@ def test_a_sharded_model_that_one_rank_runs(wrap, line, found):
     assert told(SHARDED.format(wrap=wrap, line=line), "LS018") is found
 
 
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
-
 ENGINE = """
 import deepspeed
 import torch
@@ -153,14 +150,14 @@ def main(model, rank, options):
 @pytest.mark.parametrize(("test", "told"), [("rank == 0", True), ("options.save", False)])
 def test_an_engine_of_deepspeed_saves_on_every_rank(name, test, told):
     text = f"{ENGINE.format(name=name)}    if {test}:\n        {name}.save_checkpoint('out')\n"
-    assert bool(lines(text, "LS018")) == told
+    assert bool(lines_of(text, "LS018")) == told
 
 
 @pytest.mark.parametrize(("other", "told"), [("rank == 0", True), ("True", False)])
 def test_a_flag_that_may_hold_wherever_deepspeed_runs(other, told):
     flag = f"    main = rank == 0\n    if not options.ddp:\n        main = {other}\n"
     text = f"{ENGINE.format(name='engine')}{flag}    if main:\n        engine.save_checkpoint('out')\n"
-    assert bool(lines(text, "LS018")) == told
+    assert bool(lines_of(text, "LS018")) == told
 
 
 PREPARED = """
@@ -200,7 +197,7 @@ def main(data):
     ],
 )
 def test_what_accelerate_waits_for_on_the_main_process_alone(code, told):
-    assert bool(lines(PREPARED.format(lines=code), "LS018")) is told
+    assert bool(lines_of(PREPARED.format(lines=code), "LS018")) is told
 
 
 def test_a_notebook_of_accelerate_is_one_process():
@@ -230,7 +227,7 @@ def main(model):
     ],
 )
 def test_what_all_processes_of_a_fabric_do_together(line, told):
-    assert bool(lines(FABRIC.format(line=line), "LS018")) is told
+    assert bool(lines_of(FABRIC.format(line=line), "LS018")) is told
 
 
 SOUND = """

@@ -1,6 +1,7 @@
 """LS019: no destroy_process_group."""
 
 import pytest
+from rule_findings import lines
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
@@ -49,10 +50,6 @@ def test_a_main_function_that_the_file_calls(tmp_path, last, other, told):
     path.write_text(STARTS.format(last))
     (tmp_path / "other.py").write_text(f"import {other or 'os'}\n")
     assert bool(check_paths([str(path)], ALL)) is told
-
-
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
 
 
 def printed(text, path="example.py"):

@@ -1,14 +1,7 @@
 """LS020: weight decay on biases and norms."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def count(text, code):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, code, "")))
+from rule_findings import count
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+from rule_findings import found as found_of
 
 from lockstep_lint.analysis.nodes import constant, element_of
 from lockstep_lint.config import configure
@@ -20,10 +21,6 @@ def main(data, args, more):
 """
 
 
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -39,7 +36,7 @@ def told(text, code):
 )
 def test_the_options_of_a_loader(change, found):
     usual = {"after": "pass", "given": "**options"}
-    assert told(WORKERS.format(**(usual | change)), "LS022") is found
+    assert found_of(WORKERS.format(**(usual | change)), "LS022") is found
 
 
 SCRIPT = """

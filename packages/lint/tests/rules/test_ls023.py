@@ -1,14 +1,10 @@
 """LS023: mixed precision."""
 
 import pytest
+from rule_findings import found as found_of
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
-
-
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
 
 TYPED = """
 import torch
@@ -37,7 +33,7 @@ def train(model, loader, optimizer, args):
     ],
 )
 def test_a_type_by_a_flag(choice, found):
-    assert told(TYPED.format(choice=choice), "LS023") is found
+    assert found_of(TYPED.format(choice=choice), "LS023") is found
 
 
 HEAD = """

@@ -1,15 +1,10 @@
 """LS024: CUDA before the device is set."""
 
 import pytest
+from rule_findings import lines
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
-
-
-def lines(text, code):
-    """The lines of a script at which a rule tells something."""
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
 
 GROUPED = """
 import os

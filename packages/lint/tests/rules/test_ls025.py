@@ -3,14 +3,10 @@
 import textwrap
 
 import pytest
+from rule_findings import found as found_of
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
-
-
-def told(text, code):
-    return bool(check_text(text, configure({}, code, "")))
-
 
 FOLDER = """
 import os
@@ -39,7 +35,7 @@ def main(args, rank):
     ],
 )
 def test_a_folder_that_ranks_look_for_at_once(lines, found):
-    assert told(FOLDER.format(lines=lines), "LS025") is found
+    assert found_of(FOLDER.format(lines=lines), "LS025") is found
 
 
 PLACES = """
@@ -80,7 +76,7 @@ def main(args, rank):
     ],
 )
 def test_a_download_into_a_place_of_its_own(first, place, found):
-    assert told(PLACES.format(first=first, place=place), "LS025") is found
+    assert found_of(PLACES.format(first=first, place=place), "LS025") is found
 
 
 def told_2(tmp_path, files, rule="LS028"):

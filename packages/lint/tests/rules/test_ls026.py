@@ -1,9 +1,10 @@
 """LS026: metrics over uneven shards."""
 
 import pytest
+from rule_findings import count_in
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
+from lockstep_lint.runner import check_text
 
 HEAD = """
 import torch
@@ -160,13 +161,6 @@ MAIN = "\ndef main(rank):\n    dist.init_process_group('nccl')\n"
 RUN = "\nif __name__ == '__main__':\n    main(int(os.environ['RANK']))\n"
 
 
-def told_2(folder, rule, **files):
-    """How often a rule is told in run.py, beside other files."""
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))
-
-
 LOADER = "from torch.utils.data import DataLoader, DistributedSampler\n"
 
 
@@ -202,4 +196,4 @@ def test_a_mean_that_another_function_makes_of_what_it_gathered(tmp_path, steps,
         f"    dist.all_gather(parts, value)\n{steps}\n"
     )
     run = GROUP + LOADER + VALIDATE.format(call="over_ranks(val_loss)") + helper + MAIN + RUN
-    assert told_2(tmp_path, "LS026", run=run) == number
+    assert count_in(tmp_path, "LS026", run=run) == number

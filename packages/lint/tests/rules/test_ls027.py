@@ -1,6 +1,7 @@
 """LS027: attribute of the wrapper."""
 
 import pytest
+from rule_findings import lines
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -91,10 +92,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 """
-
-
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
 
 
 WRAPPED = "def main(model, rank):\n    model = DDP(model.to(rank), device_ids=[rank])\n"

@@ -1,6 +1,7 @@
 """LS029: moved or deprecated."""
 
 import pytest
+from rule_findings import lines as lines_of
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -10,10 +11,6 @@ def test_a_name_for_the_old_one_is_told_where_it_is_given():
     text = "import torch\n\nautocast = torch.cuda.amp.autocast\n\n"
     text += "def main(model):\n    with autocast():\n        model()\n"
     assert [f.line for f in check_text(text, configure({}, "LS029", ""))] == [3, 6]
-
-
-def lines(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
 
 
 FIRST = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
@@ -43,7 +40,7 @@ APEX = "import torch\ntry:\n    import apex\nexcept ImportError:\n    pass\n"
     ],
 )
 def test_what_is_deprecated_is_told_where_it_is_used(text, told):
-    assert lines(text, "LS029") == told
+    assert lines_of(text, "LS029") == told
 
 
 NAMED_CONTEXT = """

@@ -1,6 +1,7 @@
 """LS031: no gradient exchange."""
 
 import pytest
+from rule_findings import count
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
@@ -65,11 +66,6 @@ def test_a_program_that_wraps_in_two_ways(wrapper, number):
     assert told(text.replace("    for x", "    other = Wrap(nn.Linear(2, 2))\n    for x") + STEP, "LS031") == number
 
 
-def count_findings(text, rule):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, rule, "")))
-
-
 THAWED = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -100,4 +96,4 @@ def main(rank, model, optimizer, loader):
     ],
 )
 def test_parameters_that_are_unfrozen_under_the_wrapper(frozen, model, again, number):
-    assert count_findings(THAWED.format(frozen=frozen, model=model, again=again), "LS031") == number
+    assert count(THAWED.format(frozen=frozen, model=model, again=again), "LS031") == number

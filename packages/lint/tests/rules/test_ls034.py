@@ -1,9 +1,10 @@
 """LS034: numpy randomness in workers."""
 
 import pytest
+from rule_findings import count
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
+from lockstep_lint.runner import check_paths
 
 DATA = """
 import numpy as np
@@ -58,10 +59,6 @@ def test_a_dataset_of_another_file(tmp_path, change, found):
     assert [f.rule for f in findings] == ["LS034"] * found
 
 
-def told(text, rule):
-    return len(check_text(text, configure({}, rule, "")))
-
-
 NOISE = """
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -79,7 +76,7 @@ loader = BatchLoader(Noisy(), num_workers={workers})
 
 @pytest.mark.parametrize(("parent", "workers", "found"), [("DataLoader", 2, 1), ("DataLoader", 0, 0), ("object", 2, 0)])
 def test_a_loader_of_the_projects_own_class(parent, workers, found):
-    assert told(NOISE.format(parent=parent, workers=workers), "LS034") == found
+    assert count(NOISE.format(parent=parent, workers=workers), "LS034") == found
 
 
 GENERATORS = """

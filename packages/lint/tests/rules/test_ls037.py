@@ -3,15 +3,10 @@
 import textwrap
 
 import pytest
+from rule_findings import count_in, lines
 
 from lockstep_lint.config import Config, configure, default_codes
 from lockstep_lint.runner import check_paths, check_text
-
-
-def lines(text, code):
-    """The lines of a script at which a rule tells something."""
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
 
 LOOP = """
 import torch.distributed as dist
@@ -100,13 +95,6 @@ def test_a_rank_that_returns_out_of_the_training(tmp_path, leave, number):
     assert len(told(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number
 
 
-def told_2(folder, rule, **files):
-    """How often a rule is told in run.py, beside other files."""
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))
-
-
 @pytest.mark.parametrize(
     ("leave", "number"),
     [
@@ -123,11 +111,7 @@ def test_a_loop_of_deepspeed_is_left_by_one_rank(tmp_path, leave, number):
         "    for epoch, x in enumerate(loader):\n        loss = engine(x)\n        engine.backward(loss)\n"
         f"        engine.step()\n        {leave}\n            break\n"
     )
-    assert told_2(tmp_path, "LS037", run=run) == number
-
-
-def lines_2(text, code):
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
+    assert count_in(tmp_path, "LS037", run=run) == number
 
 
 EPOCHS = """
@@ -174,7 +158,7 @@ def main(model, optimizer, train_loader, val_loader, accelerator: Accelerator, r
     ],
 )
 def test_a_loop_that_accelerates_processes_leave_apart(held, score, test, told):
-    assert bool(lines_2(EPOCHS.format(held=held, score=score, test=test), "LS037")) is told
+    assert bool(lines(EPOCHS.format(held=held, score=score, test=test), "LS037")) is told
 
 
 COUNTED = """
@@ -214,4 +198,4 @@ def main(model, data, optimizer, criterion, device, args):
     ],
 )
 def test_a_counter_of_turns_is_no_score(count, told):
-    assert bool(lines_2(COUNTED.format(count=count), "LS037")) is told
+    assert bool(lines(COUNTED.format(count=count), "LS037")) is told

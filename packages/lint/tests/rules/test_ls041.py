@@ -1,15 +1,10 @@
 """LS041: weights of one rank."""
 
 import pytest
+from rule_findings import severities
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
-
-
-def levels(text, code):
-    """The levels of what a rule tells about a script."""
-    return [finding.severity for finding in check_text(text, configure({}, code, ""))]
-
+from lockstep_lint.runner import check_paths
 
 PARTED = """
 import torch
@@ -46,7 +41,7 @@ PLATEAU = "ReduceLROnPlateau(optimizer)"
 def test_steps_of_some_ranks(step, number):
     step = step.replace("if rank == 0: optimizer", "if rank == 0:\n                optimizer")
     step = step.replace("else: optimizer", "else:\n                optimizer")
-    assert len(levels(PARTED.format(kind=PLATEAU, step=step, last="pass"), "LS041")) == number
+    assert len(severities(PARTED.format(kind=PLATEAU, step=step, last="pass"), "LS041")) == number
 
 
 FLAG = {

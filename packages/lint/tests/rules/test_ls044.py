@@ -1,15 +1,7 @@
 """LS044: local rank as rank."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def count_findings(text, rule):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, rule, "")))
-
+from rule_findings import count
 
 LOCAL = """
 import os
@@ -33,4 +25,4 @@ def main(args):
     ],
 )
 def test_ranks_that_meet_on_one_machine(address, more, number):
-    assert count_findings(LOCAL.format(address=address, more=more), "LS044") == number
+    assert count(LOCAL.format(address=address, more=more), "LS044") == number

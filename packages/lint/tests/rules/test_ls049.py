@@ -1,15 +1,7 @@
 """LS049: attention dropout that ignores the mode."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def count(text, code):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, code, "")))
-
+from rule_findings import count
 
 TEXT = """
 import torch.nn.functional as F

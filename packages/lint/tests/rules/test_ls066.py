@@ -1,15 +1,7 @@
 """LS066: model never moved."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def lines(text, code):
-    """The lines of a script at which a rule tells something."""
-    return [finding.line for finding in check_text(text, configure({}, code, ""))]
-
+from rule_findings import lines
 
 MADE = """
 import torch

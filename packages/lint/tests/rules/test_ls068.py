@@ -1,14 +1,7 @@
 """LS068: an option with type=bool."""
 
 import pytest
-
-from lockstep_lint.config import configure
-from lockstep_lint.runner import check_text
-
-
-def count(text, code):
-    """Count the findings of a rule in a script."""
-    return len(check_text(text, configure({}, code, "")))
+from rule_findings import count
 
 
 @pytest.mark.parametrize(
@@ -21,5 +14,6 @@ def count(text, code):
     ],
 )
 def test_the_type_of_an_option(option, use, number):
-    text = f"import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\nparser.add_argument('--fast', {option})\n"
+    text = "import argparse\nimport torch\n\nparser = argparse.ArgumentParser()\n"
+    text += f"parser.add_argument('--fast', {option})\n"
     assert count(f"{text}args = parser.parse_args()\nprint({use}, torch.__version__)\n", "LS068") == number
