@@ -124,7 +124,7 @@ def _listed(value: object, key: str) -> list[str]:
 
 
 def _codes(names: list[str], where: str) -> frozenset[str]:
-    """Return the rules that a list names; ALL stands for every one."""
+    """Return the rules that a list names; ALL means every rule."""
     found: set[str] = set()
     for name in (name.strip().upper() for name in names):
         if name == "ALL":

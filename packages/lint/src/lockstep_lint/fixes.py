@@ -37,7 +37,7 @@ def diff(findings: list[Finding]) -> str:
 
 
 def proposed(text: str, proposals: list[tuple[Change, ...]]) -> str:
-    """Return the text with the proposals made that fit beside each other and leave it parsing."""
+    """Apply the proposals that do not overlap and leave the text parsing."""
     lines = text.split("\n")
     taken: set[int] = set()
     chosen: list[Change] = []
@@ -132,9 +132,7 @@ def _imported(text: str) -> set[str]:
 
 
 def _used(text: str) -> set[str]:
-    """Return the names that a text reads or sets, and its strings: an import may be named in `__all__` or an
-    annotation.
-    """
+    """Return the names and strings of a text; `__all__` and annotations name imports in strings."""
     found = set()
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Name):

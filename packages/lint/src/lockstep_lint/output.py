@@ -47,9 +47,7 @@ FINGERPRINT = "primaryLocationLineHash"
 
 
 def fingerprints(findings: list[Finding], lines: dict[str, list[str]]) -> list[str]:
-    """Return a name for each finding that stays when its line moves: of its rule, its file and the text of its line,
-    and the number of such a finding in the file.
-    """
+    """Return a name for each finding that survives a move of its line."""
     seen: Counter[str] = Counter()
     made: list[str] = []
     for finding in findings:
@@ -103,9 +101,7 @@ def _region(finding: Finding) -> dict[str, int]:
 
 
 def _uri(path: str) -> str:
-    """Return a path as a URI: relative to the present folder where it is below it, as services match it to a
-    checkout.
-    """
+    """Return a path as a URI, relative to the current folder where it is below it."""
     relative = os.path.relpath(path)
     return Path(path).resolve().as_uri() if relative.startswith("..") else quote(Path(relative).as_posix())
 
@@ -173,7 +169,7 @@ def summary(findings: list[Finding], hints: bool = True) -> str:
 
 
 def github(findings: list[Finding]) -> str:
-    """GitHub's workflow commands: one annotation a finding."""
+    """Format findings as GitHub workflow commands, one annotation each."""
     levels = {Severity.ERROR: "error", Severity.HINT: "warning", Severity.OPINION: "notice"}
     lines = []
     for f in folded(findings):
@@ -189,9 +185,7 @@ def _escape(value: str, in_property: bool = False) -> str:
 
 
 def records(findings: list[Finding]) -> str:
-    """Return the findings as `json.dumps` writes them with an indent of 2, by its fast encoder, which knows no
-    indent.
-    """
+    """Format the findings as `json.dumps` with an indent of 2, through its fast encoder."""
     encode = json.JSONEncoder(separators=(",\n    ", ": ")).encode  # a new line within a text is escaped
     found = [encode(finding.as_dict())[1:-1] for finding in findings]
     return "[\n" + ",\n".join(f"  {{\n    {each}\n  }}" for each in found) + "\n]" if found else "[]"

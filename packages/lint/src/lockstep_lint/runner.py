@@ -187,7 +187,7 @@ def check_text(text: str, config: Config | None = None, path: str = "example.py"
 
 
 def check_sources(sources: Iterable[Source], config: Config, graph: Graph | None = None) -> list[Finding]:
-    """Return the findings in parsed files; the graph says which other files import them."""
+    """Return the findings in parsed files; the graph knows which other files import them."""
     sources = list(sources)
     project = Project(sources, graph)
     try:
@@ -271,9 +271,7 @@ def _finding(rule: Rule, found: Found, module: Module) -> Finding:
 
 
 def _column(module: Module, node: ast.AST, which: str) -> int:
-    """Return the column where a node begins, or the first one after its end: in characters, where `ast` counts
-    bytes.
-    """
+    """Return the column of a node's begin or end in characters; `ast` counts bytes."""
     line, offset = getattr(node, f"{which}lineno", None) or 1, getattr(node, f"{which}col_offset", None) or 0
     text = module.source.lines[line - 1] if line <= len(module.source.lines) else ""
     return len(text.encode()[:offset].decode(errors="replace")) + 1

@@ -34,7 +34,7 @@ LIMIT = 1_000_000
 
 
 class TooIntricate(Exception):
-    """A file has used up its work; what was found until then stands."""
+    """Raised when a file has used up its work; findings made until then are kept."""
 
 
 class Work:

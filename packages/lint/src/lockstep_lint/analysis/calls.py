@@ -45,15 +45,11 @@ class Calls:
 
     @kept
     def method_names(self, module: Module) -> frozenset[str]:
-        """Return the names of all methods that a file's programs define: a call of any other name need not be looked
-        up.
-        """
+        """Return the names of all methods that a file's programs define."""
         return frozenset().union(*(member.methods for member in self.project.family(module)))
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
-        """Return the project's function that a call runs (a class's `__init__`, an object's `__call__`), if it is
-        known.
-        """
+        """Return the project's function that a call runs, or its class's `__init__` or `__call__`."""
         try:
             return self.targets[call]
         except KeyError:
@@ -86,9 +82,7 @@ class Calls:
         return self.names.member(owner, func.attr) if owner is not None else None
 
     def class_of(self, node: ast.expr, scope: Scope, handed_in: bool = True) -> Scope | None:
-        """Return the project's class of an object, found by the assignment that made it, perhaps before it was
-        `handed_in`.
-        """
+        """Return the project's class of an object, from the assignment that made it."""
         first = head(node)
         if first is not None and self.names.foreign(first, scope.module):
             return None
@@ -100,9 +94,7 @@ class Calls:
         return self.classes[key]
 
     def find_class(self, node: ast.expr, scope: Scope, handed_in: bool) -> Scope | None:
-        """Return the first class on the ways back from a value. One search by itself: what it cut short is remembered
-        by none of the expressions on the way, so that answers do not depend on which question came first.
-        """
+        """Return the first class on the ways back from a value, in a search of its own."""
         seen: set[tuple[ast.expr, Scope]] = set()
         stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
         unwraps = ".module" in (dotted(node) or "")
@@ -137,9 +129,7 @@ class Calls:
 
     @kept
     def handed_in(self, key: str, scope: Scope) -> tuple[tuple[ast.expr, Scope], ...]:
-        """Return the values of a parameter in the calls that name its function, or construct its class, by that
-        name.
-        """
+        """Return the values of a parameter in the calls of its function or class by name."""
         if key not in scope.params or key in scope.binds or key in ("self", "cls"):
             return ()
         made = scope.owner if scope.name == "__init__" else scope
@@ -152,7 +142,7 @@ class Calls:
         return tuple((value, home) for value, home in given_here if value is not None)[:MAX_BINDS]
 
     def is_method(self, site: Site, method: Scope) -> bool:
-        """Check whether a call runs a method of an object whose class its own assignments tell."""
+        """Check whether a call runs a method of an object whose class its assignments show."""
         receiver = site.receiver if method.parent is method.owner and method.owner is not None else None
         owner = self.class_of(receiver, site.scope, handed_in=False) if receiver is not None else None
         return owner is not None and self.names.member(owner, method.name) is method
@@ -178,9 +168,7 @@ class Calls:
         return found
 
     def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the plain values that a name is given in its own or an enclosing scope, or in the methods of its
-        class.
-        """
+        """Yield the plain values of a name in its scope, an enclosing one, or its class's methods."""
         homes: list[Scope] = []
         if key.startswith("self.") and scope.owner is not None:
             for owner in (scope.owner, *self.names.parents(scope.owner)):
@@ -253,9 +241,7 @@ class Calls:
 
     @kept
     def by_base(self, method: Scope) -> list[Site]:
-        """Return the calls that run a method in a class which its own derives from (`self.train_epoch(loader)` there):
-        of one that the class leaves to others, or that is overridden here.
-        """
+        """Return the calls of a method in a base class, which leaves it to others or is overridden here."""
         owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
         if owner is None or owner.kind != "class":
             return []
@@ -285,9 +271,7 @@ def _annotated(key: str, scope: Scope, names: Names) -> Scope | None:
 
 
 def passed(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """Return the expression that a call passes for the parameter `name`; what starts processes adds a rank of its
-    own.
-    """
+    """Return the expression that a call passes for a parameter, also where it starts processes."""
     if site.name in STARTERS:
         named = next((item.value for item in site.call.keywords if item.arg == name), None)
         return named if named is not None else spawn_argument(site, function, name)
@@ -302,9 +286,7 @@ def work_of(call: ast.Call) -> list[ast.expr]:
 
 
 def spawn_argument(site: Site, function: Scope, name: str) -> ast.expr | None:
-    """Return the expression for a parameter of the function that processes are started with (`spawn(work,
-    args=(net,))`).
-    """
+    """Return the argument for a function that processes are started with (`spawn(work, args=(net,))`)."""
     call = site.call
     work = next(iter(work_of(call)), None)
     values = keyword(call, "args") or (call.args[1] if len(call.args) > 1 else None)
@@ -405,9 +387,7 @@ class Effects:
 
 
 def turns_off_gradients(node: ast.expr) -> bool:
-    """Check whether a context or decorator keeps no graph: no_grad, inference_mode, set_grad_enabled(False or a
-    flag).
-    """
+    """Check whether a context or decorator keeps no graph (no_grad, set_grad_enabled(False))."""
     name = last(node)
     if name == "set_grad_enabled" and isinstance(node, ast.Call):
         return not any(is_true(value) for value in node.args)

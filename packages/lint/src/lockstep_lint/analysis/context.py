@@ -18,7 +18,6 @@ __all__ = [
     "choices",
     "each_update",
     "every_so_often",
-    "following",
     "guards",
     "in_most_turns",
     "in_turn",
@@ -37,7 +36,7 @@ MAX_CLIMB = 150
 
 @dataclass(eq=False, slots=True)
 class Guard:
-    """A test that must have come out `when` for the statement to run."""
+    """A test with the outcome `when` that the statement needs to run."""
 
     test: ast.expr
     when: bool
@@ -67,19 +66,19 @@ def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
 
 
 def apart(site: Site, other: Site) -> bool:
-    """Check whether two calls of a scope stand in two arms of one `if`, so that no pass makes both."""
+    """Check whether two calls of a scope are in two arms of one `if`, so that no pass makes both."""
     return parted(site, other.stmt)
 
 
 def parted(site: Site, stmt: ast.stmt) -> bool:
-    """Check whether a call and a statement of its scope stand in two arms of one `if`."""
+    """Check whether a call and a statement of its scope are in two arms of one `if`."""
     arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
     return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
 
 
 def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:
-    """Check whether `stmt` stands in the body of `outer`."""
+    """Check whether `stmt` is in the body of `outer`."""
     return any(node is outer and place == "body" for node, place in above(stmt, module))
 
 
@@ -119,9 +118,7 @@ def _tests(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> Iterator[
 
 
 def choices(site: Site) -> Iterator[Guard]:
-    """Yield the tests inside a call's own statement that decide whether it is made: `test and f()`, `f() if test else
-    x`, `[f(x) for x in y if test]`.
-    """
+    """Yield the tests within a call's own statement that decide it (`test and f()`, `f() if test else x`)."""
     for node in walk(site.stmt):
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp) and any(
             item is site.call for item in walk(node.elt)
@@ -137,7 +134,7 @@ def choices(site: Site) -> Iterator[Guard]:
 
 
 def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
-    """`if test: return` before a statement guards it."""
+    """Yield the guards of early exits (`if test: return`) before a statement."""
     if not isinstance(block, list):
         return
     try:
@@ -148,13 +145,6 @@ def _exits(block: object, stop: ast.stmt) -> Iterator[Guard]:
     for stmt in block[max(0, end - MAX_CLIMB) : end]:
         if isinstance(stmt, ast.If) and not stmt.orelse and _leaves(stmt.body[-1]):
             yield Guard(stmt.test, False, stmt)
-
-
-def following(stmt: ast.stmt, module: Module) -> list[ast.stmt]:
-    """Return the statements after `stmt` in its block."""
-    parent, place = module.up.get(stmt, (None, ""))
-    block = getattr(parent, place, []) if parent is not None else _scope_body(stmt, module)
-    return block[block.index(stmt) + 1 :] if stmt in block else []
 
 
 def _leaves(stmt: ast.stmt) -> bool:
@@ -187,17 +177,6 @@ ACCUMULATES = Words(r"accum", re.IGNORECASE)
 APART = re.compile(r"freq|interval|every", re.IGNORECASE)
 # What somebody turns on to look at a run.
 LOOKS = re.compile(r"debug|verbose|dry_run|profil", re.IGNORECASE)
-# What a point in time is called.
-TIME = Words(r"(^|_)(time|clock|tic|toc)(_|$)|perf_counter|monotonic", re.IGNORECASE)
-# How often an agent acts at random, and what draws a number for that.
-EPSILON = Words(r"(^|_)eps(ilon)?(_|$)|explor", re.IGNORECASE)
-DRAWS = ("random", "rand", "uniform", "random_sample", "item")
-# What is there now and then only: something is wrong, an episode ends, or it was put aside for later.
-SELDOM = Words(
-    r"nan|inf|finite|err|fail|bad|wrong|valid|over|done|term|trunc|skip|miss|new|best|buf|queue|memory|replay|log|"
-    r"pend|hist|window|metric|acc|cache|save|loss|reward|episode|todo|test|eval",
-    re.IGNORECASE,
-)
 # They ask for it by themselves.
 ASKS = ("every", "should_log", "is_last_step")
 
@@ -210,14 +189,6 @@ def every_so_often(test: ast.expr) -> bool:
     return any(APART.search(name) or LOOKS.search(name) for name in idents(test))
 
 
-def elapsed(test: ast.expr) -> bool:
-    """Check whether a test asks how long ago something was (`now - last_print_time > 30`)."""
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Gt | ast.GtE):
-        return False
-    ago = test.left
-    return isinstance(ago, ast.BinOp) and isinstance(ago.op, ast.Sub) and any(map(TIME.search, idents(ago)))
-
-
 def now_and_then(test: ast.expr, when: bool) -> bool:
     """Check whether a test comes out `when` in every n-th step only."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -228,8 +199,6 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
     divided = in_turn(test)
     if divided is not None:
         return divided is when
-    if elapsed(test):
-        return when
     if not when and not any(APART.search(name) for name in idents(test)):
         looks = any(LOOKS.search(name) for name in idents(test))
         return every_so_often(test) and not looks  # `if args.debug: break`
@@ -237,14 +206,10 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
 
 
 def in_most_turns(guard: Guard) -> bool:
-    """Check whether a statement runs in all turns but one (`if i == 0: ... else: ...`, `if step > 0:`), or in all but
-    every n-th (`if step % n == 0: ... else: ...`).
-    """
+    """Check whether a statement runs in all turns but one, or in all but every n-th."""
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
-    if something_there(test, when) or explores(test) is (not when):
-        return True
     if isinstance(test, ast.BoolOp) and not when:
         return any(in_turn(value) for value in test.values)  # with the last turn besides, most often
     if in_turn(test) is not None:
@@ -255,41 +220,8 @@ def in_most_turns(guard: Guard) -> bool:
     return isinstance(test.ops[0], ast.NotEq | ast.Gt) if when else isinstance(test.ops[0], ast.Eq)
 
 
-def explores(test: ast.expr) -> bool | None:
-    """True if a test holds where an agent acts at random (`random.random() < epsilon`), which it does less and less;
-    False if it holds where the network chooses; None if it asks for something else.
-    """
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-        return None
-    drawn, bound = isinstance(test.left, ast.Call), test.comparators[0]
-    chance, rate = (test.left, bound) if drawn else (bound, test.left)
-    if not isinstance(chance, ast.Call) or last(chance) not in DRAWS or not any(map(EPSILON.search, idents(rate))):
-        return None
-    if not isinstance(test.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
-        return None
-    return isinstance(test.ops[0], ast.Lt | ast.LtE) is drawn
-
-
-def something_there(test: ast.expr, when: bool) -> bool:
-    """Check whether a test asks that there is anything to compute with (`if mask.any():`, `if len(boxes) > 0:`): a
-    batch brings that most often.
-    """
-    size = test
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and constant(test.comparators[0]) == 0:
-        if not isinstance(test.ops[0], ast.Gt | ast.NotEq if when else ast.Eq | ast.LtE):
-            return False
-        size = test.left
-        asks = isinstance(size, ast.Call) and last(size) in ("len", "sum", "numel", "size", "count_nonzero")
-        asks = asks or (isinstance(size, ast.Subscript) and last(size.value) == "shape")
-    else:
-        asks = when and isinstance(size, ast.Call) and last(size) == "any" and not size.args
-    return asks and not any(map(SELDOM.search, idents(size)))
-
-
 def each_update(guard: Guard) -> bool:
-    """Check whether a statement runs once for each step of the optimizer, which an engine makes out of sight (`if step
-    % accumulation_steps == 0:`, with the last step besides).
-    """
+    """Check whether a statement runs once for each optimizer step (`if step % accumulation_steps == 0:`)."""
     tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
     if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):
         return False
@@ -301,9 +233,7 @@ def each_update(guard: Guard) -> bool:
 
 
 def in_turn(test: ast.expr) -> bool | None:
-    """True if a test holds in every n-th turn (`step % n == 0`), False if in all others (`step % n`, `step % n != 0`),
-    None if it asks for something else.
-    """
+    """Return True for a test of every n-th turn (`step % n == 0`), False for the others, else None."""
     if turns_left(test) is not None:
         return False
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):

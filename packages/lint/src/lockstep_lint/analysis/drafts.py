@@ -29,12 +29,12 @@ def indent(module: Module, stmt: ast.stmt) -> str:
 
 
 def before(module: Module, stmt: ast.stmt, *lines: str) -> Change:
-    """New lines before a statement, at its depth."""
+    """Insert lines before a statement, at its indent."""
     return Change(stmt.lineno, 0, tuple(indent(module, stmt) + line for line in lines))
 
 
 def replaced(module: Module, stmt: ast.stmt, *lines: str) -> Change:
-    """New lines in the place of a statement."""
+    """Replace a statement by lines."""
     return Change(
         stmt.lineno,
         (stmt.end_lineno or stmt.lineno) - stmt.lineno + 1,
@@ -43,7 +43,7 @@ def replaced(module: Module, stmt: ast.stmt, *lines: str) -> Change:
 
 
 def imports(module: Module, name: str) -> tuple[Change, ...]:
-    """`import name` above the file's first import, unless it is there."""
+    """Add `import name` above the file's first import, unless it is there."""
     if name in module.imports:
         return ()
     first = next((stmt for stmt in module.top.stmts if isinstance(stmt, ast.Import | ast.ImportFrom)), None)
@@ -54,7 +54,7 @@ def imports(module: Module, name: str) -> tuple[Change, ...]:
 
 
 def epoch_set(view: View, site: Site) -> tuple[Change, ...]:
-    """`sampler.set_epoch(epoch)` at the head of the epoch's loop, for a sampler with a name in the same function."""
+    """Add `sampler.set_epoch(epoch)` at the head of the epoch's loop."""
     name = next((b.key for b in site.scope.bound(site.stmt) if b.value is site.call), None)
     for training in view.training:
         for loop, scope, _ in view.trainings.epochs(training):
@@ -65,7 +65,7 @@ def epoch_set(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def sampler_given(view: View, site: Site) -> tuple[Change, ...]:
-    """Return a DistributedSampler for a loader, in the place of its `shuffle`."""
+    """Give a loader a DistributedSampler instead of `shuffle`."""
     data = site.call.args[0] if site.call.args else keyword(site.call, "dataset")
     stmt = site.stmt
     if (
@@ -96,7 +96,7 @@ def sampler_given(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
-    """Forward and backward of all micro-batches but the last under `model.no_sync()`."""
+    """Run all micro-batches but the last under `model.no_sync()`."""
     training, module = found.training, view.module
     if (
         found.guard is None
@@ -131,9 +131,7 @@ def synced_last(view: View, found: Accumulation) -> tuple[Change, ...]:
 
 
 def known_before(test: ast.expr, stmt: ast.stmt, training: Training) -> bool:
-    """Check whether what a test reads does not change in the loop's body, so that it may be asked earlier in the
-    turn.
-    """
+    """Check whether a test gives the same earlier in the turn."""
     names = {dotted(node) for node in walk(test) if isinstance(node, REFERENCES)}
     changed = [b for name in names if name for b in training.scope.binds.get(name, []) if b.stmt is not training.loop]
     return all(b.stmt.lineno < training.loop.lineno or b.stmt.lineno < stmt.lineno for b in changed)
@@ -148,7 +146,7 @@ def _runs_model(view: View, site: Site) -> bool:
 
 
 def unscaled(view: View, site: Site) -> tuple[Change, ...]:
-    """`scaler.unscale_(optimizer)` before a clip, or a clip after the step moved before it."""
+    """Add `scaler.unscale_(optimizer)` before a clip, or move a late clip before the step."""
     nest = loops(site.stmt, site.module)
     same = [s for s in site.scope.sites if loops(s.stmt, site.module) == nest]
     for step in (s for s in same if view.steps.steps_optimizer(s)):
@@ -162,7 +160,7 @@ def unscaled(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def wrapped(view: View) -> tuple[Change, ...]:
-    """Return the training loop's model wrapped in DDP, once it is on its device and before the optimizer's loop."""
+    """Wrap the training loop's model in DDP, once it is on its device."""
     for training in view.training:
         scope = training.scope
         model = next((s for s in view.trainings.body(training.loop, scope) if _runs_model(view, s)), None)
@@ -188,7 +186,7 @@ def _height(stmt: ast.stmt) -> int:
 
 
 def load_safely(view: View, site: Site) -> tuple[Change, ...]:
-    """`torch.load` with a `map_location`, or with `weights_only=True` in the place of False."""
+    """Give `torch.load` a `map_location`, or `weights_only=True` instead of False."""
     weights = keyword(site.call, "weights_only")
     if weights is not None and constant(weights) is False:
         return respelled(view.module, weights, "True")
@@ -201,7 +199,7 @@ def load_safely(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def plain_state(view: View, site: Site) -> tuple[Change, ...]:
-    """`model.module.state_dict()` in the place of a wrapper's, and so where the file loads it back into the wrapper."""
+    """Write `model.module.state_dict()` instead of the wrapper's, and load it back the same way."""
     model = dotted(site.receiver)
     if model is None or site.receiver is None:
         return ()
@@ -213,7 +211,7 @@ def plain_state(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def guard_save(view: View, site: Site) -> tuple[Change, ...]:
-    """Return a save under `if torch.distributed.get_rank() == 0:`, where the program has a process group."""
+    """Put a save under `if torch.distributed.get_rank() == 0:`."""
     stmt, module = site.stmt, site.module
     started = "torch" in module.imports and view.effects.mentioned(module, "init_process_group")
     if not started or not isinstance(stmt, ast.Expr) or any(map(of_several_lines, walk(stmt))):
@@ -229,7 +227,7 @@ def of_several_lines(node: ast.AST) -> bool:
 
 
 def end_process_group(view: View, site: Site) -> tuple[Change, ...]:
-    """`destroy_process_group()` at the end of the function that starts the program, where its end is one place."""
+    """Add `destroy_process_group()` at the one end of the function that starts the program."""
     scope, chain = site.scope, [site]
     while scope.kind == "function" and scope.owner is None:
         callers = view.calls.callers(scope)
@@ -256,13 +254,13 @@ def end_process_group(view: View, site: Site) -> tuple[Change, ...]:
 
 
 def source_of(module: Module, node: ast.expr) -> str:
-    """How an expression of one line is written."""
+    """Return the source text of an expression on one line."""
     line = module.source.lines[node.lineno - 1].encode()
     return line[node.col_offset : node.end_col_offset].decode()
 
 
 def respelled(module: Module, node: ast.expr, text: str) -> tuple[Change, ...]:
-    """Return an expression of one line written anew."""
+    """Replace the text of an expression on one line."""
     if node.lineno != node.end_lineno:
         return ()
     line = module.source.lines[node.lineno - 1].encode()

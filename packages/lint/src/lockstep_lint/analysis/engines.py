@@ -3,20 +3,22 @@
 import ast
 import re
 
-from lockstep_lint.analysis.calls import COLLECTIVES, passed
+from lockstep_lint.analysis.budget import kept
+from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, dotted, idents, is_true, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
 from lockstep_lint.analysis.view import View
 
 __all__ = [
     "OF_FABRIC",
+    "PREPARING",
     "SAVES",
     "WAITS",
     "asks_for_deepspeed",
-    "prepares",
+    "is_shard",
+    "prepared",
     "saves_on_all",
-    "shared_out",
     "waits_in_accelerate",
 ]
 
@@ -36,9 +38,7 @@ FABRIC = Words(r"^_?fabric$")
 
 
 def waits_in_accelerate(view: View, site: Site) -> bool:
-    """Check whether a call of Accelerate, or of Lightning's Fabric, ends when all processes are in it; a notebook is
-    one process.
-    """
+    """Check whether all processes have to make a call of Accelerate or Fabric; a notebook is one process."""
     if site.name not in WAITS | GATHERS | COLLECTIVES | OF_FABRIC | {"prepare"} or site.module.path.endswith(".ipynb"):
         return False
     if FABRIC.search(last(site.receiver)):
@@ -55,40 +55,27 @@ def waits_in_accelerate(view: View, site: Site) -> bool:
     return prepares or site.name in GATHERS
 
 
-def prepares(view: View, site: Site) -> list[ast.expr] | None:
-    """Return what a framework is given to prepare, and gives back in that order; None for any other call.
-
-    The list is empty for DeepSpeed, which has an order of its own.
-    """
-    call = site.call
-    if site.name == "initialize":
-        full = view.full(site)
-        if full == "apex.amp.initialize":
-            return [value for at, name in enumerate(("models", "optimizers")) if (value := argument(call, at, name))]
-        return [] if full == "deepspeed.initialize" else None
-    if view.calls.target(call, site.scope) is not None:
-        return None
-    if site.name == "prepare":
-        ours = ACCELERATOR.search(last(site.receiver)) and view.effects.mentioned(site.module, "accelerate")
-    else:
-        ours = FABRIC.search(last(site.receiver)) and keyword(call, "scheduler") is None
-    return call.args if ours else None
+# Frameworks that give each rank its part of the loaders that they prepare, and the calls that do so.
+PREPARING = frozenset({"accelerate", "lightning", "lightning_fabric"})
+PREPARES = ("prepare", "prepare_data_loader", "setup_dataloaders")
 
 
-def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-    """Check whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
-    key = dotted(view.kinds.iterated(node, scope) if not depth else node)
-    if key is None or "accelerate" not in view.frameworks or depth > MAX_CALLS:
-        return False
-    binds = view.origins.binds(key, scope, node.lineno)
-    if not binds and key in scope.params:
-        given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
-        return any(value is not None and shared_out(view, value, home, depth + 1) for value, home in given)
-    makers = [bind.value.func for bind, _ in binds if isinstance(bind.value, ast.Call)]
-    return any(
-        isinstance(func, ast.Attribute) and func.attr == "prepare" and ACCELERATOR.search(last(func.value))
-        for func in makers
-    )
+@kept
+def prepared(view: View) -> frozenset[ast.Call]:
+    """Return the loaders that Accelerate or Fabric divides among the ranks."""
+    members = [m for m in view.project.family(view.module) if any(m.sites(*PREPARES))]
+    members = members if any(view.analysis.named(m) & PREPARING for m in members) else []
+    given = [(value, site.scope) for member in members for site in member.sites(*PREPARES) for value in site.call.args]
+    made = [each for value, scope in given for each in view.origins.calls_of(value, scope)]
+    return frozenset(call for call, _, full in made if full.endswith("DataLoader"))
+
+
+def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
+    """Check whether a loader has a rank's own shard, by its sampler, its data, or the framework that prepares it."""
+    if view.kinds.is_shard(loader, scope):
+        return True
+    made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}
+    return bool(made) and made <= prepared(view)
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
@@ -99,9 +86,7 @@ def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
 
 
 def saves_on_all(view: View, site: Site) -> bool:
-    """Check whether a call has DeepSpeed's engine save, by what made its object, what that is called, or the test
-    around.
-    """
+    """Check whether a call has DeepSpeed's engine save, by its object or the test around it."""
     if site.name not in SAVES or site.receiver is None or OTHERS & view.frameworks:
         return False
     if view.calls.target(site.call, site.scope) is not None or kept_out(view, site):
@@ -112,9 +97,7 @@ def saves_on_all(view: View, site: Site) -> bool:
 
 
 def kept_out(view: View, site: Site) -> bool:
-    """Check whether the flag of the main rank around a call is True wherever another flag is off (`main = True` under
-    `if not ddp`), as it may be where DeepSpeed runs the processes.
-    """
+    """Check whether the main rank's flag around a call is True without a group (`main = True` under `if not ddp`)."""
     keys = {key for guard in guards(site.stmt, site.module) for node in walk(guard.test) if (key := dotted(node))}
     binds = [bind for key in keys for bind, _ in view.ranks.tests.numbers.bound(key, site.scope)]
     return any(is_true(bind.value) for bind in binds)

@@ -41,7 +41,7 @@ def is_text(call: ast.Call) -> bool:
 
 
 def told_when(view: View, site: Site) -> Guard | None:
-    """Return the test by which a scaler's helper is told whether to step (`update_grad=(i + 1) % n == 0`)."""
+    """Return the test that a scaler's helper gets for its step (`update_grad=(i + 1) % n == 0`)."""
     tests = (part.value for part in site.call.keywords if rarely(view, part.value, site.scope))
     return next((Guard(test, True, site.stmt) for test in tests), None)
 
@@ -53,17 +53,13 @@ def rarely(view: View, test: ast.expr, scope: Scope) -> bool:
 
 
 def is_one(view: View, count: ast.expr, scope: Scope) -> bool:
-    """Check whether a number of micro-batches certainly is 1, so that nothing is accumulated (`accum_steps = 1`): no
-    option of another object, which is there to be changed.
-    """
+    """Check whether a number of micro-batches certainly is 1 (`accum_steps = 1`); an option may change."""
     option = isinstance(count, ast.Attribute) and last(count.value) != "self"
     return not option and all(constant(origin.node) == 1 for origin in view.origins.of(count, scope))
 
 
 def periodic(view: View, guard: Guard, scope: Scope) -> bool:
-    """Check whether a test holds in every n-th turn; a name that was given such a test counts, here or by every
-    caller.
-    """
+    """Check whether a test, or the value of its name, holds in every n-th turn."""
     if modulo(guard.test, scope) is not None:
         return rarely(view, guard.test, scope)
     if handed(view, guard.test, scope):
@@ -112,8 +108,3 @@ def _remainder(value: ast.expr) -> ast.BinOp | None:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return None if isinstance(node.left, ast.JoinedStr) else node
     return None
-
-
-# What is read from a wrapped model without running it.
-STATE = {"state_dict", "load_state_dict", "parameters", "named_parameters", "train", "eval", "modules", "children"}
-STATE |= {"zero_grad", "buffers", "named_modules", "requires_grad_", "no_sync", "to", "named_children", "apply"}

@@ -106,17 +106,13 @@ class Paths:
         yield from ((start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
 
     def external(self, folder: str, package: str) -> bool:
-        """Check whether a well-known package is meant: no folder beside the script hides it (Python looks there
-        first).
-        """
+        """Check whether a name means a well-known package, which no folder next to the script hides."""
         if package not in EXTERNAL:
             return False
         return package in {"torch", "numpy"} or not self.is_file(os.path.join(folder, package, "__init__.py"))
 
     def bases(self, folder: str) -> tuple[str, ...]:
-        """Return the folders that imports in `folder` can start from: it and its parents, up to the repository's
-        root.
-        """
+        """Return the folders where imports in `folder` can start: it and its parents in the repository."""
         if folder not in self.starts:
             self.starts[folder] = self.climb(folder)
         return self.starts[folder]
@@ -223,9 +219,7 @@ class Lines:
     added: tuple[tuple[str, ...], ...] = ()
 
     def places(self, path: str, root: str) -> Iterator[str]:
-        """Yield the folders of a project that the file at `path` adds: each is told from the file's own folder, or from
-        one above it, where the program is started or which it names first.
-        """
+        """Yield the folders of a project that the file at `path` adds to `sys.path`."""
         for texts in self.added:
             start = os.path.dirname(path)
             while start.startswith(root):
@@ -245,7 +239,7 @@ def lines_of(path: str) -> Lines:
 
 def folders_added(text: str) -> Iterator[tuple[str, ...]]:
     """Yield the texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names
-    stand for (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0,
+    mean (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0,
     path)`).
     """
     given = values_of(text)
@@ -264,9 +258,7 @@ def folders_added(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def values_of(text: str) -> dict[str, list[str]]:
-    """Return what each name of a file is given, by an assignment or as a function's first argument in a line of its
-    own.
-    """
+    """Return the values of each name of a file, from assignments and first arguments."""
     given: dict[str, list[str]] = {}
     for name, value in ASSIGNS.findall(text):
         given.setdefault(name, []).append(value)
@@ -386,9 +378,7 @@ RULE = re.compile(r"(===?|=|>=|~=|\^|>|<=|<)\s*v?(\d+)(?:\.(\d+))?")
 
 
 def oldest_torch(path: str) -> Version | None:
-    """Return the lowest version of torch that the project of a file allows, from the file's folder up; None without a
-    pin.
-    """
+    """Return the lowest version of torch that a file's project allows; None without a pin."""
     folder = os.path.dirname(os.path.abspath(path))
     return _pinned(folder, root_of(folder))
 

@@ -88,7 +88,7 @@ class Bind:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """A call, the statement and the scope that it stands in, and `root`, the whole expression that it is part of."""
+    """A call, the statement and the scope that it is in, and `root`, the whole expression that it is part of."""
 
     call: ast.Call
     stmt: ast.stmt
@@ -138,7 +138,7 @@ class Scope:
 
     @property
     def owner(self) -> "Scope | None":
-        """The class whose method this scope is, or stands in."""
+        """The class whose method this scope is, or is in."""
         scope = self.parent
         while scope is not None and scope.kind == "function":
             scope = scope.parent
@@ -189,7 +189,7 @@ class Imported:
 
     @property
     def full(self) -> str:
-        """The dotted name that the import stands for."""
+        """The dotted name that the import means."""
         return f"{self.module}.{self.name}" if self.name and self.module else self.module or self.name
 
 
@@ -246,9 +246,7 @@ class Module:
         return Counter(self.bare.translate(BLANKS).split())
 
     def names(self, wanted: Words) -> bool:
-        """Check whether any word of `bare` is wanted: cheaper than a search in the text, as patterns remember their
-        words.
-        """
+        """Check whether any word of `bare` is wanted, faster than a search of the text."""
         return any(map(wanted.search, self.words))
 
     def sites(self, *names: str) -> Iterator[Site]:
@@ -362,9 +360,7 @@ class _Indexer:
         self.push(node.body, None, "body", inner)
 
     def statement(self, stmt: ast.stmt, scope: Scope) -> None:
-        """Records what a statement binds and calls, and queues the statements in it, first to last; those that no run
-        comes to (`if False:`) are left out, as if they were not written: they make nothing, and mend nothing.
-        """
+        """Record what a statement binds and calls, and queue its statements; dead code (`if False:`) is left out."""
         if isinstance(stmt, ast.Expr):  # it binds nothing
             self.expression(stmt.value, stmt, scope)
             return

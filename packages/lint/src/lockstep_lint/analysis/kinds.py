@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last
 from lockstep_lint.analysis.origins import Origins
 
 __all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds", "Steps", "parts"]
@@ -204,8 +204,6 @@ class Kinds:
         """
         calls = self.origins.calls_of(self.iterated(node, scope), scope)
         found = [(call, home) for call, home, full in calls if full.endswith("DataLoader")]
-        if alike and (len(found) != 1 or any(isinstance(part, ast.IfExp) for part in walk(found[0][0]))):
-            return False
         return any(self.gives_shard(call, home) for call, home in found)
 
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
@@ -218,7 +216,7 @@ class Kinds:
         return any(self.is_part(value, scope, 0) for value in given)
 
     def whole(self, sampler: ast.Call, scope: Scope) -> bool:
-        """Check whether a distributed sampler is told that there is one process, by all who have it made."""
+        """Check whether a distributed sampler is made for one process by all its callers."""
         count = argument(sampler, 1, "num_replicas")
         found = self.origins.of(count, scope)
         return bool(found) and all(constant(origin.node) == 1 for origin in found)
@@ -278,19 +276,10 @@ class Steps:
     def backwards(self, site: Site) -> bool:
         """Check whether a call computes gradients (`loss.backward()`, `accelerator.backward(loss)`)."""
         named = site.name in ("backward", "manual_backward") and site.receiver is not None
-        return named or self.helps(site) or self.steps_on(site)
-
-    def steps_on(self, site: Site) -> bool:
-        """Check whether a call hands a loss to an optimizer's step, which computes the gradients itself."""
-        loss = site.call.args[0] if site.name == "step" and len(site.call.args) == 1 else None
-        if not isinstance(loss, ast.Name) or not loss.id.lower().endswith("loss") or not self.steps_optimizer(site):
-            return False
-        return self.kinds.names.definition(loss, site.scope) is None  # a closure
+        return named or self.helps(site)
 
     def helps(self, site: Site) -> bool:
-        """Check whether a call hands loss and optimizer to a scaler's helper, which runs backward and step where that
-        cannot be seen (`loss_scaler(loss, optimizer, ...)`, as timm's and MAE's do).
-        """
+        """Check whether a call hands loss and optimizer to a scaler's helper, which runs backward and step."""
         if not SCALER.search(site.name) or not isinstance(site.call.func, HELPERS):
             return False
         loss, optimizer = argument(site.call, 0, "loss"), argument(site.call, 1, "optimizer")
@@ -303,8 +292,6 @@ class Steps:
         receiver = site.receiver
         if self.helps(site):
             return argument(site.call, 0, "loss")
-        if site.name == "step":
-            return site.call.args[0]
         if isinstance(receiver, ast.Call) and last(receiver) == "scale" and receiver.args:
             return receiver.args[0]
         if site.call.args and not isinstance(receiver, ast.Call) and "loss" not in last(receiver).lower():

@@ -48,9 +48,7 @@ class Names:
 
     @kept
     def foreign(self, name: str, module: Module) -> bool:
-        """Check whether a name can stand for nothing of the project: a builtin's, or one of a well-known package. Most
-        of the names that are asked for do not need to be looked for any further.
-        """
+        """Check whether a name is a builtin or of a well-known package, and so not the project's."""
         if name in module.own_names:
             return False
         imported = module.imports.get(name)
@@ -92,9 +90,7 @@ class Names:
         return inner.full
 
     def brought(self, head: str, module: Module, depth: int = 0) -> str:
-        """Return the full name of what a star import of a project's file brings because that file imports it, itself or
-        by a star import of its own (`from src import *`, a package that passes its files on).
-        """
+        """Return the full name that a star import brings from a project's file, through its own imports."""
         if not module.stars or head in module.top.binds or head in module.top.defs:
             return ""
         for star in module.stars:
@@ -121,7 +117,7 @@ class Names:
         return ""
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
-        """Return the project's function or class that a name or `module.name` stands for."""
+        """Return the project's function or class that a name or `module.name` refers to."""
         key = (node, scope)
         try:
             return self.defined[key]
@@ -135,9 +131,7 @@ class Names:
         return frozenset().union(*(member.members for member in self.project.family(module)))
 
     def unknown(self, node: ast.expr, scope: Scope) -> bool:
-        """Check whether an expression is an attribute that nothing in its programs assigns or defines
-        (`loss.backward`).
-        """
+        """Check whether an expression is an attribute that no program assigns or defines (`loss.backward`)."""
         return node.__class__ is ast.Attribute and node.attr not in self.members(scope.module)
 
     def define(self, node: ast.AST | None, scope: Scope) -> Scope | None:
@@ -177,9 +171,7 @@ class Names:
         return None
 
     def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
-        """Return what the only assignment of a name just gives another name to (`Data = TrafficData`); nothing where
-        the file imports the name as well (`try: from fast import Data`, `except ImportError: Data = SlowData`).
-        """
+        """Return the name that a name's only assignment copies (`Data = TrafficData`), unless it is imported too."""
         binds = scope.binds[name]
         value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
         if not isinstance(value, ast.Name) or value.id == name or depth >= MAX_RENAMES:

@@ -59,7 +59,7 @@ def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
 
 
 def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | None:
-    """Return the literal that a call gives for a parameter that is never bound anew."""
+    """Return the literal that a call gives for a parameter that is never bound again."""
     if not isinstance(node, ast.Name) or node.id not in function.params or node.id in function.binds:
         return None
     value = given(entry[0], function, node.id) or default(function, node.id, entry[0])
@@ -106,7 +106,7 @@ MAX_TUPLES = 3
 
 @dataclass(eq=False, slots=True)
 class Origin:
-    """An expression that a value may come from, and the scope that it stands in."""
+    """An expression that a value may come from, and the scope that it is in."""
 
     node: ast.expr
     scope: Scope
@@ -176,9 +176,7 @@ class Origins:
         return []
 
     def attribute_binds(self, owner: Scope, key: str, scope: Scope, line: int) -> list[tuple[Bind, Scope]]:
-        """Return the bindings of `self.x` in the methods of a class; those before `line` where the method itself has
-        some.
-        """
+        """Return the bindings of `self.x` in a class; in its own method those before `line`."""
         here = [bind for bind in scope.binds.get(key, []) if not _after(bind, line)]
         if here:
             return [(bind, scope) for bind in reaching(here, scope, line)]
@@ -207,9 +205,7 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
 
 
 def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
-    """Return the bindings that may hold when a function of a scope runs: those that hold where it is defined, and all
-    later ones.
-    """
+    """Return the bindings that may hold when an inner function runs: those at its definition, and later ones."""
     line = getattr(inner.node, "lineno", 0)
     before = [bind for bind in binds if bind.stmt.lineno < line]
     return [*(reaching(before, scope, line) if before else []), *binds[len(before) :]]
@@ -221,12 +217,12 @@ def _after(bind: Bind, line: int) -> bool:
 
 
 def _covers(bind: Bind, line: int) -> bool:
-    """Check whether a line stands in the assignment itself, whose right side still sees what was there before."""
+    """Check whether a line is in the assignment itself, whose right side still sees what was there before."""
     return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
 
 
 def _holds(node: ast.stmt, place: str, line: int) -> bool:
-    """Check whether a line stands in the same block of a statement, so that what is bound in it before holds there."""
+    """Check whether a line is in the same block of a statement, so that what is bound in it before holds there."""
     block = getattr(node, place, [])
     return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
@@ -335,9 +331,7 @@ class _Walk:
                     yield table.value, place, None
 
     def values(self, bind: Bind, home: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield what a binding may give its name: the value, or what stands at the name's place in a tuple or in the
-        tuples that a function returns.
-        """
+        """Yield the values that a binding may give its name, also out of returned tuples."""
         value = bind.value
         if value is None or bind.how in ("for", "aug"):
             return
@@ -356,9 +350,7 @@ class _Walk:
         yield from ((element, home) for element in element_of(value, bind.path))
 
     def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the tuples that a call may give: its function's own, or those of the functions that it leaves the work
-        to.
-        """
+        """Yield the tuples that a call may return, through the functions that it calls for them."""
         target = self.origins.calls.target(call, scope)
         for value in returned(target, (call, scope)) if target is not None else ():
             if target is not None and isinstance(value, SEQUENCES):
@@ -384,9 +376,7 @@ class _Walk:
                 yield value, site.scope, None
 
     def elsewhere(self, key: str, node: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield an attribute of another object of the project (`trainer.model`), a getter's result, another file's
-        name.
-        """
+        """Yield another object's attribute (`trainer.model`), a getter's result, or another file's name."""
         if isinstance(node, ast.Attribute):
             own = key.startswith("self.")
             owner = scope.owner if own else self.origins.calls.class_of(node.value, scope)
@@ -423,9 +413,7 @@ def drawn(function: Scope) -> Iterator[ast.expr]:
 
 
 def _gives_back(call: ast.Call, place: int) -> bool:
-    """Check whether a call of a framework returns its arguments, prepared (`model, optimizer = amp.initialize(model,
-    optimizer)`).
-    """
+    """Check whether a framework's call returns its arguments (`model, opt = amp.initialize(model, opt)`)."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     return (
         name in ("initialize", "prepare", "setup") and place < len(call.args) and isinstance(call.args[place], ast.Name)

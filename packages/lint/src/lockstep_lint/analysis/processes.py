@@ -8,94 +8,9 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
 from lockstep_lint.analysis.context import above, apart, guards, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, Words, argument, constant, keyword, last, strings, walk
+from lockstep_lint.analysis.nodes import SEQUENCES, Words, argument, constant, keyword, last, walk
 
-__all__ = ["STARTS", "Programs", "driven"]
-
-
-# Calls that start the processes of a program, by the packages that they come from.
-LAUNCHES = {
-    "ray": ("init", "TorchTrainer", "HorovodTrainer", "DistributedTrainableCreator"),
-    "accelerate": ("notebook_launcher", "debug_launcher"),
-    "torch": ("elastic_launch",),
-    "detectron2": ("launch",),
-    "fvcore": ("launch",),
-    "horovod": ("RayExecutor", "ElasticRayExecutor"),
-    "pyspark": ("TorchDistributor",),
-    "submitit": ("AutoExecutor", "SlurmExecutor", "LocalExecutor"),
-}
-# Horovod's own launcher for Spark, whose last name says too little.
-RUNS = {"horovod.spark.run", "horovod.spark.run_elastic"}
-# Calls that run a command, and the commands that start several processes.
-COMMANDS = {"run", "call", "check_call", "check_output", "Popen", "system", "execvp"}
-STARTERS = (
-    "torchrun",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "accelerate launch",
-    "deepspeed --",
-    "mpirun",
-    "horovodrun",
-)
-MAX_CALLERS = 20
-MAX_DEPTH = 5
-
-NAMES = tuple(sorted({name for names in LAUNCHES.values() for name in names} | COMMANDS | {"remote", "run_elastic"}))
-
-
-def driven(calls: Calls, stmt: ast.stmt, scope: Scope, depth: int = 0) -> bool:
-    """Check whether a statement runs only in the process that starts the others: it stands where they are started,
-    under no fewer tests, or in a function that is called only there.
-    """
-    if not near(calls, scope.module):
-        return False
-    asked = {(guard.test, guard.when) for guard in guards(stmt, scope.module)}
-    starts = launches(calls, scope.module).get(scope, [])
-    if any(asked.issuperset((guard.test, guard.when) for guard in guards(s.stmt, scope.module)) for s in starts):
-        return True
-    if scope.kind != "function" or depth >= MAX_DEPTH:
-        return False
-    callers = calls.callers(scope)[:MAX_CALLERS]
-    direct = (calls.target(site.call, site.scope) is scope for site in callers)
-    return bool(callers) and all(direct) and all(driven(calls, s.stmt, s.scope, depth + 1) for s in callers)
-
-
-@kept
-def near(calls: Calls, module: Module) -> bool:
-    """Check whether any file of a file's programs starts processes so."""
-    return any(launches(calls, member) for member in calls.project.users(module))
-
-
-@kept
-def launches(calls: Calls, module: Module) -> dict[Scope, list[Site]]:
-    """Return the calls of a file that start processes, by the scopes that make them."""
-    table: dict[Scope, list[Site]] = {}
-    for site in module.sites(*NAMES):
-        if starts_others(calls, site):
-            table.setdefault(site.scope, []).append(site)
-    return table
-
-
-def starts_others(calls: Calls, site: Site) -> bool:
-    """Check whether a call starts the processes of a program, or the service that will."""
-    full = calls.names.qualify(site.call.func, site.scope)
-    if full in RUNS or site.name in LAUNCHES.get(full.partition(".")[0], ()):
-        return True
-    if site.name == "remote":
-        made = calls.names.definition(site.receiver, site.scope)
-        return made is not None and any(last(item) == "remote" for item in made.decorators)
-    if site.name not in COMMANDS or full.partition(".")[0] not in ("subprocess", "os"):
-        return False
-    return any(starter in " ".join(command(calls, site)) for starter in STARTERS)
-
-
-def command(calls: Calls, site: Site) -> list[str]:
-    """Return the words of the command that a call runs, as far as they are written out."""
-    given = site.call.args[0] if site.call.args else None
-    if isinstance(given, ast.Name):
-        values = (value for value, _ in calls.values(given.id, site.scope))
-        return [text for value in values for text in strings(value)]
-    return list(strings(given)) if given is not None and last(given) != "argv" else []
+__all__ = ["STARTS", "Programs"]
 
 
 # What may set an option from outside of the class.
@@ -164,12 +79,6 @@ LAUNCHED = re.compile(
     r"""environ\.get\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|getenv\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
     r"|\n@(?:[\w.]+\.)?record\n"  # of torch.distributed.elastic
 )
-# How a script of the Trainer of transformers asks the arguments that it parses for the place of its process: it keeps
-# or compares it. What the examples of transformers log of it, every script has that was copied from one.
-TOLD_BY_TRAINER = re.compile(
-    r"args?\.local_rank\s*(==|<|>|(not )?in\b|!=\s*0)"
-    r"|=\s*\w*args?\.(local_rank|(local_)?process_index|world_size)\b(?!\s*!=)"
-)
 # How a file asks for the place of its process, which whoever asks has started.
 ASKS = Words(r"^is_((local|world|global)_)?(main|master|root|rank_?zero)(_process|_worker|_rank)?$|^get_world_size$")
 # A question that comes after one whether there is a group says nothing of how the program is started; nor does a file
@@ -192,9 +101,6 @@ class Programs:
             return True
         if any(map(self.launches, module.sites("Fabric", *LAUNCHERS))):
             return True
-        told = map(told_place, module.sites("TrainingArguments", "Seq2SeqTrainingArguments"))
-        if (any(told) or asks_trainer(module)) and not module.path.endswith(".ipynb"):
-            return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
             return starts and any(self.initiates(site) for site in module.sites("init"))
@@ -206,9 +112,7 @@ class Programs:
         return self.calls.names.qualify(site.call.func, site.scope) in INITS
 
     def launches(self, site: Site) -> bool:
-        """Check whether a call has several processes run a function, or a script as Fabric does: not one by its own
-        words.
-        """
+        """Check whether a call has several processes run a function, or a script as Fabric does."""
         full = self.calls.names.qualify(site.call.func, site.scope)
         if full in FABRICS:
             devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
@@ -217,16 +121,7 @@ class Programs:
             return not one and not host and not site.module.path.endswith(".ipynb")
         if full not in FUNCTION_LAUNCHERS:
             return False
-        return not says_one(argument(site.call, 2, "num_processes")) and not self.one_worker(site)
-
-    def one_worker(self, site: Site) -> bool:
-        """Check whether a trainer of Ray is told to use one worker (`ScalingConfig(num_workers=1)`)."""
-        config = keyword(site.call, "scaling_config")
-        if isinstance(config, ast.Name):
-            binds = site.scope.binds.get(config.id, [])
-            config = binds[0].value if len(binds) == 1 and not binds[0].path else None
-        made = isinstance(config, ast.Call) and last(config) == "ScalingConfig"
-        return made and isinstance(config, ast.Call) and says_one(argument(config, 1, "num_workers"))
+        return not says_one(argument(site.call, 2, "num_processes"))
 
     def deepspeed(self, site: Site) -> bool:
         """Check whether a call hands the model to DeepSpeed."""
@@ -234,7 +129,7 @@ class Programs:
 
     @kept
     def accelerated(self, module: Module) -> bool:
-        """Check whether a script makes an Accelerator, of which `accelerate launch` starts several."""
+        """Check whether a script makes an Accelerator: `accelerate launch` starts several processes."""
         if "Accelerator" not in module.text or module.path.endswith(".ipynb"):
             return False
         names = self.calls.names
@@ -261,9 +156,7 @@ class Programs:
 
     @kept
     def distributed(self, module: Module) -> bool:
-        """Check whether a program that the file is part of runs in several processes; a notebook is one process, unless
-        it starts others itself.
-        """
+        """Check whether a program with the file runs in several processes; notebooks must start them."""
         if module.path.endswith(".ipynb") and not any(True for _ in module.sites(*STARTS, *SPAWNS, *LAUNCHERS)):
             return False
         return any(self.direct(member) for member in self.project.family(module))
@@ -286,9 +179,7 @@ class Programs:
 
     @kept
     def again(self, module: Module) -> bool:
-        """Check whether each process that the programs spawn imports a file anew, and so runs what stands outside
-        functions: `torch.multiprocessing.spawn` starts a new Python, which imports the script as well.
-        """
+        """Check whether spawned processes import a file again, with what is outside functions."""
         for member in self.project.users(module) if any("spawn" in m.text for m in self.project.users(module)) else ():
             for site in member.sites("spawn"):
                 if self.calls.names.qualify(site.call.func, site.scope) == SPAWN and any(self.calls.runs(site)):
@@ -296,9 +187,7 @@ class Programs:
         return False
 
     def spreads(self, site: Site) -> bool:
-        """Check whether a call starts its function in the processes of Horovod (`horovod.run(train)`) or of Spark
-        (`TorchDistributor(...).run(train)`).
-        """
+        """Check whether a call starts a function in the processes of Horovod or Spark (`horovod.run(train)`)."""
         if self.calls.names.qualify(site.call.func, site.scope) in PROGRAMS_RUNS:
             return True
         made = site.receiver
@@ -307,9 +196,7 @@ class Programs:
         return last(made) == "TorchDistributor"
 
     def handed(self, site: Site) -> Iterator[Scope]:
-        """Yield the functions that the callers of a launcher hand on to `spawn` (`def launch(worker):
-        mp.spawn(worker)`), or to what it starts (`mp.spawn(each, args=(worker,))`).
-        """
+        """Yield the functions that callers hand on to `spawn` (`def launch(worker): mp.spawn(worker)`)."""
         rest = keyword(site.call, "args") or next(iter(site.call.args[1:2]), None)
         more = rest.elts if isinstance(rest, SEQUENCES) else []
         for value in (*site.call.args[:1], keyword(site.call, "fn"), keyword(site.call, "target"), *more):
@@ -321,9 +208,7 @@ class Programs:
 
     @kept
     def idle(self, scope: Scope) -> bool:
-        """Check whether nothing in sight ever runs a function: no call but by such another, no mention of its name, no
-        start of its own.
-        """
+        """Check whether nothing in sight runs or names a function, and it starts no group."""
         return self._idle(scope, 0)
 
     def _idle(self, scope: Scope, depth: int) -> bool:
@@ -357,7 +242,7 @@ class Programs:
 
     @kept
     def beside(self, module: Module) -> frozenset[Scope]:
-        """Return the functions of a process that is started once, beside the ranks (`Process(target=watch)`)."""
+        """Return the functions of a helper process that is started once (`Process(target=watch)`)."""
         sites = [site for member in self.project.family(module) for site in member.sites(*SPAWNS)]
         once: list[Scope] = []
         often: list[Scope] = []
@@ -372,9 +257,7 @@ class Programs:
         return frozenset() if ranks else frozenset(self.reach(lone)) - started
 
     def reach(self, starts: list[Scope], methods: dict[str, list[Scope]] | None = None) -> Iterator[Scope]:
-        """Yield the functions that run when one of `starts` does; with `methods` also those that objects of an unknown
-        class may have.
-        """
+        """Yield the functions that run with `starts`; `methods` adds those of unknown objects."""
         seen = set(starts)
         queue = list(starts)
         while queue:
@@ -397,9 +280,7 @@ class Programs:
 
     @kept
     def apart(self, function: Scope) -> bool:
-        """Check whether a function runs only on the other side of a test than what starts the process group (`if mode
-        == "ddp": run_ddp() else: run()`).
-        """
+        """Check whether a function runs only in another arm than the start of the group."""
         return function.kind == "function" and self._apart(function, 0)
 
     def _apart(self, function: Scope, depth: int) -> bool:
@@ -412,7 +293,7 @@ class Programs:
         )
 
     def beyond(self, site: Site) -> bool:
-        """Check whether a call stands in another arm of a test than each call of its function that starts the group."""
+        """Check whether a call is in another arm of a test than each call of its function that starts the group."""
         if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
             return False
         starts = [
@@ -424,9 +305,7 @@ class Programs:
 
     @kept
     def involved(self, scope: Scope) -> bool:
-        """Check whether a function belongs to the part of a program that runs distributed: its file, or its callers'
-        file.
-        """
+        """Check whether a function's file, or a caller's file, runs distributed."""
         if self.elsewhere(scope):
             return False
         seen, queue = {scope}, [scope]
@@ -434,27 +313,11 @@ class Programs:
             current = queue.pop()
             if self.direct(current.module) or self.started(current.module) or self.asks(current.module):
                 return True
-            for site in self.calls.callers(current) or self.calls.by_base(current) or self.makers(current):
+            for site in self.calls.callers(current) or self.calls.by_base(current):
                 if site.scope not in seen:
                     seen.add(site.scope)
                     queue.append(site.scope)
         return False
-
-    def makers(self, method: Scope) -> list[Site]:
-        """Return the calls that make objects which have a method, where only calls of its name may run it: one of
-        several trainers, which an option names.
-        """
-        owner = method.owner if method.kind == "function" and not method.decorators else None
-        if owner is None or not any(map(on_object, self.named_so(method))):
-            return []
-        names = self.calls.names
-        init = names.member(owner, "__init__")
-        sites = self.calls.callers(init) if init is not None else []
-        return [site for site in sites if names.definition(site.call.func, site.scope) is owner]
-
-    def named_so(self, method: Scope) -> Iterator[Site]:
-        """Yield the calls in the programs of a method's file that have its name."""
-        return (site for member in self.project.family(method.module) for site in member.sites(method.name))
 
     @kept
     def elsewhere(self, scope: Scope) -> bool:
@@ -473,9 +336,7 @@ class Programs:
 
     @kept
     def parallel(self, top: Scope) -> bool:
-        """Check whether what a file runs when it is started starts a process group or wraps a model for several
-        processes.
-        """
+        """Check whether a script, run by itself, starts a group or wraps a model for several processes."""
         if self.direct(top.module) or self.asks(top.module):
             return True
         below = list(self.reach([top]))
@@ -493,27 +354,11 @@ def says_one(count: ast.expr | None) -> bool:
     return constant(count) in (1, "1")
 
 
-def on_object(site: Site) -> bool:
-    """Check whether a call is of a method of another object than the one that makes the call."""
-    return isinstance(site.receiver, REFERENCES) and last(site.receiver) not in ("self", "cls")
-
-
 def launched(text: str) -> bool:
-    """Check whether a file asks its launcher for the place of its process, and is no launcher itself that starts
-    programs.
-    """
+    """Check whether a file asks its launcher for its rank, and starts no programs itself."""
     if "subprocess" in text and "env=" in text and GIVES.search(text):
         return False
     return any(not AFTER.search(text[: found.start()][-80:]) for found in LAUNCHED.finditer(text))
-
-
-def asks_trainer(module: Module) -> bool:
-    """Check whether a script parses the arguments of a Trainer of transformers and asks them for the place of the
-    process.
-    """
-    if "HfArgumentParser" not in module.text or not any(site.name.endswith("Trainer") for site in module.sites()):
-        return False
-    return any(module.sites("HfArgumentParser")) and TOLD_BY_TRAINER.search(module.text) is not None
 
 
 def for_several(site: Site) -> bool:
@@ -521,17 +366,7 @@ def for_several(site: Site) -> bool:
     return constant(keyword(site.call, "world_size")) != 1
 
 
-def told_place(site: Site) -> bool:
-    """Check whether the arguments of a Trainer of transformers are given the place of the process, or DeepSpeed's
-    file.
-    """
-    given = (keyword(site.call, name) for name in ("local_rank", "deepspeed"))
-    told = any(value is not None and not isinstance(value, ast.Constant | ast.UnaryOp) for value in given)
-    file = constant(keyword(site.call, "deepspeed"))
-    return told or (isinstance(file, str) and bool(file))
-
-
 def _repeated(site: Site) -> bool:
-    """Check whether a call stands in a loop or a comprehension."""
+    """Check whether a call is in a loop or a comprehension."""
     around = any(isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp) for node in walk(site.stmt))
     return around or bool(loops(site.stmt, site.module))

@@ -22,9 +22,7 @@ OTHERS = ("paddle", "chainer", "mxnet", "oneflow", "mindspore", "jittor")
 
 
 def may_train(text: str) -> bool:
-    """Check whether a text names what trains, or computes gradients of what other files make
-    (`batch["loss"].backward()`).
-    """
+    """Check whether a text names a training library, or computes gradients (`loss.backward()`)."""
     words = [word for word in TRAINS if word in text]
     return bool(words) and not (words == [TRAINS[-1]] and any(word in text for word in OTHERS))
 
@@ -58,9 +56,7 @@ class Project:
         return module
 
     def close(self) -> None:
-        """Lets go of all files. Their tables point at each other, and finding that out would cost the garbage collector
-        a third of a run.
-        """
+        """Drop all files: their tables form cycles, which cost the garbage collector a third of a run."""
         forget()
         for module in self.modules.values():
             for scope in module.scopes if module is not None else ():
@@ -94,9 +90,7 @@ class Project:
 
     @kept
     def unseen(self, module: Module) -> frozenset[str]:
-        """Return the names that a file imports from what is neither in the project nor a well-known package ("*":
-        any).
-        """
+        """Return the imported names of no project file or well-known package ("*" for any name)."""
         found: set[str] = set()
         for name, imported in (*module.imports.items(), *(("*", star) for star in module.stars)):
             root = imported.module.split(".")[0]

@@ -85,7 +85,7 @@ FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 
 def beside_zero(op: ast.cmpop, value: object) -> int:
-    """1 if a comparison of a rank holds for every rank (`rank >= 0`), -1 if for none (`rank < 0`), else 0."""
+    """Return 1 if a comparison holds for every rank (`rank >= 0`), -1 if for none, else 0."""
     if (isinstance(op, ast.GtE) and value == 0) or (isinstance(op, ast.Gt) and value == -1):
         return 1
     return -1 if (isinstance(op, ast.Lt) and value == 0) or (isinstance(op, ast.LtE) and value == -1) else 0
@@ -102,9 +102,7 @@ def says_rank(node: ast.AST | None) -> bool:
 
 
 def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
-    """Check whether what a process calls its device is compared with a number (`if device == 0:`), so that it is its
-    rank.
-    """
+    """Check whether a process's device is compared with a number (`if device == 0:`)."""
     return DEVICE.search(last(node)) and type(constant(other)) is int
 
 
@@ -120,14 +118,6 @@ def gives_rank(node: ast.expr) -> bool:
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
 
 
-def first_device(node: ast.expr, other: ast.expr) -> bool:
-    """Check whether a device is compared with the first GPU (`device == "cuda:0"`, `device.index == 0`)."""
-    if isinstance(node, ast.Attribute) and node.attr == "index":
-        return "device" in last(node.value) and constant(other) == 0
-    named = isinstance(other, ast.Call) and last(other) == "device" and len(other.args) == 1
-    return constant(other.args[0] if named and isinstance(other, ast.Call) else other) == "cuda:0"
-
-
 def is_first_of(node: ast.expr) -> bool:
     """Check whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
     return isinstance(node, ast.Subscript) and constant(node.slice) == 0
@@ -139,7 +129,7 @@ def is_empty(node: ast.AST) -> bool:
 
 
 def counts_batches(node: ast.expr) -> bool:
-    """Check whether a test compares with the length of something, as the last batch of a loop is told."""
+    """Check whether a test compares with a length, as a test for the last batch does."""
     return isinstance(node, ast.Compare) and any(
         isinstance(item, ast.Call) and last(item) == "len" for item in (node.left, *node.comparators)
     )
@@ -160,9 +150,7 @@ class RankNumbers:
 
     @kept
     def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-        """Check whether an expression is a rank by its name (`args.local_rank`, `dist.get_rank()`,
-        `int(os.environ["RANK"])`), or a name for such a one or for the number of a spawned process.
-        """
+        """Check whether an expression is a rank, by its name or by the values behind it."""
         if isinstance(node, ast.BinOp):
             return self.is_rank(node.left, scope, depth)
         if isinstance(node, ast.NamedExpr):
@@ -195,9 +183,7 @@ class RankNumbers:
         return asked or (again and self.is_rank(value, home, depth + 1))
 
     def filled(self, key: str, scope: Scope, depth: int) -> bool:
-        """Check whether a name is a parameter that every call in sight fills with the rank
-        (`train(device=local_rank)`).
-        """
+        """Check whether every call in sight passes the rank for a parameter (`train(device=local_rank)`)."""
         if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
             return False
         callers = self.calls.callers(scope)[:MAX_CALLERS]
@@ -205,9 +191,7 @@ class RankNumbers:
         return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
 
     def left_out(self, node: ast.AST, scope: Scope) -> bool:
-        """Check whether a name is a parameter that no call in sight fills, so that it is its default on every rank
-        (`def make_logger(name, rank=0)`).
-        """
+        """Check whether no call in sight passes a parameter, so that its default holds on every rank."""
         if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
             return False
         callers = self.calls.callers(scope)[:MAX_CALLERS]
@@ -219,9 +203,7 @@ class RankNumbers:
         )
 
     def numbered(self, key: str, scope: Scope) -> bool:
-        """Check whether a name is the first parameter of a function that `spawn` starts, which is the process's
-        number.
-        """
+        """Check whether a name is the process number that `spawn` passes first."""
         first = [name for name in scope.params if name != "self"][:1]
         if first != [key] or key in scope.binds:
             return False
@@ -229,9 +211,7 @@ class RankNumbers:
         return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """Return the bindings of a name in the nearest scope that has some, those of `self.x` in all methods of its
-        class and of those that it derives from.
-        """
+        """Return a name's bindings in the nearest scope, those of `self.x` in all methods and bases."""
         if key.startswith("self.") and scope.owner is not None:
             owners = (scope.owner, *self.calls.names.parents(scope.owner))
             return [
@@ -255,10 +235,8 @@ class RankNumbers:
         return [found for member in members for found in attributes(member).get(name, ())]
 
     def compare(self, node: ast.Compare, scope: Scope) -> int:
-        """1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
+        """Return 1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
         left, op, right = node.left, node.ops[0], node.comparators[0]
-        if (first_device(left, right) or first_device(right, left)) and not self.all_first(left, scope):
-            return {ast.Eq: 1, ast.NotEq: -1}.get(type(op), 0)
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             left, right, op = right, left, FLIPPED.get(type(op), type(op))()
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
@@ -275,14 +253,6 @@ class RankNumbers:
         if isinstance(op, ast.LtE | ast.Lt):
             return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
-
-    def all_first(self, node: ast.expr, scope: Scope) -> bool:
-        """Check whether what is in sight gives the first GPU to all processes (`device = "cuda:0" if cuda else
-        "cpu"`).
-        """
-        key = dotted(node)
-        values = self.calls.values(key, scope) if key is not None else ()
-        return any(text.startswith("cuda:0") for value, _ in values for text in strings(value))
 
     def main_number(self, node: ast.expr, scope: Scope) -> bool:
         """Check whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""

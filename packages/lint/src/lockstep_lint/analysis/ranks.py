@@ -2,15 +2,15 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
-from lockstep_lint.analysis.context import Guard, choices, guards, inside, withs
+from lockstep_lint.analysis.context import choices, guards, withs
 from lockstep_lint.analysis.index import Bind, Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, is_none, is_true, last, strings, walk
+from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, is_none, is_true, last, strings
 from lockstep_lint.analysis.origins import under
-from lockstep_lint.analysis.processes import STARTS, Programs, driven
+from lockstep_lint.analysis.processes import Programs
 from lockstep_lint.analysis.rank_names import (
     COUNT,
     LAUNCHER,
@@ -21,7 +21,6 @@ from lockstep_lint.analysis.rank_names import (
     PACKAGES,
     SINGLE,
     RankNumbers,
-    attributes,
     beside_zero,
     counts_batches,
     is_empty,
@@ -31,9 +30,7 @@ __all__ = ["Ranks"]
 
 
 def bare(node: ast.expr) -> ast.expr:
-    """Return an expression without what changes neither its truth nor what it names: `bool(x)`, `int(x == y)`, `(x :=
-    y)`.
-    """
+    """Remove what keeps an expression's truth: `bool(x)`, `int(x == y)`, `(x := y)`."""
     while isinstance(node, ast.NamedExpr) or keeps_truth(node):
         node = node.value if isinstance(node, ast.NamedExpr) else node.args[0] if isinstance(node, ast.Call) else node
     return as_boolean(node) if isinstance(node, ast.BinOp) else node
@@ -52,16 +49,14 @@ def as_boolean(node: ast.BinOp) -> ast.expr:
 
 
 def keeps_truth(node: ast.expr) -> bool:
-    """Check whether a call gives back the truth of its only argument."""
+    """Check whether a call returns the truth of its only argument."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or not isinstance(node.func, ast.Name):
         return False
     return node.func.id == "bool" or (node.func.id == "int" and isinstance(node.args[0], ast.Compare | ast.BoolOp))
 
 
 def may_be_number(node: ast.expr) -> bool:
-    """Check whether an expression whose truth is asked may be a rank by its words, not an option or the ranks of a
-    group (`if rank: return`).
-    """
+    """Check whether a tested expression may be a rank by its words (`if rank: return`)."""
     if not isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
         return False
     words = " ".join((last(node), *strings(node))).lower()
@@ -76,9 +71,7 @@ Value = tuple[ast.expr, Scope]
 
 
 def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
-    """Yield what a name is given as part of a tuple (`main, device = set_up()`), and whatever else it is given then,
-    but for True, as it is in one process.
-    """
+    """Yield the values that a name gets in tuples (`main, device = set_up()`), other than True."""
     binds = numbers.bound(key, scope)
     if not any(bind.path for bind, _ in binds):
         return
@@ -90,9 +83,7 @@ def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
 
 
 def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[Value]:
-    """Yield what stands at a place that is written out, of a dictionary or a tuple (`env["main"]`), or is put there,
-    but for True.
-    """
+    """Yield the values at a literal key of a dictionary or tuple (`env["main"]`), other than True."""
     key = constant(node.slice)
     for name, home in tables(numbers, node, scope) if isinstance(key, str | int) else ():
         for stmt in home.stmts:
@@ -144,36 +135,7 @@ def behind(numbers: RankNumbers, source: Scope | str | None, scope: Scope) -> It
         yield from ((b.value, at) for b, at in binds if b.value is not None and b.how == "assign" and not b.path)
 
 
-# What holds the run of a process, and what starts it.
-RUN, INIT = "wandb.run", "wandb.init"
 MAX_CALLERS = 20
-
-Test = Callable[[ast.expr, Scope, bool], int]
-
-
-def main_has_run(calls: Calls, module: Module, test: Test) -> bool:
-    """Check whether only the main rank starts a run, as far as starts are in sight: where there are none, whoever asks
-    for a run leaves it to others to say on which ranks there is one.
-    """
-    own = starts(calls, calls.project.closure(module))  # other programs beside it may start runs of their own
-    found = own or starts(calls, calls.project.family(module))
-    return all(on_main(calls, site, test, 0) for site in found)
-
-
-def starts(calls: Calls, members: tuple[Module, ...]) -> list[Site]:
-    """Return the calls in some files that start a run."""
-    sites = (site for member in members for site in member.sites("init"))
-    return [site for site in sites if calls.names.qualify(site.call.func, site.scope) == INIT]
-
-
-def on_main(calls: Calls, site: Site, test: Test, depth: int) -> bool:
-    """Check whether only the main rank makes a call, by the tests around it or around the calls of its function."""
-    for guard in (*guards(site.stmt, site.module), *choices(site)):
-        asks_itself = any(dotted(node) == RUN for node in walk(guard.test))
-        if not asks_itself and test(guard.test, site.scope, guard.when) == 1:
-            return True
-    callers = calls.callers(site.scope)[:MAX_CALLERS] if site.scope.kind == "function" and depth < 5 else []
-    return bool(callers) and all(on_main(calls, each, test, depth + 1) for each in callers)
 
 
 # An attribute that is set at more places than this is no flag.
@@ -193,9 +155,7 @@ class RankTests:
 
     @kept
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
-        """1 if a test comes out `when` on the main rank only, -1 if on the others only, OTHER if on one of the others,
-        0 if that is not known.
-        """
+        """Return 1 if a test holds on the main rank only, -1 on the others, OTHER on one of these, else 0."""
         node = bare(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.numbers.is_rank(node.operand, scope):
@@ -222,7 +182,7 @@ class RankTests:
         name = last(node).lstrip("_")
         key = dotted(node)
         main = MAIN.search(name) or name in MAIN_EXACT or (key is not None and key.endswith(MAIN_OF_ARGUMENTS))
-        if main and not (key is not None and self.always(key, scope)):
+        if main:
             return sign
         if depth >= 3:
             return 0
@@ -239,63 +199,15 @@ class RankTests:
         return method if any(last(mark) in ("property", "cached_property") for mark in marks) else None
 
     def asked(self, function: Scope | None, when: bool, depth: int) -> int:
-        """Judge a function of the project that tells the rank (`def primary(): return get_rank() == 0`), whatever it
-        says where there is one process.
-        """
+        """Evaluate a function of the project that tests the rank (`def primary(): return get_rank() == 0`)."""
         if function is None:
             return 0
-        if when and self.turned_away(function, depth):
-            return 1
         values = [value for value in function.returns() if not isinstance(value, ast.Constant)]
-        if not values and self.false_on_others(function, depth):
-            return 1 if when else -1
         found = {self.test(value, function, when, depth + 1) for value in values}
         return found.pop() if len(found) == 1 else 0
 
-    def turned_away(self, function: Scope, depth: int) -> bool:
-        """Check whether a function says False to the other ranks before anything else (`if rank != 0: return
-        False`).
-        """
-        first = next((stmt for stmt in function.stmts if isinstance(stmt, ast.Return)), None)
-        if first is None or constant(first.value) is not False:
-            return False
-        tests = list(guards(first, function.module))
-        return len(tests) == 1 and self.test(tests[0].test, function, tests[0].when, depth + 1) == -1
-
-    def false_on_others(self, function: Scope, depth: int) -> bool:
-        """Check whether a function says True or False, and False on the other ranks alone (`if rank > 0: return
-        False`).
-        """
-        says = [stmt for stmt in function.stmts if isinstance(stmt, ast.Return)]
-        others = [stmt for stmt in says if constant(stmt.value) is False]
-        return (
-            0 < len(others) < len(says)
-            and all(isinstance(constant(stmt.value), bool) for stmt in says)
-            and all(
-                any(self.test(g.test, function, g.when, depth + 1) == -1 for g in guards(stmt, function.module))
-                for stmt in others
-            )
-        )
-
-    def always(self, key: str, scope: Scope) -> bool:
-        """Check whether all that a name of a rank's flag is ever given is True: it tells no rank."""
-        own = "." not in key or key.startswith("self.")  # an attribute of another object may be set elsewhere
-        binds = self.numbers.bound(key, scope) if own else []
-        alike = all(is_true(bind.value) and not any(guards(bind.stmt, home.module)) for bind, home in binds)
-        return bool(binds) and alike and not (key.startswith("self.") and self.put_on(key[5:], scope))
-
-    def put_on(self, name: str, scope: Scope) -> bool:
-        """Check whether the programs set an attribute of this name on an object from outside (`learner.is_main =
-        ...`).
-        """
-        members = self.calls.project.family(scope.module)
-        found = (bind.key for member in members for bind, _ in attributes(member).get(name, ()))
-        return any(not key.startswith("self.") for key in found)
-
     def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a value that a test chooses, where one arm is empty (`writer if rank == 0 else None`, `True if ...
-        else False`).
-        """
+        """Evaluate a conditional value with an empty arm (`writer if rank == 0 else None`)."""
         if is_empty(node.orelse):
             return self.test(node.test, scope, when, depth)
         if not is_empty(node.body):
@@ -322,8 +234,6 @@ class RankTests:
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
         """Judge a name that was given the result of a rank test, or a tracker's run that only the main rank has."""
-        if key.endswith(".run") and self.calls.names.qualify_name(key, scope) == RUN:
-            return int(when and main_has_run(self.calls, scope.module, self.test))
         for value, home in self.calls.values(key, scope):
             if isinstance(value, DECIDES):
                 found = self.test(value, home, when, depth + 1)
@@ -346,9 +256,7 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def switched(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a flag that the other ranks alone turn off, or on, after all have got it (`verbose = True`, then `if
-        rank != 0: verbose = False`): 1 if it comes out `when` on the main rank only.
-        """
+        """Evaluate a flag that only the other ranks change (`if rank != 0: verbose = False`)."""
         binds = (self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope))[:MAX_BINDS]
         off = [(bind, home) for bind, home in binds if turns(bind.value, not when) and self.others(bind, home, depth)]
         rest = [(bind, home) for bind, home in binds if not any(bind is other for other, _ in off)]
@@ -361,9 +269,7 @@ class RankTests:
         return any(self.test(g.test, home, g.when, depth + 1) == -1 for g in guards(bind.stmt, home.module))
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a name that has a value on some ranks and None or False on the others (`writer = Writer() if rank == 0
-        else None`), here or where the attribute of another object is set (`args.verbose = rank == 0`).
-        """
+        """Evaluate a name that is None or False on some ranks (`writer = Writer() if rank == 0 else None`)."""
         binds = self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope)
         flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
         found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
@@ -385,9 +291,7 @@ class RankTests:
         )
 
     def share(self, bind: Bind, home: Scope, depth: int, flag: bool) -> int | None:
-        """On which ranks a binding gives its name more than None or False: None for a value that says nothing. What a
-        `flag` is given on one rank is a decision of its own, unless it is written out.
-        """
+        """Return the ranks on which a binding is more than None or False; None if it shows nothing."""
         value = bind.value
         if value is None or bind.path or bind.how != "assign":
             return 0
@@ -414,7 +318,7 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def many(self, test: ast.expr, scope: Scope, when: bool = True) -> int:
-        """1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
+        """Return 1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
         test = bare(test)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.many(test.operand, scope, not when)
@@ -468,7 +372,7 @@ MAX_REACHED = 60
 
 
 class Ranks:
-    """Answers which processes run a statement; 0 stands for "not known to be one rank's"."""
+    """Answers which processes run a statement; 0 if unknown."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -477,7 +381,7 @@ class Ranks:
 
     @kept
     def side(self, stmt: ast.stmt, scope: Scope) -> int:
-        """1 where a statement is reserved for the main rank in its own function, -1 for the others, else 0."""
+        """Return 1 if a test in the function reserves a statement for the main rank, -1 for the others, else 0."""
         for guard in guards(stmt, scope.module):
             found = self.tests.test(guard.test, scope, guard.when)
             if found:
@@ -493,9 +397,7 @@ class Ranks:
         return self.reserved(scope)
 
     def in_turn(self, site: Site) -> bool:
-        """Check whether nothing keeps a call to the main rank but a `with` that lets the others do the same after
-        it.
-        """
+        """Check whether only a `with` that lets the other ranks follow keeps a call to the main rank."""
         if self.side(site.stmt, site.scope) or self.reserved(site.scope):
             return False
         held = [last(item) for item in withs(site.stmt, site.module)]
@@ -513,14 +415,12 @@ class Ranks:
             return True
         if scope.parent is not None and isinstance(scope.node, ast.stmt) and self.side(scope.node, scope.parent):
             return True
-        if any(self.calls_by_rank(self.calls.names.definition(callee(item), scope)) for item in scope.decorators):
-            return True
         made = self.made(scope)
         if made and all(self.on_main(site) or self._reserved(site.scope, depth + 1) for site in made):
             return True
         callers = self.calls.callers(scope) or self.calls.by_base(scope) or self.calls.namesakes(scope)
         if not callers:
-            return self.handed_by_rank(scope)
+            return False
         shared = [s for s in callers[:RANKS_MAX_CALLERS] if not self.single(s.stmt, s.scope) or self.kept_out(s)]
         shared = [s for s in shared if not self.one_process(s.module)] or shared
         return bool(shared) and all(self.kept_out(site) or self._reserved(site.scope, depth + 1) for site in shared)
@@ -530,27 +430,6 @@ class Ranks:
         """Check whether a file is a script that starts no processes, nor asks which one it is."""
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
-    def handed_by_rank(self, function: Scope) -> bool:
-        """Check whether a function that nobody calls is only named where some ranks hand it on (`if rank == 0:
-        trainer.add_event_handler(event, report)`).
-        """
-        name, found = function.name, []
-        for member in self.calls.project.users(function.module) if function.owner is None else ():
-            if member.words[name] > (member is function.module):
-                found += [(stmt, scope) for stmt, scope in member.named.get(name, ()) if name not in scope.binds]
-        return bool(found) and all(self.side(stmt, scope) for stmt, scope in found)
-
-    @kept
-    def calls_by_rank(self, decorator: Scope | None) -> bool:
-        """Check whether a decorator of the project calls the function that it is given on some ranks only."""
-        if decorator is None or decorator.kind != "function" or not decorator.params:
-            return False
-        given = decorator.params[0]
-        wrappers = [inner for inner in decorator.defs.values() if inner.kind == "function"]
-        sites = [site for inner in wrappers for site in inner.named(given) if isinstance(site.call.func, ast.Name)]
-        deeper = any(self.calls_by_rank(inner) for inner in wrappers)  # `def main_only(group): def wrap(function): ...`
-        return deeper or (bool(sites) and all(self.side(site.stmt, site.scope) or self.chosen(site) for site in sites))
-
     def made(self, method: Scope) -> list[Site]:
         """Return the calls that make the objects which a method is of, where its class has an `__init__` of its own."""
         owner = method.parent if method.name != "__init__" else None
@@ -558,7 +437,7 @@ class Ranks:
         return self.calls.callers(init)[:RANKS_MAX_CALLERS] if init is not None else []
 
     def kept_out(self, site: Site) -> bool:
-        """Check whether all ranks but the main one are kept from a call where it stands."""
+        """Check whether a test around a call excludes all ranks but the main one."""
         if self.side(site.stmt, site.scope) == 1 or self.chosen(site):
             return True
         return any(FIRST.search(last(item)) for item in withs(site.stmt, site.module))
@@ -577,10 +456,7 @@ class Ranks:
         """Check whether a statement runs only where there is one process (`if not distributed:`)."""
         found = [(self.tests.many(g.test, scope, g.when), g) for g in guards(stmt, scope.module)]
         several = any(many == 1 for many, _ in found)  # there, `gpu is None` leaves it to the wrapper to take them all
-        return any(
-            many == -1 and not starts_one(guard, scope) and not (several and asks_none(guard.test))
-            for many, guard in found
-        )
+        return any(many == -1 and not (several and asks_none(guard.test)) for many, guard in found)
 
     @kept
     def alone(self, scope: Scope) -> bool:
@@ -607,8 +483,6 @@ class Ranks:
             return False
         if self.alone(scope) or self.programs.apart(scope) or scope in self.programs.beside(module):
             return False
-        if driven(self.calls, stmt, scope):
-            return False
         spawned = self.programs.spawned(module)
         if spawned is not None:
             return scope in spawned
@@ -616,9 +490,7 @@ class Ranks:
 
     @kept
     def beneath(self, scope: Scope) -> bool:
-        """Check whether a script that makes an Accelerator calls a function of another file on all ranks, directly or
-        not.
-        """
+        """Check whether an Accelerate script calls a function of another file on all ranks."""
         if not any(map(self.programs.accelerated, self.calls.project.users(scope.module))):
             return False
         seen, queue = {scope}, [scope]
@@ -638,7 +510,7 @@ class Ranks:
         if apart and not self.beneath(site.scope):
             return self.every(site.stmt, site.scope) or self.imported(site)
         kept = not self.in_turn(site) or self.single(site.stmt, site.scope)
-        return not kept and not self.alone(site.scope) and not driven(self.calls, site.stmt, site.scope)
+        return not kept and not self.alone(site.scope)
 
     def imported(self, site: Site) -> bool:
         """Check whether every spawned process makes a call, as it imports the file."""
@@ -649,17 +521,6 @@ class Ranks:
         return not alone and not self.single(site.stmt, site.scope)
 
 
-def callee(decorator: ast.expr) -> ast.expr:
-    """Return a decorator's name, with or without arguments."""
-    return decorator.func if isinstance(decorator, ast.Call) else decorator
-
-
 def asks_none(test: ast.expr) -> bool:
     """Check whether a test compares with None."""
     return isinstance(test, ast.Compare) and is_none(test.comparators[0])
-
-
-def starts_one(guard: Guard, scope: Scope) -> bool:
-    """Check whether a test guards the start of the process group itself (`if not dist.is_initialized(): init...`)."""
-    made = (site for name in STARTS for site in scope.named(name))
-    return guard.when and any(inside(site.stmt, guard.stmt, scope.module) for site in made)

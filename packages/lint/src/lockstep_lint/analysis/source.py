@@ -54,9 +54,7 @@ def renamed(tree: ast.Module) -> ast.Module:
 
 
 def requoted(text: str) -> str:
-    """Return the text with other quotes for the strings within f-strings that have the f-string's own; as long as
-    before.
-    """
+    """Replace the quotes of strings in f-strings that repeat the f-string's own; keep the length."""
     chars = list(text)
     at = 0
     while (match := BEGINS.search(text, at)) is not None:
@@ -104,7 +102,7 @@ FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 @dataclass(frozen=True)
 class Cell:
-    """One code cell: its number among all cells (from 1), and where its first line stands in the joined text."""
+    """One code cell: its number among all cells (from 1), and where its first line is in the joined text."""
 
     number: int
     start: int

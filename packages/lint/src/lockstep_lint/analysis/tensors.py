@@ -17,7 +17,7 @@ MADE |= {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "a
 
 
 def moves(call: ast.Call) -> bool:
-    """Check whether a call gives back its object on the device."""
+    """Check whether a call returns its object on the device."""
     if last(call) == "to" and isinstance(call.func, ast.Attribute):
         place = argument(call, 0, "device")
         return place is not None and constant(place) != "cpu"

@@ -9,7 +9,6 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Effects
 from lockstep_lint.analysis.context import (
     Loop,
-    following,
     loops,
 )
 from lockstep_lint.analysis.index import Module, Scope, Site
@@ -25,18 +24,10 @@ NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.
 
 
 def chooses(test: ast.Compare, scope: Scope) -> bool:
-    """Check whether a parameter that nothing changes is compared with the name of a way to compute (`kind ==
-    "focal"`).
-    """
+    """Check whether an unchanged parameter selects a way to compute (`kind == "focal"`)."""
     name = dotted(test.left)
     words = (name or "", str(constant(test.comparators[0])))
     return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
-
-
-def sites_in(arm: list[ast.stmt], scope: Scope) -> list[Site]:
-    """Return the calls in some statements of a function."""
-    start, end = arm[0].lineno, arm[-1].end_lineno or arm[-1].lineno
-    return [site for site in scope.sites if start <= site.stmt.lineno <= end]
 
 
 # Where a program keeps its options, and what is no option though it is kept there.
@@ -94,9 +85,7 @@ def is_option(node: ast.expr) -> bool:
 
 
 def is_fixed(node: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
-    """Check whether a name is bound before the loop and the loops around that, an attribute by its object's `__init__`
-    alone, or an attribute says how a model is built (`model.n_classes == 1`).
-    """
+    """Check whether a name is bound before the loops, or an attribute by `__init__` alone."""
     key = dotted(node)
     if key is None:
         return False
@@ -161,7 +150,7 @@ class Trainings:
 
     @kept
     def of(self, module: Module) -> tuple[Training, ...]:
-        """Return the training loops whose backward call stands in a file."""
+        """Return the training loops whose backward call is in a file."""
         found: dict[tuple[Loop, Site | None], Training] = {}
         helpers = [s for name, sites in module.by_name.items() if SCALER.search(name) for s in sites]
         for site in (*module.sites("backward", "manual_backward", "step"), *helpers):
@@ -190,9 +179,7 @@ class Trainings:
         return
 
     def pick(self, nest: list[Loop], scope: Scope, site: Site) -> Training:
-        """Return the loop of a nest that runs one optimizer step a turn; inside it the loop over micro-batches, if
-        any.
-        """
+        """Return the loop of a nest that makes one optimizer step a turn, with its micro-batch loop."""
         inner = nest[0]
         if len(nest) > 1 and not self.steps_in(inner, scope) and self.steps_in(nest[1], scope):
             return Training(nest[1], scope, site, inner)
@@ -224,9 +211,7 @@ class Trainings:
                     queue.append(site.scope)
 
     def forwards(self, site: Site) -> list[Scope]:
-        """Return the forward of a loss of the project's own, or of a model of the same file, which a call of the object
-        runs (`criterion(output, target)`).
-        """
+        """Return the forward of the project's loss or model that a call runs (`criterion(output, target)`)."""
         if not site.call.args or "forward" not in self.calls.method_names(site.module):
             return []
         first = head(site.call.func)
@@ -244,9 +229,7 @@ class Trainings:
         return [forward] if forward is not None else []
 
     def overrides(self, site: Site) -> Iterator[Scope]:
-        """Yield the methods that a call of the object's own method may run in classes that derive from this one, which
-        may leave it to them.
-        """
+        """Yield the methods of subclasses that a call on `self` may run."""
         receiver = site.receiver
         if not isinstance(receiver, ast.Name) or receiver.id != "self":
             return
@@ -255,25 +238,8 @@ class Trainings:
         for inner in self.calls.subclasses(owner) if owner is not None else ():
             yield from [inner.defs[site.name]] if site.name in inner.defs else []
 
-    @kept
-    def apart(self, branch: ast.stmt, when: bool, scope: Scope) -> bool:
-        """Check whether an arm of a test does not train, and the other arm does (`if export: write(batch) else: ...`),
-        or what follows does where the arm ends the turn (`if show: plot(batch); continue`).
-        """
-        own = getattr(branch, "body" if when else "orelse", [])
-        if not isinstance(branch, ast.If) or not own:
-            return False
-        other = branch.orelse if when else branch.body
-        if not other and isinstance(own[-1], ast.Continue | ast.Break):
-            other = following(branch, scope.module)
-        if not other:
-            return False
-        return self.trains(sites_in(other, scope)) and not self.trains(sites_in(own, scope))
-
     def steady(self, test: ast.expr, scope: Scope, within: ast.stmt | None) -> bool:
-        """Check whether a test comes out alike in every turn of the loop `within`, or else of the loop that calls
-        `scope`.
-        """
+        """Check whether a test gives the same in every turn of a loop."""
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
         named = isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str)

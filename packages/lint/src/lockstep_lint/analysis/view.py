@@ -45,13 +45,11 @@ class Wrappers:
         return frozenset(kind for member in self.names.project.family(module) for kind, _ in self.made(member))
 
     def wrapper(self, site: Site) -> str:
-        """ "ddp", "dp" or "fsdp" for a call that wraps a model, else ""."""
+        """Return "ddp", "dp" or "fsdp" for a call that wraps a model, else ""."""
         return self.of_call(site.call, site.scope)
 
     def of_call(self, call: ast.Call, scope: Scope) -> str:
-        """Return the wrapper that a call makes: of torch, or of a class of the project that derives from one of
-        torch's.
-        """
+        """Return the wrapper that a call makes: torch's, or a class that derives from it."""
         if isinstance(call.func, ast.Attribute) and not call.func.attr.endswith(("Parallel", "DDP")):
             return ""  # a full name ends as an attribute does; only a plain name may stand for another
         full = self.names.qualify(call.func, scope)
@@ -72,22 +70,6 @@ class Wrappers:
                 kind = self.of_call(call, origin.scope)
                 if kind:
                     yield kind, call, origin
-
-    def put_on(self, node: ast.expr, scope: Scope) -> Iterator[str]:
-        """Yield the wrappers that code of other places puts on an attribute of a method's object (`agent.net =
-        DDP(...)`).
-        """
-        attribute = node.attr if isinstance(node, ast.Attribute) and dotted(node) == f"self.{node.attr}" else ""
-        for member in self.names.project.family(scope.module) if attribute and scope.owner is not None else ():
-            for kind, site in self.made(member):
-                for target in site.stmt.targets if isinstance(site.stmt, ast.Assign) else ():
-                    if (
-                        isinstance(target, ast.Attribute)
-                        and target.attr == attribute
-                        and last(target.value) != "self"
-                        and self.origins.calls.class_of(target.value, site.scope) is scope.owner
-                    ):
-                        yield kind
 
     def inner(self, call: ast.Call) -> ast.expr | None:
         """Return the model that a wrapper call wraps."""
@@ -112,9 +94,7 @@ class Wrappers:
         yield from self.items(table, scope, named)
 
     def items(self, table: ast.expr | None, scope: Scope, named: object = None) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield what is put into a list or a dictionary of a name, where it is made or later; with `named` not what
-        goes under another key that is written out.
-        """
+        """Yield what a list or dictionary takes in; `named` leaves out other literal keys."""
         key = dotted(table)
         if key is None:
             return
@@ -136,7 +116,7 @@ class Wrappers:
 
 
 def named(full: str) -> str:
-    """Return the wrapper that a full name stands for."""
+    """Return the wrapper that a full name means."""
     name = full.rpartition(".")[2]
     if name.endswith(DDP) or (name == "DDP" and "parallel" in full):
         return "ddp"
@@ -198,8 +178,8 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {
 CPU = ('"cpu"', "'cpu'")
 GLOO = re.compile(r"gloo(?<!\wgloo)\b")
 OTHERS = ("cuda", "gpu", "nccl", "accelerat")
-OTHER = re.compile(r"\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b")
 MPS = re.compile(r"\bmps\b")
+OTHER = re.compile(r"\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b")
 GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
 # What may compute gradients out of sight.
 TRAINS = Words(r"train|^fit$|backward|^step$|^learn$|^run$|optim", re.IGNORECASE)
@@ -235,9 +215,7 @@ class Analysis:
 
     @kept
     def is_moot(self, module: Module, packages: frozenset[str]) -> bool:
-        """Check whether some packages run the training of a file, or of each program with a training loop that imports
-        it.
-        """
+        """Check whether some packages run the training in every program that uses a file."""
         if not packages & self.frameworks(module):
             return False
         programs = [self.project.closure(user) for user in self.project.users(module)]
@@ -299,9 +277,7 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs of the file know of GPUs at all: by a word, by the number of a device (`.to(0)`), by one
-        that an option names (`torch.device(cfg.device)`), or by one that only somebody else knows (`.to(device)`).
-        """
+        """Whether the programs use GPUs: by a word, a device's number, or a device from outside."""
         return (
             self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize")
             or any(map(_on_mps, self.project.family(self.module)))
@@ -319,9 +295,7 @@ class View:
         return any(map(_on_mps, self.project.family(self.module))) and not self.effects.mentioned(self.module, "cuda")
 
     def names_device(self, site: Site) -> bool:
-        """Check whether a move or a `torch.device` is given what is called a device and comes from outside: an option,
-        or a parameter that no call in sight gives.
-        """
+        """Check whether a move or `torch.device` takes a device from an option or parameter."""
         given = next(iter(site.call.args), None)
         if site.name == "device":
             return isinstance(given, ast.Attribute | ast.Subscript) and self.full(site) == "torch.device"
@@ -376,9 +350,7 @@ class View:
 
     @functools.cached_property
     def only_evaluates(self) -> bool:
-        """Whether the file is a script that evaluates what another has trained: it puts a model into eval mode, and
-        nothing in its program computes gradients or puts one into training mode.
-        """
+        """Whether the file is a script that evaluates and never trains."""
         if not self.module.is_script or self.frameworks or self.hidden(TRAINS):
             return False
         sites = [site for member in self.project.closure(self.module) for site in member.sites("eval", "train")]
@@ -415,9 +387,7 @@ def _called(node: ast.expr) -> str:
 
 
 def _outside(node: ast.expr, scope: Scope) -> bool:
-    """Check whether a name is a parameter, or an attribute of where a program keeps its options: nothing else gives
-    it.
-    """
+    """Check whether a name is a parameter, or an attribute of the program's options."""
     if isinstance(node, ast.Attribute):
         return OPTIONS.search(last(node.value))
     return isinstance(node, ast.Name) and node.id in scope.params

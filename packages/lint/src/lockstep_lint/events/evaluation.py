@@ -43,7 +43,7 @@ def span(run: Run, block: Block) -> tuple[Event, ...]:
 
 
 def evaluates(view: View, run: Run, event: Event) -> bool:
-    """Check whether a call of a model evaluates: where held-out data or eval mode says so and nothing is trained."""
+    """Check whether a call of a model evaluates: held-out data or eval mode, and no training."""
     site, owner = event.mark.site, event.scope.owner
     part = (
         owner is not None
@@ -69,7 +69,7 @@ def evaluates(view: View, run: Run, event: Event) -> bool:
 
 
 def needs_graph(run: Run, event: Event) -> bool:
-    """Check whether gradients are asked for beside an event, or cleared in its turn: an attack on the model, say."""
+    """Check whether gradients are computed or cleared near an event, as an attack on the model does."""
     turns = span(run, event.loops[-1]) if event.loops else ()
     scopes = {event.scope, *(loop.scope for loop in event.loops[-1:])}
     cleared = not trains(turns) and any(
@@ -84,7 +84,7 @@ def trains(events: tuple[Event, ...] | list[Event]) -> bool:
 
 
 def says_so(view: View, run: Run, event: Event) -> Iterator[Block | None]:
-    """Yield the blocks that say an event evaluates: loops over held-out data, functions by name; None for a run."""
+    """Yield the blocks that show an evaluation: loops over held-out data, functions by name; None for a run."""
     for place, block in enumerate(event.path):
         if isinstance(block, LoopBlock):
             if holds_out(view, event, block):
@@ -194,17 +194,9 @@ def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
     own_name = isinstance(node, ast.Name) and node.id in home.binds  # nobody else has switched it
     if any(last(call) == "from_pretrained" for call in made) or any(mode.kind != "train" for mode in modes):
         return None  # it comes in eval mode, or another name may stand for it
-    if run.entry.kind == "module" or own_name or never_switched(view, event.scope):
+    if run.entry.kind == "module" or own_name:
         return False
     return None
-
-
-def never_switched(view: View, scope: Scope) -> bool:
-    """Check whether no file of the programs of a class switches any mode, and nothing that does is out of sight."""
-    if scope.owner is None or any(foreign(view, scope.owner)) or view.project.unseen(view.module):
-        return False
-    members = view.project.family(view.module)
-    return not any(site.receiver is not None for member in members for site in member.sites("eval", "train"))
 
 
 def foreign(view: View, owner: Scope) -> Iterator[str]:

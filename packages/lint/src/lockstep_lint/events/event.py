@@ -104,12 +104,12 @@ class Event:
 
     @property
     def scope(self) -> Scope:
-        """The function that it stands in."""
+        """The function that it is in."""
         return self.mark.scope
 
     @property
     def module(self) -> Module:
-        """The file that it stands in."""
+        """The file that it is in."""
         return self.mark.scope.module
 
     @property
@@ -143,9 +143,7 @@ class Event:
 
 
 def parting(one: Event, other: Event) -> ArmBlock | None:
-    """Return the arm of a test that an event stands in, where the other stands in the other arm, so that no turn has
-    both.
-    """
+    """Return the arm around an event whose other arm holds the other event."""
     for here, there in zip(one.path, other.path, strict=False):
         if here is not there:
             arms = isinstance(here, ArmBlock) and isinstance(there, ArmBlock)
@@ -154,14 +152,12 @@ def parting(one: Event, other: Event) -> ArmBlock | None:
 
 
 def apart(one: Event, other: Event) -> bool:
-    """Check whether two events stand in two arms of one test."""
+    """Check whether two events are in two arms of one test."""
     return parting(one, other) is not None
 
 
 def seen_from(event: Event, other: Event) -> Site | None:
-    """Return the call that brings an event about in a function that both events run in: its own, or one of that
-    function.
-    """
+    """Return the call that causes an event in a function that both events share."""
     calls = (block for block in event.path if isinstance(block, CallBlock) and block not in other.path)
     return next((block.site for block in calls), event.mark.site)
 

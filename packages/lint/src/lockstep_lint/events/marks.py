@@ -148,7 +148,7 @@ def asks_tensor(part: ast.expr) -> bool:
 
 @functools.cache
 def is_plain(name: str) -> bool:
-    """Check whether the last name of a call says nothing of what it does, unless a reader is for it."""
+    """Check whether the last name of a call has no meaning here, other than to a reader."""
     words = (MAKES, WRITES, SEED, MODELS, MODEL, SCALER)
     told = name[:1].isupper() or name in RUNS or name in SHELLS or name.endswith(("Parallel", "DDP"))
     return not (told or "norm" in name.lower() or any(w.search(name) for w in words))
@@ -156,12 +156,12 @@ def is_plain(name: str) -> bool:
 
 @functools.cache
 def is_mute(full: str) -> bool:
-    """Check whether the full name of a call says no more than its last name."""
+    """Check whether the full name of a call adds nothing to its last name."""
     return not (full in FETCHES or full.startswith(TELLING) or NORM.search(full.rpartition(".")[2]))
 
 
 def places(site: Site) -> bool:
-    """Check whether a call is told a device, in a file that names one by its number."""
+    """Check whether a call gets a device, in a file that names one by its number."""
     return any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text
 
 
@@ -215,7 +215,7 @@ class Marks:
         yield from self.named(site, full, known)
 
     def given(self, site: Site, full: str, known: bool) -> Found:
-        """Return the kinds of events that are told by what a call is given."""
+        """Yield the kinds of events that a call's arguments show."""
         if full and site.call.keywords and places(site):
             yield "device", None, site.name
         if is_true(keyword(site.call, "download")):
@@ -224,7 +224,7 @@ class Marks:
             yield "seed", None, "all"
 
     def named(self, site: Site, full: str, known: bool) -> Found:
-        """Return the kinds of events that are told by a full name, or by what a name sounds like."""
+        """Yield the kinds of events that a full name shows, or the sound of a name."""
         name, view = site.name, self.analysis.view(site.module)
         if self.makes_model(site, known):
             yield "make", None, ""
@@ -258,9 +258,7 @@ class Marks:
         return TORCH_OPTIMIZERS.match(self.full(site)) is not None
 
     def optimized(self, site: Site) -> ast.expr | None:
-        """Return the one model whose parameters an optimizer is given: all or some, or by a function
-        (`groups(model)`).
-        """
+        """Return the one model whose parameters an optimizer gets, also through a function."""
         given = argument(site.call, 0, "params")
         binds = site.scope.binds.get(dotted(given) or "", [])
         given = binds[0].value if len(binds) == 1 and not binds[0].path else given
@@ -269,9 +267,7 @@ class Marks:
         return first if first is not None and self.kinds.is_model(first, site.scope) else found
 
     def makes_model(self, site: Site, known: bool) -> bool:
-        """Check whether a call makes a model, by its class, its library, or the name that it is given; not a layer of
-        one.
-        """
+        """Check whether a call makes a model: by class, library or name; not a layer."""
         func, owner = site.call.func, site.scope.owner
         if isinstance(func, REFERENCES) and not site.name[:1].isupper() and not MAKES.search(site.name):
             return False
@@ -292,18 +288,16 @@ class Marks:
         return self.calls.names.qualify(site.call.func, site.scope)
 
     def backward(self, site: Site) -> Found:
-        """Gradients are computed; the loss may be multiplied before (`scaler.scale(loss).backward()`)."""
+        """Mark gradients computed; the loss may be scaled before (`scaler.scale(loss).backward()`)."""
         if self.steps.backwards(site):
             scaled = site.receiver is not None and any(last(node) == "scale" for node in walk(site.receiver))
             yield "backward", self.steps.loss_of(site), "scaled" if scaled else ""
 
     def step(self, site: Site) -> Found:
-        """Return an optimizer or a scheduler makes a step."""
+        """Mark a step of an optimizer or a scheduler."""
         if self.steps.steps_scheduler(site):
             yield "schedule", site.receiver, ""
         elif self.steps.steps_optimizer(site) and self.of_torch(site):
-            if self.steps.steps_on(site):
-                yield "backward", self.steps.loss_of(site), ""
             scaled = self.kinds.is_scaler(site.receiver, site.scope) and site.call.args
             yield "step", site.call.args[0] if scaled else site.receiver, "scaled" if scaled else ""
 
@@ -314,45 +308,45 @@ class Marks:
         return target is None or any(name.endswith(".Optimizer") for name in bases)
 
     def zero(self, site: Site) -> Found:
-        """Gradients are cleared."""
+        """Mark gradients cleared."""
         if self.of_torch(site):
             yield "zero", site.receiver, ""
 
     def clip(self, site: Site) -> Found:
-        """Gradients are clipped: not apex's master parameters, which are unscaled."""
+        """Mark gradients clipped; apex's master parameters are unscaled."""
         if self.calls.target(site.call, site.scope) is None:
             master = any(last(node) == "master_params" for given in site.call.args for node in walk(given))
             yield "clip", next(iter(site.call.args), site.receiver), "master" if master else ""
 
     def unscale(self, site: Site) -> Found:
-        """Gradients are divided by the loss scale."""
+        """Mark gradients divided by the loss scale."""
         yield "unscale", next(iter(site.call.args), None), ""
 
     def load(self, site: Site) -> Found:
-        """Return a state is loaded into a model, or into something else that has one."""
+        """Mark a state loaded into a model or another object."""
         if site.receiver is not None:
             yield "load", site.receiver, ""
 
     def initialise(self, site: Site) -> Found:
-        """Return the parameters of a model get new values."""
+        """Mark new values for a model's parameters."""
         if site.receiver is not None and self.kinds.is_model(site.receiver, site.scope):
             yield "initialise", site.receiver, ""
 
     def epoch(self, site: Site) -> Found:
-        """Return a sampler is told its epoch."""
+        """Mark a sampler's set_epoch."""
         if site.receiver is not None:
             yield "set_epoch", site.receiver, ""
 
     def sampler(self, site: Site) -> Found:
-        """Return a sampler is made that divides the data among the ranks."""
+        """Mark a distributed sampler made."""
         yield "sampler", argument(site.call, 0, "dataset"), ""
 
     def shard(self, site: Site) -> Found:
-        """Return a model is sharded where it is."""
+        """Mark a model sharded in place."""
         yield "wrap", next(iter(site.call.args), None), "fsdp2"
 
     def move(self, site: Site) -> Found:
-        """Return a model is moved to a device."""
+        """Mark a model or a batch moved to a device."""
         receiver, given = site.receiver, site.call.args or site.call.keywords or site.name != "to"
         data = loops(site.stmt, site.module) or site.scope.kind == "function"
         if given and (MODEL.search(last(receiver)) or not loops(site.stmt, site.module)):
@@ -369,7 +363,7 @@ class Marks:
         return self.analysis.effects.mentioned(module, "backward", "training_step", ".step(")
 
     def look(self, site: Site) -> Found:
-        """Return a value is read, shown or tested by the host, which waits for the device if it is there."""
+        """Mark a value that the host reads, shows or tests, and so waits for."""
         if not self.trains(site.module):
             return
         given = [*site.call.args, *(item.value for item in site.call.keywords)]
@@ -379,13 +373,13 @@ class Marks:
             yield "sync", None, ""
 
     def append(self, site: Site) -> Found:
-        """Return a list takes in a value."""
+        """Mark a value appended to a list."""
         if len(site.call.args) == 1 and site.receiver is not None and self.trains(site.module):
             holder = site.receiver.value if isinstance(site.receiver, ast.Subscript) else site.receiver
             yield "keep", site.call.args[0], dotted(holder) or ""
 
     def mode(self, site: Site) -> Found:
-        """Return a model is switched to training mode, or to evaluation mode."""
+        """Mark a model switched to training or evaluation mode."""
         if site.receiver is None or len(site.call.args) > 1:
             return
         given = argument(site.call, 0, "mode")
@@ -401,38 +395,36 @@ class Marks:
                 yield "mode", site.receiver, ""
 
     def collective(self, site: Site) -> Found:
-        """Return all ranks wait for each other, or exchange something."""
+        """Mark a collective: all ranks wait or exchange something."""
         view = self.analysis.view(site.module)
         if self.analysis.effects.is_collective(site) or saves_on_all(view, site) or waits_in_accelerate(view, site):
             yield "collective", next(iter(site.call.args), None), site.name
 
     def start(self, site: Site) -> Found:
-        """Return the process group is started."""
+        """Mark the start of the process group."""
         if self.calls.target(site.call, site.scope) is None:
             yield "start", None, site.name
 
     def end(self, site: Site) -> Found:
-        """Return the process group is ended."""
+        """Mark the end of the process group."""
         yield "end", None, ""
 
     def file(self, site: Site) -> Found:
-        """Return a file is written or read, under a path; the detail says by what."""
+        """Mark a file written or read; the detail is the full name of the call."""
         full = self.full(site)
         for kind, path in (("save", path_written(site, full)), ("read", path_read(site, full))):
             if path is not None:
                 yield kind, path, full or site.name
 
     def pretrained(self, site: Site) -> Found:
-        """Return a model of transformers is written to a folder, by the process that comes there."""
+        """Mark a model of transformers saved to a folder."""
         made = (last(call) for call, _, _ in self.analysis.origins.calls_of(site.receiver, site.scope))
         model = self.kinds.is_model(site.receiver, site.scope) or "unwrap_model" in made
         if model and keyword(site.call, "is_main_process") is None:
             yield "save", argument(site.call, 0, "save_directory"), "save_pretrained"
 
     def shuffle(self, site: Site) -> Found:
-        """Return a data set or a list of files is put in another order; the detail says whose random numbers give
-        it.
-        """
+        """Mark a data set or list shuffled; the detail is the random generator's library."""
         full = self.full(site)
         if site.name in ("permutation", "randperm"):  # an order to index by
             given = keyword(site.call, "generator") is not None
@@ -448,7 +440,7 @@ class Marks:
             yield "shuffle", site.receiver, "numpy"  # as the data sets of datasets do
 
     def split(self, site: Site, full: str) -> Found:
-        """Return a data set is split at random, by the random numbers of the process."""
+        """Mark a data set split at random."""
         seeded = any(keyword(site.call, name) is not None for name in ("generator", "random_state", "seed", "shuffle"))
         if seeded or any(item.arg is None for item in site.call.keywords):
             return
@@ -460,39 +452,39 @@ class Marks:
             yield "shuffle", site.receiver, "numpy split"
 
     def state(self, site: Site) -> Found:
-        """Return the state of something is read, for which sharded objects need all ranks."""
+        """Mark a state read; of sharded objects all ranks need to read it."""
         sharded = self.full(site).startswith("torch.distributed")
         if site.name not in DISTRIBUTED or sharded:
             yield "state", site.receiver if site.receiver is not None and not sharded else None, self.full(site)
 
     def seed(self, site: Site) -> Found:
-        """Random numbers are made repeatable: those of one library, or of all."""
+        """Mark a seed of one library, or of all."""
         root = self.full(site).partition(".")[0]
         if site.name != "seed" or root in ("random", "numpy", "torch"):
             yield "seed", next(iter(site.call.args), None), root if site.name == "seed" or root == "torch" else "all"
 
     def place(self, site: Site) -> Found:
-        """Return a device is made, or is chosen for the process."""
+        """Mark a device made, or chosen for the process."""
         if site.call.args or site.call.keywords:
             yield "device", None, site.name
 
     def leave(self, site: Site) -> Found:
-        """Return a program is ended within a loop."""
+        """Mark the end of the program within a loop."""
         if dotted(site.call.func) in ENDS and loops(site.stmt, site.module):
             yield "leave", None, "exit"
 
     def folder(self, site: Site) -> Found:
-        """Return a folder is made, filled or removed, in a way that only one process may."""
+        """Mark a folder made, filled or removed in a way that only one process may."""
         for way in folder(self.analysis.view(site.module), site, self.full(site)):
             yield "folder", None, way
 
     def fit(self, site: Site) -> Found:
-        """Return the Trainer of a library trains."""
+        """Mark the training of a library's Trainer."""
         if self.calls.target(site.call, site.scope) is None and last(site.receiver).endswith("trainer"):
             yield "fit", next(iter(site.call.args), None), ""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """Return the mark of a statement: `p.grad = None` clears gradients, a sum takes in a value, a test asks one."""
+        """Mark a statement: `p.grad = None`, a sum, a test of a tensor, an exit from a loop."""
         if isinstance(stmt, (ast.Break, ast.Return)):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, (ast.If, ast.While, ast.Assert)):

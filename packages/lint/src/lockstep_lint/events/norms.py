@@ -28,9 +28,7 @@ OTHERS = re.compile(r"ABN|SyncB")
 
 
 def normalises(view: View, site: Site, full: str) -> bool:
-    """Check whether a call makes a BatchNorm layer, also by a name that is given one, or a library's model with
-    some.
-    """
+    """Check whether a call makes a BatchNorm layer, or a library's model with some."""
     func, scope = site.call.func, site.scope
     if is_norm(view, func, scope, full) or of_library(view, site, full):
         return True
@@ -44,7 +42,7 @@ def normalises(view: View, site: Site, full: str) -> bool:
 
 
 def is_norm(view: View, node: ast.expr, scope: Scope, full: str) -> bool:
-    """Check whether a name stands for a BatchNorm class, not for another one that was given its name."""
+    """Check whether a name means a BatchNorm class, and none that was renamed to it."""
     if not NORM.search(full.rpartition(".")[2] or last(node)):
         return False
     return bool(full) or not isinstance(node, ast.Name) or not OTHERS.search(scope.module.text)
@@ -72,9 +70,7 @@ def of_library(view: View, site: Site, full: str) -> bool:
 
 
 def chosen(view: View, wanted: ast.expr | None, scope: Scope) -> Iterator[str]:
-    """Yield the names that a look-up may be of: written out, or the defaults of the option that it asks, or of any
-    model.
-    """
+    """Yield the names that a look-up may find: literal, or an option's defaults."""
     texts = [text for origin in view.origins.of(wanted, scope) if isinstance(text := constant(origin.node), str)]
     if texts or wanted is None:
         return iter(texts)

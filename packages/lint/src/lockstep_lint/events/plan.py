@@ -117,9 +117,7 @@ class _Planner:
         self.result.marked = any(is_loud(mark) for marks in found for mark in marks)
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
-        """Return the steps of a block, and the ways out of it. What follows a test with one is put into its other
-        arm.
-        """
+        """Return the steps and exits of a block; what follows an exit's test goes into its other arm."""
         steps: list[Step] = []
         exits: list[Exit] = []
         if depth > MAX_DEPTH:

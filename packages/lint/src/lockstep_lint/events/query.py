@@ -7,7 +7,8 @@ from typing import NamedTuple
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, is_none, keyword, last
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, keyword, last, strings
+from lockstep_lint.analysis.origins import Origin
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
 
@@ -15,6 +16,7 @@ __all__ = [
     "alone",
     "calls_after",
     "given_as",
+    "is_global_rank",
     "many",
     "opposed",
     "same",
@@ -31,19 +33,13 @@ ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)
 
 @kept
 def side(view: View, block: Block) -> int:
-    """1 where a test, or a decorator, keeps what is under it to the main rank, -1 to the others, -2 to one of these."""
+    """Return 1 if a test or decorator keeps its block to the main rank, -1 to the others, -2 to one of these."""
     if isinstance(block, WithBlock):
         decorates = any(block.node is item for item in block.scope.decorators)
-        return int(decorates and (ONLY.search(last(block.node)) or by_rank(view, block)))
+        return int(decorates and ONLY.search(last(block.node)))
     if not isinstance(block, ArmBlock):
         return 0
     return view.ranks.tests.test(block.node, block.scope, block.when)
-
-
-def by_rank(view: View, block: WithBlock) -> bool:
-    """Check whether a decorator of the project calls its function on some ranks only."""
-    name = block.node.func if isinstance(block.node, ast.Call) else block.node
-    return view.ranks.calls_by_rank(view.names.definition(name, block.scope))
 
 
 def sides(view: View, event: Event) -> list[tuple[Block, int]]:
@@ -54,7 +50,7 @@ def sides(view: View, event: Event) -> list[tuple[Block, int]]:
 
 @kept
 def many(view: View, block: Block) -> int:
-    """1 where a test lets pass what runs in several processes only, -1 in one only, else 0."""
+    """Return 1 if a test holds in several processes only, -1 in one only, else 0."""
     return view.ranks.tests.many(block.node, block.scope, block.when) if isinstance(block, ArmBlock) else 0
 
 
@@ -99,9 +95,7 @@ def kept_inside(view: View, made: ast.expr, scope: Scope) -> ast.expr | None:
 
 
 def owner_of(node: ast.expr, scope: Scope) -> object:
-    """Return the scope that a name without a value in sight belongs to: a function's parameter, or a class's
-    attribute.
-    """
+    """Return the function, class or file that a name without a value belongs to."""
     key = dotted(node) or ""
     if key.startswith("self.") and scope.owner is not None:
         return scope.owner
@@ -114,7 +108,7 @@ def owner_of(node: ast.expr, scope: Scope) -> object:
 
 
 def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None, Scope]:
-    """Return the objects an event acts on; a parameter stands for what the calls before it pass."""
+    """Return the object that an event acts on; calls replace parameters by arguments."""
     return given_as(event, event.mark.subject, event.scope, within)
 
 
@@ -175,7 +169,7 @@ def opposed(one: Event, other: Event) -> bool:
 
 
 def facts(arm: ArmBlock) -> list[Fact]:
-    """Return the single tests that an arm says the outcome of."""
+    """Return the single tests that an arm decides, with their outcomes."""
     return [Fact(*keyed(test, when)) for test, when in parts(arm.node, arm.when)]
 
 
@@ -230,3 +224,26 @@ def contradicts(one: Fact, other: Fact) -> bool:
         if empty.key == f"{full.key} is None" and empty.when and full.when:
             return True
     return False
+
+
+# The rank among all processes, as launchers call it.
+RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+
+
+def is_global_rank(view: View, node: ast.expr, scope: Scope) -> bool:
+    """Check whether a number certainly is the rank among all processes."""
+    found = [origin for origin in view.origins.of(node, scope) if constant(origin.node) not in (0, "cuda", "cpu")]
+    return bool(found) and all(global_rank(view, origin) for origin in found)
+
+
+def global_rank(view: View, origin: Origin) -> bool:
+    """Check whether a value is `get_rank()`, or the environment's RANK."""
+    if isinstance(origin.node, ast.Subscript):
+        return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
+    if origin.call is None:
+        return False
+    full = view.names.qualify(origin.call.func, origin.scope) or dotted(origin.call.func)
+    if full in ("torch.distributed.get_rank", "dist.get_rank"):
+        return not origin.call.args and not origin.call.keywords
+    reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
+    return bool(reads) and bool(RANKS & set(strings(origin.node)))

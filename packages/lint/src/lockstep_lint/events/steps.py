@@ -68,9 +68,7 @@ def turns(run: Run) -> Iterator[tuple[LoopBlock | None, list[Event], list[Event]
 
 
 def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:
-    """Yield the events of the turn that an event is part of: of the innermost loop that takes steps, else of the
-    run.
-    """
+    """Yield the events of an event's turn: of the innermost stepping loop, else of the run."""
     loops = event.loops[::-1]
     steps = next((loop for loop in loops if any(turn(run.events, loop, "step"))), loops[-1] if loops else None)
     return turn(run.events, steps, *kinds) if steps is not None else iter(run.of(*kinds))
@@ -95,7 +93,7 @@ class Accumulation:
 
 @kept
 def accumulations(view: View) -> tuple[Accumulation, ...]:
-    """Return the accumulating loops of the programs of a file whose backward stands in it."""
+    """Return the accumulating loops of a file's programs whose backward is in it."""
     found = (each for run in runs(view) for each in accumulating(view, run))
     return tuple(
         {each.training.backward.call: each for each in found if each.training.backward.module is view.module}.values()
@@ -120,7 +118,7 @@ def accumulating(view: View, run: Run) -> Iterator[Accumulation]:
 
 
 def accumulation(found: StepLoop, backward: Event, step: Event, test: Arm) -> Iterator[Accumulation]:
-    """Yield an accumulation, told at the first of its backwards."""
+    """Yield an accumulation, with the first of its backwards."""
     outer, inner = found.loop, found.inner
     micro = inner.node if inner is not None and isinstance(inner.node, Loop) else None
     first = next((back for back in found.backwards if test is not None and test in back.path), backward)
@@ -131,9 +129,7 @@ def accumulation(found: StepLoop, backward: Event, step: Event, test: Arm) -> It
 
 
 def has_own(test: Arm, backward: Event, backwards: list[Event]) -> bool:
-    """Check whether gradients are computed where a test lets pass, beside those of a backward outside: a step there is
-    for them (`if step % 50 == 0: actor_loss.backward(); actor_optimizer.step()`).
-    """
+    """Check whether the guarded block computes gradients of its own for the step."""
     return test not in backward.path and any(test in other.path for other in backwards)
 
 

@@ -316,8 +316,6 @@ def _called(view: View, call: ast.Call, path: tuple[int, ...], scope: Scope, cal
         return _any(view, [_row_of(view, each, scope) for each in call.args[:1]], scope, calls, depth) | _next(
             view, call, scope
         )
-    if target is not None and path and gives_host(view, target, path):
-        return UNKNOWN
     if "detach_" in name and name not in CUTS and method is not None:
         return COMPUTED.detached()
     if runs_model(view, call, scope):
@@ -469,20 +467,13 @@ def _terms(value: ast.expr | None) -> Iterator[str]:
 
 
 def gives_number(view: View, value: ast.expr | None, scope: Scope) -> bool:
-    """Check whether a value was read where it stands, or in all returns of the project's function that gives it."""
+    """Check whether a value is read in place, or in all returns of its project function."""
     target = view.calls.target(value, scope) if isinstance(value, ast.Call) else None
     given = list(target.returns()) if target is not None and target.kind == "function" else []
     emptied = read_out(target) if given and target is not None else ()
     return reads(value) or (bool(given) and all(last(each) in HOST or dotted(each) in emptied for each in given))
 
 
-def gives_host(view: View, target: Scope, path: tuple[int, ...]) -> bool:
-    """Check whether a function gives numbers, texts or arrays at a place of the tuples that it returns."""
-    parts = [part for each in target.returns() for part in element_of(each, path)]
-    made = [origin.node for part in parts for origin in view.origins.of(part, target)]
-    return bool(made) and all(not HOST.isdisjoint(idents(node)) for node in made)
-
-
 def reads(value: ast.expr | None) -> bool:
-    """Check whether a value was read to the host, or taken out of its graph, where it stands."""
+    """Check whether an expression reads a value to the host, or detaches it."""
     return value is None or constant(value) is not None or any(name in READ for name in idents(value))

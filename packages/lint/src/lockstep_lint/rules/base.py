@@ -11,7 +11,10 @@ from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Change, Confidence, Edit, Severity
 
-__all__ = ["Found", "Page", "Rule", "at", "edit"]
+__all__ = ["TRAINERS", "Found", "Page", "Rule", "at", "edit"]
+
+# Packages whose trainer runs the loop: what it does itself is no mistake of the script.
+TRAINERS = frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"})
 
 PAGES = Path(__file__).parents[1] / "pages"
 

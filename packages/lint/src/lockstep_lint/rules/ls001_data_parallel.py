@@ -11,8 +11,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 MESSAGE = "DataParallel runs all GPUs from one process: use DistributedDataParallel, one process a GPU"
 NAMES = ("DataParallel", "data_parallel")
 # Where one of them is given another name, by an import or by an assignment.
@@ -23,7 +21,7 @@ STRATEGIES = ("DataParallelStrategy", "DataParallelPlugin")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find calls of DataParallel, the class or the function, and Trainers of Lightning that are told to use it."""
+    """Find calls of DataParallel, and Trainers of Lightning that are set to use it."""
     others = view.module.text.replace("DistributedDataParallel", "")
     aliased = any(name in others for name in NAMES) and ALIASED.search(
         others
@@ -45,9 +43,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def told(view: View, site: Site) -> bool:
-    """Check whether a Trainer of Lightning is told to run a model by DataParallel (`strategy="dp"`), always or by a
-    test.
-    """
+    """Check whether a Trainer of Lightning runs a model by DataParallel (`strategy="dp"`)."""
     values = (value for name in TOLD if (value := keyword(site.call, name)) is not None)
     return any(
         constant(origin.node) == "dp" or (origin.call is not None and last(origin.call) in STRATEGIES)
@@ -57,9 +53,7 @@ def told(view: View, site: Site) -> bool:
 
 
 def again(view: View, site: Site) -> bool:
-    """Check whether only what is wrapped already comes to a call (`if isinstance(model, DataParallel): ...`): a copy of
-    it is wrapped like it, and the first wrapping is what is told.
-    """
+    """Check whether a call wraps only what is wrapped already; the first wrapping is reported."""
     return any(
         guard.when
         and isinstance(guard.test, ast.Call)
@@ -70,9 +64,7 @@ def again(view: View, site: Site) -> bool:
 
 
 def names_it(view: View, kind: ast.expr, site: Site) -> bool:
-    """Check whether a class, or one of several, is DataParallel, by that name or another (`from torch.nn import
-    DataParallel as DP`).
-    """
+    """Check whether a class is DataParallel, also under another name (`import DataParallel as DP`)."""
     if "DataParallel" in idents(kind):
         return True
     parts = (node for node in walk(kind) if isinstance(node, REFERENCES))
@@ -84,10 +76,4 @@ def is_torchs(name: str) -> bool:
     return name.startswith(("torch.nn.", "torch_geometric.nn.")) and name.endswith(".DataParallel")
 
 
-RULE = Rule(
-    code="LS001",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS001", Severity.HINT, Confidence.HIGH, check, fix="unsafe")

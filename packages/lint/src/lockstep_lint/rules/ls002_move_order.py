@@ -13,8 +13,6 @@ from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 # What makes a module on the CPU.
 MAKERS = ("torchvision.models.", "timm.create_model", "segmentation_models_pytorch.")
 MOVES = {"to", "cuda", "xpu", "npu"}
@@ -77,10 +75,4 @@ def on_cpu(view: View, call: object, scope: Scope) -> bool:
     return full.startswith((*MAKERS, "transformers.")) and (full.startswith(MAKERS) or full.endswith("from_pretrained"))
 
 
-RULE = Rule(
-    code="LS002",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS002", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

@@ -22,9 +22,7 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 # Words that say that the data is divided among the ranks in some other way.
 DIVIDED = re.compile(
@@ -68,9 +66,7 @@ def wraps(view: View, run: Run) -> bool:
 
 
 def by_deepspeed(view: View) -> bool:
-    """Check whether DeepSpeed trains a model that is whole on each rank, or sharded, and has no data of its own to
-    divide.
-    """
+    """Check whether DeepSpeed trains the model and has no data of its own to divide."""
     made = [site for member in view.project.family(view.module) for site in member.sites("initialize")]
     engines = [site.call for site in made if view.ranks.programs.deepspeed(site)]
     apart = any(keyword(call, name) is not None for call in engines for name in ("mpu", "training_data", "mesh_device"))
@@ -94,9 +90,7 @@ def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
 
 
 def known(site: Site) -> bool:
-    """Check whether what a loader is given is seen, with no sampler in it: `**options` are written out and left
-    alone.
-    """
+    """Check whether a loader's arguments are in sight and have no sampler, also `**options`."""
     for item in (item for item in site.call.keywords if item.arg is None):
         name = item.value.id if isinstance(item.value, ast.Name) else ""
         binds = site.scope.binds.get(name, [])
@@ -119,9 +113,7 @@ def is_plain(table: ast.expr | None) -> bool:
 
 
 def whole(view: View, data: ast.expr, scope: Scope) -> bool:
-    """Check whether a data set certainly is the same for all ranks, or a part of one that `random_split` gives all
-    alike.
-    """
+    """Check whether a data set, or its `random_split`, certainly is the same for all ranks."""
     made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
     made = [(node, home) for node, home in made if not (isinstance(node, ast.List) and not node.elts)]
     return all(alike(view, node, home) for node, home in made)
@@ -157,23 +149,11 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
 
 
 RULE = Rule(
-    code="LS003",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
+    "LS003",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset(
-        {
-            "lightning",
-            "pytorch_lightning",
-            "lightning_fabric",
-            "composer",
-            "lockstep",
-            "trl",
-            "ignite",
-            "horovod",
-            "ray",
-        }
-    ),
+    moot=TRAINERS | {"horovod", "ignite", "lightning_fabric", "ray"},
+    placed=True,
 )

@@ -17,9 +17,7 @@ from lockstep_lint.events.query import given_as, shown_at, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import step_loops
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 FIXED = "set_epoch always gets the same number: pass the epoch, or every epoch has the same order"
 NEVER = "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)"
@@ -96,16 +94,14 @@ def shuffles(event: Event) -> bool:
 
 
 def has_epochs(run: Run) -> bool:
-    """Check whether a program's loop of steps stands in another one."""
+    """Check whether a program's loop of steps is in another loop."""
     found = step_loops(run)
     deep = not found and any(len(event.loops) > 1 for event in run.of("backward"))
     return deep or any(each.backwards[0].loops[0] is not each.loop for each in found)
 
 
 def endless(view: View) -> bool:
-    """Check whether the programs take a loader up again when it has run out: in an endless loop, or by another
-    `iter`.
-    """
+    """Check whether the programs restart a loader at its end: an endless loop, or another `iter`."""
     return any(renews(view, member) for member in view.project.family(view.module))
 
 
@@ -124,7 +120,7 @@ def renews(view: View, module: Module) -> bool:
 
 
 def handles(stmt: ast.stmt, scope: Scope) -> bool:
-    """Check whether a statement stands in the handler of an exception."""
+    """Check whether a statement is in an exception handler."""
     return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
@@ -153,9 +149,7 @@ def stays(view: View, event: Event) -> bool:
 
 
 def starts(view: View, event: Event, key: str) -> bool:
-    """Check whether an attribute is where the loop of epochs starts (`for e in range(self.epoch, n)`), and stays
-    there.
-    """
+    """Check whether an attribute is the first epoch (`for e in range(self.epoch, n)`) and never changes."""
     over = [getattr(loop.node, "iter", None) for loop in event.loops]
     calls = [call for call in over if isinstance(call, ast.Call) and last(call) == "range" and len(call.args) > 1]
     if not any(dotted(call.args[0]) == key for call in calls):
@@ -167,11 +161,11 @@ def starts(view: View, event: Event, key: str) -> bool:
 
 
 RULE = Rule(
-    code="LS004",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
+    "LS004",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+    moot=TRAINERS | {"accelerate", "lightning_fabric"},
+    placed=True,
 )

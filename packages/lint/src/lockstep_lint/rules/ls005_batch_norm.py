@@ -16,8 +16,6 @@ from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 MESSAGE = "each rank normalises by its own share of the batch: convert the model with nn.SyncBatchNorm first"
 # A conversion, or a choice of layers that share their statistics.
 CONVERSIONS = ("convert_syncbn", "SyncBN", "sync_bn", "syncbn")
@@ -51,9 +49,7 @@ def converts(module: Module) -> bool:
 
 
 def own_layer(site: Site) -> bool:
-    """Check whether a call makes a layer of a class that knows no other kind: the model's other layers are not
-    converted.
-    """
+    """Check whether a call makes a layer of a class with no other layers."""
     owner = site.scope.owner
     return owner is not None and not re.search(r"(?<!Sync)BatchNorm", ast.unparse(owner.node))
 
@@ -70,7 +66,7 @@ def has_norm(view: View, run: Run, wrap: Event) -> bool:
 
 
 def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterator[tuple[ast.Call, Scope]]:
-    """Yield the calls that make a model or its parts, also one that gives it beside other things."""
+    """Yield the calls that make a model or its parts."""
     for origin in view.origins.of(node, scope):
         found = [(origin.node, origin.scope)]
         if isinstance(origin.node, REFERENCES):
@@ -107,10 +103,4 @@ def bound_model(site: Site) -> bool:
     return any(MODEL.search(bind.key.rpartition(".")[2]) for bind in site.scope.bound(site.stmt))
 
 
-RULE = Rule(
-    code="LS005",
-    severity=Severity.HINT,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS005", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe")

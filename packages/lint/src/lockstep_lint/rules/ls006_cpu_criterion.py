@@ -5,14 +5,12 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import inside
-from lockstep_lint.analysis.index import Bind, Scope, Site
+from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import base, dotted, keyword, last, mentions, targets, walk
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 MOVES = ("to", "cuda")
 LOSSES = re.compile(
@@ -44,14 +42,7 @@ def on_cpu(view: View, node: ast.expr, scope: Scope) -> bool:
         for part in walk(item):
             if isinstance(part, ast.Call) and (last(part.func) in MOVES or keyword(part, "device") is not None):
                 return False
-    if any(bound_with_move(bind) for bind, _ in view.origins.binds(dotted(node) or "", scope, node.lineno)):
-        return False
     return bool(found) and all(isinstance(o.node, ast.Call) and last(o.node.func) in TENSORS for o in found)
-
-
-def bound_with_move(bind: Bind) -> bool:
-    """Check whether a binding's value was moved on the way."""
-    return bind.value is not None and any(isinstance(n, ast.Call) and last(n.func) in MOVES for n in walk(bind.value))
 
 
 def moved(view: View, call: ast.Call, scope: Scope) -> bool:
@@ -100,9 +91,7 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
 
 
 def compares(view: View, site: Site) -> bool:
-    """Check whether a call is a loss of torch's, which wants both of its values on one device: CTC's targets may be on
-    the CPU, and a loss of the project's own may move them.
-    """
+    """Check whether a call is a loss of torch that needs both values on one device; CTC's does not."""
     called = site.call.func
     made = [full for _, _, full in view.origins.calls_of(called, site.scope)]
     found = made or [view.full(site)]
@@ -124,10 +113,5 @@ def feeds_model(view: View, shifted: set[str], body: list) -> bool:  # type: ign
 
 
 RULE = Rule(
-    code="LS006",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
+    "LS006", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS | {"accelerate", "lightning_fabric"}
 )

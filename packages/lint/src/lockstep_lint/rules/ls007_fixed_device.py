@@ -8,19 +8,14 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
-from lockstep_lint.analysis.origins import Origin
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
-from lockstep_lint.events.query import sides
+from lockstep_lint.events.query import is_global_rank, sides
 from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
-__all__ = ["RULE"]
-
-# The rank among all processes, as launchers call it.
-RANKS = {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
 # Launchers that may show each process its own GPU alone, and words for a place on a machine.
 BINDS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 LOCAL = re.compile(r"LOCAL_?(RANK|ID)")
@@ -52,7 +47,9 @@ def check(view: View) -> Iterator[Found]:
     events = placed(view)
     for site, found in events.items():
         message = ("" if own else fixed(view, site)) or ("" if chosen else bare(view, site))
-        if message and site.scope not in done and on_every_rank(view, site, found) and not one_gpu_seen(site):
+        everywhere = view.ranks.every(site.stmt, site.scope) and not all(sides(view, event) for event in found)
+        asked = any("device_count" in idents(guard.test) for guard in guards(site.stmt, site.module))
+        if message and site.scope not in done and everywhere and not asked:
             done.add(site.scope)
             yield at(site, message)
     if not view.cpu_only and view.ranks.programs.spawned(view.module) is None:  # spawned ranks count from 0 on a node
@@ -78,11 +75,6 @@ def one_gpu_each(view: View) -> bool:
     return started and not any(LOCAL.search(text) for text in texts)
 
 
-def one_gpu_seen(site: Site) -> bool:
-    """Check whether a test of `device_count()` leads to a call."""
-    return any("device_count" in idents(guard.test) for guard in guards(site.stmt, site.module))
-
-
 def placed(view: View) -> dict[Site, list[Event]]:
     """Return the calls of a file that may name a device, with their events, in the order of the file."""
     found: dict[Site, list[Event]] = {}
@@ -93,11 +85,6 @@ def placed(view: View) -> dict[Site, list[Event]]:
     return dict(sorted(found.items(), key=lambda pair: (pair[0].line, pair[0].call.col_offset)))
 
 
-def on_every_rank(view: View, site: Site, events: list[Event]) -> bool:
-    """Check whether all ranks come to a call, on one of the paths to it."""
-    return view.ranks.every(site.stmt, site.scope) and not all(sides(view, event) for event in events)
-
-
 def fixed(view: View, site: Site) -> str:
     """Explain that a call names one GPU."""
     first = site.call.args[0] if site.call.args else None
@@ -106,29 +93,22 @@ def fixed(view: View, site: Site) -> str:
     of_model = view.kinds.is_model(site.receiver, site.scope) if site.name in ("to", "cuda") else False
     for given in (first, keyword(site.call, "device"), keyword(site.call, "map_location")):
         value = constant(given)
-        literal = (
-            not set_again(site)
-            and isinstance(value, str)
-            and GPU.match(value) is not None
-            and not one_of_two(site.stmt, given)
-        )
-        if literal and (site.name in ("device", "to", "load") or given is not first):
+        sole = not (set_again(site) or one_of_two(site.stmt, given))
+        placed_by = site.name in ("device", "to", "load") or given is not first
+        if isinstance(value, str) and GPU.match(value) and sole and placed_by:
             return NAMED.format(value)
     if site.name == "to" and of_model and isinstance(first, ast.Name | ast.Attribute):
         named = device_of(view, first, site.scope)
         return NAMED.format(named) if named else ""
-    if site.name in ("set_device", "set_device_index") and "cuda" in ast.unparse(site.call.func):
-        return numbered(first)
-    if site.name == "cuda" and of_model:
-        return numbered(first)
-    ids = keyword(site.call, "device_ids")
-    return numbered(ids.elts[0]) if isinstance(ids, ast.List) and len(ids.elts) == 1 else ""
+    chosen = site.name in ("set_device", "set_device_index") and "cuda" in ast.unparse(site.call.func)
+    number = constant(first if chosen or (site.name == "cuda" and of_model) else only_id(site.call))
+    return NUMBERED.format(number) if isinstance(number, int) and not isinstance(number, bool) else ""
 
 
-def numbered(node: ast.expr | None) -> str:
-    """Explain that a number of a device is a literal."""
-    value = constant(node)
-    return NUMBERED.format(value) if isinstance(value, int) and not isinstance(value, bool) else ""
+def only_id(call: ast.Call) -> ast.expr | None:
+    """Return the one device that a wrapper is given."""
+    ids = keyword(call, "device_ids")
+    return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
 
 
 def set_again(site: Site) -> bool:
@@ -145,10 +125,7 @@ def one_of_two(stmt: ast.stmt, node: ast.expr | None) -> bool:
 
 
 def device_of(view: View, node: ast.expr, scope: Scope) -> str:
-    """Return the one numbered GPU that a name stands for, or "".
-
-    An option (`args.device`) may have other values that are not in sight.
-    """
+    """Return the one numbered GPU that a name means, or ""; options may have other values."""
     if isinstance(node, ast.Attribute) and last(node.value) != "self":
         return ""
     names = names_of(view, node, scope)
@@ -175,14 +152,9 @@ def bare(view: View, site: Site) -> str:
     else:
         names = names_of(view, site.call.args[0], site.scope) if site.name == "to" and site.call.args else set()
         plain = "cuda" in names and names <= {"cuda", "cpu"}
-    return PLAIN if plain and moves_model(view, site) else ""
-
-
-def moves_model(view: View, site: Site) -> bool:
-    """Check whether a call moves a model, or gives one its name (`model = resnet50().cuda()`)."""
-    made = isinstance(site.receiver, ast.Call)
-    names = [b.key for b in site.scope.bound(site.stmt) if b.value is site.call and b.how == "assign"] if made else []
-    return view.kinds.is_model(site.receiver, site.scope) or any(MODEL.search(name.split(".")[-1]) for name in names)
+    bound = site.scope.bound(site.stmt) if isinstance(site.receiver, ast.Call) else []  # `model = resnet50().cuda()`
+    named = any(MODEL.search(b.key.split(".")[-1]) for b in bound if b.value is site.call and b.how == "assign")
+    return PLAIN if plain and (named or view.kinds.is_model(site.receiver, site.scope)) else ""
 
 
 def by_global_rank(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
@@ -191,7 +163,7 @@ def by_global_rank(view: View, events: dict[Site, list[Event]]) -> Iterator[Foun
     for site, found in events.items():
         number = index_of(view, site) if site.scope not in done else None
         alone = all(any(side == 1 for _, side in sides(view, event)) for event in found)
-        if number is not None and not alone and is_global(view, number, site.scope):
+        if number is not None and not alone and is_global_rank(view, number, site.scope):
             done.add(site.scope)
             yield at(site, GLOBAL)
 
@@ -200,8 +172,7 @@ def index_of(view: View, site: Site) -> ast.expr | None:
     """Return the number of the device that a call takes."""
     first = site.call.args[0] if site.call.args else None
     if site.name in ("DistributedDataParallel", "DDP"):
-        ids = keyword(site.call, "device_ids")
-        return ids.elts[0] if isinstance(ids, ast.List) and len(ids.elts) == 1 else None
+        return only_id(site.call)
     if isinstance(first, ast.JoinedStr) and len(first.values) == 2 and constant(first.values[0]) == "cuda:":
         return first.values[1].value if isinstance(first.values[1], ast.FormattedValue) else None
     if site.name in ("set_device", "set_device_index"):
@@ -210,33 +181,12 @@ def index_of(view: View, site: Site) -> ast.expr | None:
     return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
 
 
-def is_global(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Check whether a number certainly is the rank among all processes."""
-    found = [origin for origin in view.origins.of(node, scope) if constant(origin.node) not in (0, "cuda", "cpu")]
-    return bool(found) and all(global_rank(view, origin) for origin in found)
-
-
-def global_rank(view: View, origin: Origin) -> bool:
-    """Check whether a value is `get_rank()`, or the environment's RANK."""
-    if isinstance(origin.node, ast.Subscript):
-        return "environ" in idents(origin.node) and bool(RANKS & set(strings(origin.node)))
-    if origin.call is None:
-        return False
-    full = view.names.qualify(origin.call.func, origin.scope) or dotted(origin.call.func)
-    if full in ("torch.distributed.get_rank", "dist.get_rank"):
-        return not origin.call.args and not origin.call.keywords
-    reads = last(origin.call) in ("int", "getenv", "get") and {"environ", "getenv"} & set(idents(origin.node))
-    return bool(reads) and bool(RANKS & set(strings(origin.node)))
-
-
 RULE = Rule(
-    code="LS007",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
+    "LS007",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset(
-        {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "horovod"}
-    ),
+    moot=TRAINERS | {"accelerate", "horovod", "lightning_fabric"},
+    placed=True,
 )

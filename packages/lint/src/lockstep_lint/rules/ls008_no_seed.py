@@ -8,8 +8,6 @@ from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 MESSAGE = "no seed is set before the model is made: call torch.manual_seed(seed) first"
 # The generators that weights are drawn from.
 WEIGHTS = ("torch", "all")
@@ -38,10 +36,10 @@ def seeds(run: Run) -> bool:
 
 
 RULE = Rule(
-    code="LS008",
-    severity=Severity.OPINION,
-    confidence=Confidence.MEDIUM,
-    check=check,
+    "LS008",
+    Severity.OPINION,
+    Confidence.MEDIUM,
+    check,
     fix="unsafe",
     moot=frozenset({"lockstep", "transformers", "trl"}),
 )

@@ -9,9 +9,7 @@ from lockstep_lint.events.event import apart
 from lockstep_lint.events.run import runs
 from lockstep_lint.events.steps import accumulations, turn_of
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 SKIPS = (
     "no_sync",
@@ -44,7 +42,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def late(view: View) -> Iterator[Found]:
-    """Yield the contexts of no_sync around backward that the forward of the same turn stands before."""
+    """Yield the contexts of no_sync around backward that leave the forward outside."""
     for run in runs(view):
         for back in run.of("backward"):
             block = next((b for b in back.withs if any(name == "no_sync" for name in idents(b.node))), None)
@@ -57,12 +55,10 @@ def late(view: View) -> Iterator[Found]:
 
 
 RULE = Rule(
-    code="LS009",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
+    "LS009",
+    Severity.HINT,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset(
-        {"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "composer", "lockstep", "trl"}
-    ),
+    moot=TRAINERS | {"accelerate", "deepspeed", "lightning_fabric"},
 )

@@ -11,9 +11,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
-
 # Layers of torch.nn with parameters.
 LAYERS = re.compile(
     r"^torch\.nn\.(Linear|Bilinear|(Lazy)?Conv(Transpose)?[123]d|Embedding(Bag)?|LayerNorm|RMSNorm|BatchNorm[123]d|GroupNorm|"
@@ -138,10 +135,4 @@ def own(node: ast.AST) -> Iterator[str]:
             yield item.attr
 
 
-RULE = Rule(
-    code="LS010",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS010", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

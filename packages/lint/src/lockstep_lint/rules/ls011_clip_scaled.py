@@ -13,8 +13,6 @@ from lockstep_lint.events.steps import turn_of
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 APEX = "clips inside the block of scale_loss, which unscales the gradients at its end: clip behind it"
 MANAGED = "clips gradients that {made} still scales in {precision}: call {method}(), which unscales them first"
 # What scales the loss by itself, where it is told its precision, and the method that clips.
@@ -67,7 +65,7 @@ def scaling(view: View, back: Site) -> tuple[str, object] | None:
 
 
 def half(view: View, call: ast.Call | None, scope: Scope) -> tuple[str, object] | None:
-    """Return the class and the precision of an Accelerator or a Fabric that is told to train in half precision."""
+    """Return the class and the precision of an Accelerator or a Fabric that is set to train in half precision."""
     name = last(call)
     if call is None or name not in SCALING:
         return None
@@ -78,9 +76,7 @@ def half(view: View, call: ast.Call | None, scope: Scope) -> tuple[str, object] 
 
 
 def within_scaling(run: Run, clip: Event) -> bool:
-    """Check whether a clip stands behind a backward in the block of apex's `scale_loss`, which unscales when it is
-    left.
-    """
+    """Check whether a clip follows a backward inside apex's `scale_loss`, which unscales at its end."""
     blocks = [block for block in clip.withs if last(block.node) == "scale_loss"]
     backs = (back for back in run.of("backward") if back.place < clip.place)
     return bool(blocks) and any(blocks[-1] in back.path for back in backs)
@@ -109,11 +105,4 @@ def misplaced(events: list[Event], clip: Event) -> str:
     return ""
 
 
-RULE = Rule(
-    code="LS011",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lockstep", "composer"}),
-)
+RULE = Rule("LS011", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=frozenset({"composer", "lockstep"}))

@@ -12,9 +12,7 @@ from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.steps import Accumulation, accumulations
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 # Settings by which an Accelerator may know of the accumulation.
 TOLD = re.compile(r"accumulation|plugin")
@@ -44,10 +42,6 @@ def undivided(view: View, found: Accumulation) -> bool:
     loss = view.steps.loss_of(site)
     if site.call.args and loss is not site.call.args[0]:
         return False  # a gradient is given, which may be scaled
-    if any(
-        s.name in SCALES and "grad" in idents(s.call.func) for s in view.trainings.body(found.training.loop, site.scope)
-    ):
-        return False  # the gradients themselves are divided
     seen: set[tuple[Scope, str]] = set()
     queue: list[tuple[ast.expr, Scope]] = [(loss, site.scope)] if loss is not None else []
     while queue:
@@ -73,9 +67,7 @@ def undivided(view: View, found: Accumulation) -> bool:
 
 
 def divides_itself(view: View, site: Site) -> bool:
-    """Check whether Accelerate's backward divides the loss: by the number of steps that its Accelerator is told, which
-    is 1 where nothing is told.
-    """
+    """Check whether Accelerate's backward divides the loss by a number of steps other than 1."""
     if "Accelerator" not in view.module.text and last(site.receiver) != "accelerator":
         return False
     made = [s for member in view.project.family(view.module) for s in member.sites("Accelerator")]
@@ -101,9 +93,7 @@ def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr,
 
 
 def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
-    """Return what a loss is made of, here or by all callers; None where that cannot be seen or it is divided on the
-    way.
-    """
+    """Return what a loss is made of, here or by all callers; None if unknown or divided."""
     binds = scope.binds.get(key, [])
     if not binds and key in scope.params:
         callers = view.calls.callers(scope)
@@ -163,28 +153,17 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
 def starts_at_zero(found: Accumulation) -> bool:
     """Check whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
     loop, guard = found.training.loop, found.guard
-    if guard is None or not guard.when or not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+    if guard is None or not guard.when or not isinstance(loop, ast.For):
         return False
-    scope = found.step.scope
-    node, test = modulo(guard.test, scope) or (None, guard.test)
-    if node is None or not isinstance(node.left, ast.Name) or not equals_zero(test, node):
+    node, test = modulo(guard.test, found.step.scope) or (None, guard.test)
+    calls = (part for part in walk(loop.iter) if isinstance(part, ast.Call) and last(part) in ("enumerate", "range"))
+    count = next(calls, None)  # also in a progress bar
+    start = None if count is None else keyword(count, "start") or next(iter(count.args[1:]), ast.Constant(0))
+    if node is None or start is None or constant(start) != 0 or not equals_zero(test, node):
         return False
-    if last(loop.iter) == "enumerate":
-        start = keyword(loop.iter, "start") or (loop.iter.args[1] if len(loop.iter.args) > 1 else None)
-        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
-        zero = start is None or constant(start) == 0
-    elif last(loop.iter) == "range":
-        counter = dotted(loop.target)
-        zero = len(loop.iter.args) == 1
-    else:
-        inner = loop.iter.args[0] if loop.iter.args else None  # tqdm(enumerate(loader))
-        zero = (
-            isinstance(inner, ast.Call) and last(inner) == "enumerate" and len(inner.args) == 1 and not inner.keywords
-        )
-        counter = next((name for name, path in targets(loop.target) if path == (0,)), None)
-    if not zero or counter is None or rebound(found, node.left.id):
-        return False
-    return counter == node.left.id or over_epochs(found, node.left.id, counter)
+    names = [name for name, path in targets(loop.target) if path in ((), (0,))]
+    changed = any(bind.how == "aug" for bind in found.step.scope.binds.get(dotted(node.left) or "", []))
+    return dotted(node.left) in names and not changed
 
 
 def drops_leftovers(view: View, found: Accumulation) -> bool:
@@ -206,24 +185,6 @@ def drops_leftovers(view: View, found: Accumulation) -> bool:
     return dotted(count) in counters and not cut and not any(True for _ in after)
 
 
-def over_epochs(found: Accumulation, name: str, counter: str) -> bool:
-    """Check whether a name counts the turns of all epochs (`step = i + epoch * len(loader)`)."""
-    binds = found.step.scope.binds.get(name, [])
-    value = binds[0].value if len(binds) == 1 else None
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
-        return False
-    sides = (value.left, value.right)
-    return any(
-        dotted(one) == counter and isinstance(other, ast.BinOp) and isinstance(other.op, ast.Mult)
-        for one, other in (sides, sides[::-1])
-    )
-
-
-def rebound(found: Accumulation, name: str) -> bool:
-    """Check whether the counter is changed in the loop."""
-    return any(b.how == "aug" for b in found.step.scope.binds.get(name, []))
-
-
 def equals_zero(test: ast.expr, node: ast.BinOp) -> bool:
     """Check whether a test is true when `node` is 0."""
     for item in walk(test):
@@ -232,11 +193,4 @@ def equals_zero(test: ast.expr, node: ast.BinOp) -> bool:
     return isinstance(test, ast.UnaryOp) and test.operand is node
 
 
-RULE = Rule(
-    code="LS012",
-    severity=Severity.ERROR,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl"}),
-)
+RULE = Rule("LS012", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed"})

@@ -12,9 +12,7 @@ from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart, turn
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import step_loops
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 STEPS = re.compile(r"step|iter|len|loader|batches", re.IGNORECASE)
 EPOCHS = re.compile(r"epoch", re.IGNORECASE)
@@ -29,20 +27,15 @@ PLATEAU = "ReduceLROnPlateau stops here: its step() needs the score that it watc
 MAX_NAMES = 60
 # The class of a scheduler, the call that makes it and the scope of that.
 Made = tuple[str, ast.Call, Scope]
-# How a length is computed.
+TORCH = "torch.optim.lr_scheduler."
 PARTS = (ast.BinOp, ast.UnaryOp, ast.Call)
 # The argument that holds a scheduler's length: its position and its name.
 LENGTHS = {
     "CosineAnnealingLR": (1, "T_max"),
     "LinearLR": (3, "total_iters"),
     "PolynomialLR": (1, "total_iters"),
-    "get_linear_schedule_with_warmup": (2, "num_training_steps"),
-    "get_cosine_schedule_with_warmup": (2, "num_training_steps"),
-    "get_cosine_with_hard_restarts_schedule_with_warmup": (2, "num_training_steps"),
-    "get_polynomial_decay_schedule_with_warmup": (2, "num_training_steps"),
     "get_scheduler": (3, "num_training_steps"),
 }
-TORCH = re.compile(r"^torch\.optim\.lr_scheduler\.(\w+)$")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -71,14 +64,10 @@ def schedulers(view: View, site: Site) -> list[Made]:
     found = [(full.rsplit(".", 1)[-1], call, scope) for call, scope, full in made if full]
     if len({name for name, _, _ in found}) > 1:
         kinds = [kind for guard in guards(site.stmt, site.module) if guard.when for kind in strings(guard.test)]
-        same = [item for item in found if any(short(kind) in item[0].lower() for kind in kinds)]
+        words = [kind.lower().replace("_", "").replace("lr", "") for kind in kinds]
+        same = [item for item in found if any(word in item[0].lower() for word in words)]
         found = same if kinds else found
     return found
-
-
-def short(kind: str) -> str:
-    """Return the word of a class's name by which a test names a kind of scheduler."""
-    return kind.lower().replace("_", "").replace("lr", "")
 
 
 def wrong_unit(view: View, run: Run, event: Event, made: list[Made]) -> str:
@@ -99,17 +88,35 @@ def wrong_unit(view: View, run: Run, event: Event, made: list[Made]) -> str:
         sure = by_step and (by_epoch or name.startswith("get_"))
         if where == "epoch" and (sure or counts_batches(view, horizon, scope)):
             return IN_STEPS
-        if where == "batch" and by_epoch and not by_step and not multiplied(horizon) and not as_long(event, horizon):
+        product = any(isinstance(item, ast.Mult) for item in ast.walk(horizon))
+        turns = [header(loop) for loop in event.loops]
+        as_long = last(horizon) in idents(turns[-1]) if turns else False
+        if where == "batch" and by_epoch and not (by_step or product or as_long):
             return IN_EPOCHS.format(name="T_max" if name.startswith("Cosine") else "the schedule's length")
-        fixed = isinstance(constant(horizon), int) and not bounded(event, horizon)
-        if where == "batch" and name == "CosineAnnealingLR" and fixed:
-            return FIXED.format(size=constant(horizon))
+        size = constant(horizon)
+        bounded = any(constant(node) == size for each in turns for node in ast.walk(each))
+        if where == "batch" and name == "CosineAnnealingLR" and isinstance(size, int) and not bounded:
+            return FIXED.format(size=size)
     return ""
+
+
+def header(loop: LoopBlock) -> ast.AST:
+    """Return the test or the iterable of a loop."""
+    return getattr(loop.node, "test", None) or getattr(loop.node, "iter", loop.node)
+
+
+def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
+    """Yield the names that the factor of a LambdaLR reads, where it is a function of the project."""
+    function = view.names.definition(argument(call, 1, "lr_lambda"), scope)
+    for node in walk(function.node) if function is not None else ():
+        if function is not None and isinstance(node, ast.Name) and node.id not in {*function.params, *function.binds}:
+            yield node, function
 
 
 def length(name: str, call: ast.Call) -> ast.expr | None:
     """Return the argument that holds a scheduler's length."""
-    at, word = LENGTHS.get(name, (None, ""))
+    warms = name.startswith("get_") and name.endswith("_with_warmup") and "constant" not in name
+    at, word = (2, "num_training_steps") if warms else LENGTHS.get(name, (None, ""))
     given = keyword(call, "T_max") or keyword(call, "num_training_steps")
     return given or (argument(call, at, word) if at is not None else None)
 
@@ -120,14 +127,6 @@ def by_the_epoch(view: View, call: ast.Call, scope: Scope) -> bool:
     if total is not None and named(total, EPOCHS) and not named(total, STEPS):
         return not counts_batches(view, total, scope)
     return constant(keyword(call, "steps_per_epoch")) == 1
-
-
-def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield the names that the factor of a LambdaLR reads, where it is a function of the project."""
-    function = view.names.definition(argument(call, 1, "lr_lambda"), scope)
-    for node in walk(function.node) if function is not None else ():
-        if function is not None and isinstance(node, ast.Name) and node.id not in {*function.params, *function.binds}:
-            yield node, function
 
 
 def counts_batches(view: View, horizon: ast.expr, scope: Scope) -> bool:
@@ -151,34 +150,10 @@ def named(node: ast.expr, pattern: re.Pattern[str]) -> bool:
     return any(pattern.search(name) for name in idents(node))
 
 
-def multiplied(node: ast.expr) -> bool:
-    """Check whether an expression has a product."""
-    return any(isinstance(item, ast.BinOp) and isinstance(item.op, ast.Mult) for item in ast.walk(node))
-
-
-def bounded(event: Event, horizon: ast.expr) -> bool:
-    """Check whether a loop around a step runs for just as many steps."""
-    headers = [header(loop.node) for loop in event.loops if isinstance(loop.node, Loop)]
-    return any(constant(node) == constant(horizon) for each in headers for node in ast.walk(each))
-
-
-def as_long(event: Event, horizon: ast.expr) -> bool:
-    """Check whether the loop around a step runs for just as many turns, each an epoch without batches."""
-    loop = event.loops[-1].node
-    return isinstance(loop, Loop) and last(horizon) in idents(header(loop))
-
-
-def header(loop: Loop) -> ast.expr:
-    """Return the test or the iterable of a loop."""
-    return loop.test if isinstance(loop, ast.While) else loop.iter
-
-
 def place(run: Run, event: Event) -> str:
     """Return "batch" for a step in a loop over batches, "epoch" for one around such a loop, else ""."""
     loop = event.loops[-1] if event.loops else None
-    if loop is None:
-        return ""
-    if any(loop in (found.loop, found.inner) for found in step_loops(run)):
+    if loop is not None and any(loop in (found.loop, found.inner) for found in step_loops(run)):
         return "batch"
     around = (back.loops for back in run.of("backward"))
     return "epoch" if any(loop in loops[:-1] for loops in around) else ""
@@ -195,7 +170,8 @@ def early(view: View, run: Run, event: Event) -> str:
         return ""
     loop = event.loops[-1]
     tests = [block for block in event.within(loop) if isinstance(block, ArmBlock)]
-    if (len(tests) > 1 and not all(map(is_flag, tests))) or any(set_later(block, event, loop) for block in tests):
+    flags = [not any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(t.node)) for t in tests]
+    if (len(tests) > 1 and not all(flags)) or any(set_later(block, event, loop) for block in tests):
         return ""
     around = [e for e in turn(run.events, loop, "backward", "step") if not apart(e, event)]
     before, after = [e for e in around if e.place < event.place], [e for e in around if e.place > event.place]
@@ -210,15 +186,8 @@ def early(view: View, run: Run, event: Event) -> str:
 def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
     """Check whether a scheduler is torch's, or a class of the project that derives from torch's."""
     owner = view.names.definition(call.func, scope)
-    if owner is not None and owner.kind == "class":
-        bases = view.names.bases_of(owner)
-        return any(name.endswith("LRScheduler") or name.startswith("torch.optim.lr_scheduler.") for name in bases)
-    return bool(TORCH.match(full)) or "get_" in full
-
-
-def is_flag(block: ArmBlock) -> bool:
-    """Check whether a test reads flags alone (`if not accelerator.optimizer_step_was_skipped:`)."""
-    return not any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(block.node))
+    bases = view.names.bases_of(owner) if owner is not None and owner.kind == "class" else iter((full,))
+    return any("get_" in name or name.endswith("LRScheduler") or name.startswith(TORCH) for name in bases)
 
 
 def set_later(block: ArmBlock, event: Event, loop: LoopBlock) -> bool:
@@ -228,11 +197,4 @@ def set_later(block: ArmBlock, event: Event, loop: LoopBlock) -> bool:
     return isinstance(node, Loop) and any(inside(stmt, node, scope.module) for stmt in later)
 
 
-RULE = Rule(
-    code="LS013",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
-)
+RULE = Rule("LS013", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS)

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import guards, withs
 from lockstep_lint.analysis.drafts import guard_save, plain_state
-from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, element_of, idents, last, mentions, walk
+from lockstep_lint.analysis.index import Site
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last
 from lockstep_lint.analysis.origins import SAME
-from lockstep_lint.analysis.rank_names import RANK, RANKED
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event, apart
-from lockstep_lint.events.query import alone, given_as, shown_at, sides, subject
+from lockstep_lint.events.query import alone, given_as, shown_at, sides
 from lockstep_lint.events.run import Run, runs
+from lockstep_lint.events.saves import gets_saved, one_file, own_path
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 STATE = "saves the {kind} wrapper's state, with names in 'module.': save {plain}.state_dict()"
 OBJECT = "saves the {kind} wrapper itself, which only such a program can load: save model.module"
@@ -28,15 +26,12 @@ ACCELERATE = "Accelerate"
 # What writes a model or a checkpoint, and the name of a function that is there to do so.
 MODELS = ("torch.save", "torch.jit.save", "safetensors.torch.save_file", "save_pretrained")
 SAVES = Words(r"^_*(save|dump|write|store)|_save$|(checkpoint|ckpt)$", re.IGNORECASE)
-# Calls that give back what they are given, or take it in.
-COPIES = re.compile(r"^(dict|list|OrderedDict|deepcopy|copy|asdict|vars|update|setdefault|append|.*cpu|[A-Z].*)$")
 # What takes the wrapper's names off near a state, and what tests for the wrapper or takes the model out of it.
 STRIPS = ("'module.'", '"module.', "_orig_mod", "consume_prefix_in_state_dict", "remove_prefix", "[7:]")
 TESTS = re.compile(
     r"(hasattr|isinstance)\(.*(module|Parallel|DDP)|\.module (if|\.state_dict)|module else"
     r"|not (args\.)?distributed(?! or)"
 )
-OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|mem_|^te?mp", re.IGNORECASE)
 NEAR = 10
 
 
@@ -62,7 +57,7 @@ def of_wrappers(view: View, run: Run) -> Iterator[Found]:
                 yield at(site, OBJECT.format(kind=kind), severity=Severity.HINT)
         elif site.name == "state_dict" and site.receiver is not None:
             kind = wrapped(view, site.receiver, event)
-            if kind and saved(view, event):
+            if kind and gets_saved(view, event):
                 plain = "accelerator.unwrap_model(model)" if kind == ACCELERATE else "model.module"
                 change = () if kind == ACCELERATE else plain_state(view, site)
                 yield at(site, STATE.format(kind=kind, plain=plain), severity=Severity.HINT, proposal=change)
@@ -75,9 +70,7 @@ def parts(view: View, site: Site) -> Iterator[ast.expr]:
 
 
 def wrapped(view: View, node: ast.expr, event: Event) -> str:
-    """Return the wrapper, DDP or DataParallel, that a model is in, or Accelerate, which prepared it; "" where it is
-    plain.
-    """
+    """Return a model's wrapper, DDP, DataParallel or Accelerate; "" for a plain model."""
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (*SAME, "deepcopy"):
         node = node.func.value if node.func.attr in SAME or not node.args else node.args[0]
     if dotted(node) is None and not isinstance(node, ast.Subscript):
@@ -90,7 +83,7 @@ def wrapped(view: View, node: ast.expr, event: Event) -> str:
     binds = [bind.value for bind, _ in view.origins.binds(dotted(model) or "", scope, model.lineno)]
     if "accelerate" in view.frameworks and view.kinds.is_model(model, scope) and "prepare" in map(last, binds):
         return ACCELERATE
-    kinds = {kind for kind, _, _ in view.wrappers.wrapped(model, scope)} or {*view.wrappers.put_on(model, scope)}
+    kinds = {kind for kind, _, _ in view.wrappers.wrapped(model, scope)}
     if not kinds and isinstance(node, ast.Name | ast.Subscript):
         held = list(view.wrappers.held(node, event.mark.stmt, event.scope))
         if any(last(value) == "prepare" for value, _ in held):
@@ -119,58 +112,8 @@ def knows_wrapper(view: View, site: Site) -> bool:
     )
 
 
-def saved(view: View, event: Event) -> bool:
-    """Check whether a state gets into a file: in the call that writes it, by a name, or by what its function
-    returns.
-    """
-    node, stmt, scope = event.node, event.mark.stmt, event.scope
-    for block in (*reversed(event.path), None):
-        names = holders(scope, stmt, node)
-        if any(holds(value, node, names, home, scope) for value, home in written(view, scope)):
-            return True
-        if not isinstance(block, CallBlock):
-            continue
-        if not isinstance(stmt, ast.Return) and not any(mentions(v, n) for v in scope.returns() for n in names):
-            return False
-        node, stmt, scope = block.site.call, block.site.stmt, block.site.scope
-    return False
-
-
-def written(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what the calls of all runs write to files, as it stands in one function."""
-    for event in (event for run in runs(view) for event in run.of("save", "hand")):
-        call = event.node
-        for value in (*call.args, *(item.value for item in call.keywords)) if isinstance(call, ast.Call) else ():
-            given, home = given_as(event, value, event.scope, scope)
-            if given is not None:
-                yield given, home
-
-
-def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
-    """Return the names of a function that hold a value, by themselves, copied, or in a table."""
-    names: set[str] = set()
-    for other in (stmt, *(each for each in scope.stmts if each.lineno >= stmt.lineno and each is not stmt)):
-        value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
-        if not isinstance(other, ast.Assign | ast.AnnAssign | ast.Expr | ast.For) or value is None:
-            continue
-        copies = not isinstance(value, ast.Call) or COPIES.search(last(value))
-        if any(part is node for part in walk(value)) or (copies and any(mentions(value, name) for name in names)):
-            names |= {bind.key for bind in scope.bound(other) if bind.how in ("assign", "for")}
-            tables = other.targets if isinstance(other, ast.Assign) else [getattr(value, "func", value)]
-            names |= {key for t in tables if isinstance(t, ast.Subscript | ast.Attribute) and (key := dotted(t.value))}
-    return names - {"self"}
-
-
-def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: Scope) -> bool:
-    """Check whether what is written is a state, or one of the names that hold it."""
-    if any(part is node for part in walk(value)):
-        return True
-    known = names if home is scope else {n for n in names if n.startswith("self.") and home.owner is scope.owner}
-    return any(mentions(value, name) for name in known)
-
-
 def by_all(view: View, run: Run) -> Iterator[Found]:
-    """Yield the files of a model that all ranks write, told at the call that forgot the test which others have."""
+    """Yield the model files that all ranks write, at the call without the rank test."""
     saves = [event for event in run.of("save") if event.detail in MODELS]
     guarded = {event.node for event in saves if sides(view, event)}
     for event in saves:
@@ -212,25 +155,6 @@ def replicated(view: View) -> bool:
     return not view.wrappers.kinds(view.module) and any("grad" in set(idents(s.call)) for s in reduced)
 
 
-def own_path(view: View, event: Event) -> bool:
-    """Check whether a path holds the rank, or is of a temporary file or of a buffer in memory, there or where it is
-    given.
-    """
-    queue, seen = [(event.mark.subject, event.scope)], set[object]()
-    while queue and len(seen) < 30:
-        node, scope = given_as(event, *queue.pop())
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(RANK.search(name) or OWN.search(name) for name in idents(node)):
-            return True
-        keys = {key: part for part in walk(node) if (key := dotted(part)) is not None}
-        queue += [(v, scope) for key in keys for b in scope.binds.get(key, []) for v in element_of(b.value, b.path)]
-        params = (part for key, part in keys.items() if key in scope.params and part is not node)
-        queue += [(part, scope) for part in params if isinstance(part, ast.expr)]
-    return False
-
-
 def read_early(view: View, run: Run) -> Iterator[Found]:
     """Yield the reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
     waits = {"collective", "wrap", "backward"}
@@ -248,30 +172,4 @@ def read_early(view: View, run: Run) -> Iterator[Found]:
             yield at(site, EARLY)
 
 
-def one_file(view: View, save: Event, read: Event) -> bool:
-    """Check whether a file is written and read under one path: one literal, or the same names in one function."""
-    (written, home), (asked, place) = meant(*subject(save)), meant(*subject(read))
-    if written is None or asked is None or ast.dump(written) != ast.dump(asked):
-        return False
-    keys = {key for node in (subject(save)[0], written) if node for p in walk(node) if (key := dotted(p)) is not None}
-    changed = any(len(home.binds.get(key, [])) > (key not in home.params and "." not in key) for key in keys)
-    known = home is place or (home.module is place.module and not keys & (home.binds.keys() | place.binds.keys()))
-    return known and not changed
-
-
-def meant(path: ast.expr | None, scope: Scope) -> tuple[ast.expr | None, Scope]:
-    """Return the value of a path's name, if it has one alone."""
-    binds = scope.binds.get(dotted(path) or "", [])
-    plain = len(binds) == 1 and binds[0].how == "assign" and not binds[0].path and dotted(path) not in scope.params
-    return (binds[0].value, scope) if plain and binds[0].value is not None else (path, scope)
-
-
-RULE = Rule(
-    code="LS014",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
-)
+RULE = Rule("LS014", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS, placed=True)

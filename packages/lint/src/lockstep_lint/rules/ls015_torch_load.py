@@ -9,8 +9,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 
 def check(view: View) -> Iterator[Found]:
     """Look at every torch.load."""
@@ -33,10 +31,4 @@ def check(view: View) -> Iterator[Found]:
             )
 
 
-RULE = Rule(
-    code="LS015",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS015", Severity.HINT, Confidence.HIGH, check, fix="unsafe")

@@ -18,8 +18,6 @@ from lockstep_lint.events.values import value_at
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, edit
 
-__all__ = ["RULE"]
-
 MESSAGE = "keeps every step's graph alive: add {}.item() or .detach() instead of the tensor"
 
 # Methods that take values out of a list again.
@@ -42,7 +40,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def source(event: Event) -> tuple[ast.expr, ast.expr | ast.stmt, Scope]:
-    """Return the value that is kept, where it is computed: the argument of a call, if its function only keeps it."""
+    """Return the value that is kept, at the call that passes it."""
     value, node, scope = event.mark.subject, event.node, event.scope
     assert value is not None
     for block in reversed(event.path):
@@ -105,7 +103,7 @@ def evaluates(arm: ArmBlock) -> bool:
 
 
 def in_step_or_loop(view: View, loop: Loop, bind: Bind, scope: Scope) -> bool:
-    """Check whether a statement of a loop stands in another loop of it, or beside the optimizer's step."""
+    """Check whether a statement of a loop is in an inner loop, or next to the optimizer's step."""
     branch = scope.module.up.get(bind.stmt, (None, ""))[0]
     steps = isinstance(branch, ast.If) and any(
         view.steps.steps_optimizer(site) and inside(site.stmt, branch, scope.module) for site in scope.sites
@@ -137,10 +135,4 @@ def names_in(value: ast.expr | None) -> list[str]:
     return [dotted(part) or "" for part in parts if isinstance(part, REFERENCES)]
 
 
-RULE = Rule(
-    code="LS016",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="safe",
-)
+RULE = Rule("LS016", Severity.ERROR, Confidence.HIGH, check, fix="safe")

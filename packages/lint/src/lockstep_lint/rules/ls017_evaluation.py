@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import TURN, above
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates, in_eval_mode, span, trains, without_graph
 from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import opposed, same, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 # A copy of the model, or another one, which stays in eval mode rightly.
 OTHERS = Words(r"teacher|(?<![a-z])ema|(^|_)(ref|old|target|frozen|pretrained|best|final|test|eval)(_|$)")
@@ -55,9 +53,7 @@ def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
 
 
 def in_loop(run: Run, event: Event) -> Site | None:
-    """Return the call that runs the model in the loop that evaluates: its own, or that of a function that loops
-    share.
-    """
+    """Return the call that runs the model in the evaluating loop, its own or a shared function's."""
     loop = event.loops[-1] if event.loops and not trains(span(run, event.loops[-1])) else None
     inner = event.within(loop) if loop is not None else ()
     return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
@@ -81,9 +77,7 @@ def not_restored(view: View) -> Iterator[Found]:
 
 
 def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event, Event] | None:
-    """Return the switch to eval mode that is the last one before a backward, in a turn of a loop or from one to the
-    next, and that backward.
-    """
+    """Return the last switch to eval mode before a backward in the same or next turn, with that backward."""
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
     arms: set[tuple[object, bool]] = set()
@@ -110,9 +104,7 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
 
 
 def own_training(view: View, run: Run, switch: Event, back: Event, backward: Event) -> bool:
-    """Check whether a switched model is put back by a function that trains it, where another backward is of another
-    model.
-    """
+    """Check whether the function that trains the switched model puts it back."""
     calls = [block for block in back.path if isinstance(block, CallBlock)]
     own = back.kind == "train" and bool(calls) and calls[-1] not in backward.path and trains(span(run, calls[-1]))
     selves = {dotted(each.mark.subject) for each in (switch, back)} == {"self"}
@@ -120,9 +112,7 @@ def own_training(view: View, run: Run, switch: Event, back: Event, backward: Eve
 
 
 def one_arm(switch: Event, back: Event) -> ArmBlock | None:
-    """Return the test of data, no count of turns, that decides whether a model is switched back (`if length <
-    limit:`).
-    """
+    """Return the test of data that decides whether a model is switched back (`if length < limit:`)."""
     arms = (block for block in back.tests if block not in switch.path and isinstance(block.node, ast.Compare))
     bounds = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
     asks = (arm for arm in arms if isinstance(arm.node, ast.Compare) and isinstance(arm.node.ops[0], bounds))
@@ -130,7 +120,7 @@ def one_arm(switch: Event, back: Event) -> ArmBlock | None:
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:
-    """Check whether each turn of a loop makes the model anew, which begins in training mode."""
+    """Check whether each turn of a loop makes a new model, which begins in training mode."""
     node, home = subject(switch, loop.scope)
     key = dotted(node)
     binds = home.binds.get(key, []) if key is not None and home is loop.scope else []
@@ -177,30 +167,10 @@ def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
     site = next((block.site for block in inner if isinstance(block, CallBlock)), switch.mark.site)
     if epochs or site is None:
         return True
-    if any(isinstance(block, ArmBlock) and in_last(block.node) for block in inner):
-        return False
     blocks = [node for node, _ in above(site.stmt, site.module)]
     around = blocks[: blocks.index(loop.node) + 1] if loop.node in blocks else []
     held = [stmt for node in around for part in ("body", "orelse") for stmt in getattr(node, part, [])]
     return not any(isinstance(stmt, ast.Break | ast.Return) and stmt.lineno > site.line for stmt in held)
 
 
-def in_last(test: ast.expr) -> bool:
-    """Check whether a test compares with the number of batches, in each of its parts where one of them is enough."""
-    if isinstance(test, ast.BoolOp):
-        found = map(in_last, test.values)
-        return all(found) if isinstance(test.op, ast.Or) else any(found)
-    parts = list(walk(test)) if isinstance(test, ast.Compare) else []
-    counted = any(isinstance(part, ast.Call) and last(part) == "len" for part in parts)
-    often = any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod | ast.FloorDiv) for part in parts)
-    return counted and not often  # `i % (len(loader) // 4) == 0`
-
-
-RULE = Rule(
-    code="LS017",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl", "fastai"}),
-)
+RULE = Rule("LS017", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS | {"fastai"})

@@ -13,8 +13,6 @@ from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 
 def check(view: View) -> Iterator[Found]:
     """Look at what waits for all ranks: does a test of the rank keep some of them away?"""
@@ -38,9 +36,7 @@ def waits(view: View, run: Run, event: Event) -> bool:
 
 
 def is_sharded(view: View, run: Run, event: Event) -> bool:
-    """Check whether a model is certainly FSDP's, whatever way was taken: its forward gathers parameters from all
-    ranks.
-    """
+    """Check whether a model is certainly FSDP's, whose forward is a collective."""
     wraps = [wrap for wrap in run.of("wrap") if wrap.detail in ("fsdp", "fsdp2")]
     model = event.mark.subject
     if model is None or not (wraps or "fsdp" in view.wrappers.kinds(view.module)):
@@ -52,9 +48,7 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
 
 
 def sends_buffers(view: View, run: Run, event: Event) -> bool:
-    """Check whether a model is certainly DDP's, with BatchNorm layers: each forward sends rank 0's buffers to all
-    ranks.
-    """
+    """Check whether a model is certainly DDP's with BatchNorm: its forward broadcasts buffers."""
     model, scope = subject(event)
     if model is None or not run.of("norm"):
         return False
@@ -71,9 +65,7 @@ def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
 
 
 def certain(view: View, event: Event, block: Block) -> bool:
-    """Check whether a function that is called under a test reaches an event in it, wherever there are several
-    processes.
-    """
+    """Check whether a function under a test always reaches its event with several processes."""
     calls = calls_after(event, block)
     inner = event.path[event.path.index(calls[0]) :] if calls else ()
     return all(
@@ -118,7 +110,7 @@ def arrivals(view: View, run: Run) -> dict[tuple[str, str, object], set[int]]:
 
 
 def frame(event: Event, block: Block) -> Block | None:
-    """Return the call whose function a block stands in."""
+    """Return the call whose function contains a block."""
     before = event.path[: event.path.index(block)]
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
@@ -138,11 +130,4 @@ def describe(view: View, run: Run, event: Event, called: bool) -> str:
     return f"only some ranks reach {name}(): they wait forever for the others"
 
 
-RULE = Rule(
-    code="LS018",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-)
+RULE = Rule("LS018", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", placed=True)

@@ -9,9 +9,7 @@ from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 ENDS = Words(
     r"(?<!is_)(?<!get_)(?<!to_)dist(?!anc|il|ort|\d|_?(loss|mat|map)|ributed\w*(sampler|loader|data|model|optim))|ddp(?!m)"
@@ -48,9 +46,7 @@ def run_here(view: View, scope: Scope) -> bool:
 
 
 def ended(view: View) -> bool:
-    """Check whether a file's programs end the group, or hand its end on
-    (`atexit.register(dist.destroy_process_group)`).
-    """
+    """Check whether a file's programs end the group, or register its end with atexit."""
     if not view.module.by_name.get("init_process_group"):
         return True
     own = view.module.is_script  # other scripts that import it end their own runs
@@ -67,20 +63,8 @@ def ended(view: View) -> bool:
 
 
 def named_elsewhere(view: View, scope: Scope) -> bool:
-    """Check whether a function may be run out of sight: something unknown of its name is called, or Python runs it
-    itself.
-    """
-    owner = scope.owner
-    if scope.name.startswith("__") and owner is not None:
-        return any(member.words[owner.name] > (member is scope.module) for member in view.project.family(scope.module))
+    """Check whether code out of sight, or Python itself, may run a function."""
     return scope.kind == "module" or bool(scope.decorators or view.calls.namesakes(scope))
 
 
-RULE = Rule(
-    code="LS019",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl"}),
-)
+RULE = Rule("LS019", Severity.HINT, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS | {"lightning_fabric"})

@@ -10,9 +10,7 @@ from lockstep_lint.events.query import same
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.steps import StepLoop, accumulating, step_loops
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 CLEARS = ("zero_grad", "grad = None", "grad.zero_", "grad.detach_", "zero_grad_buffer", "clear_grad", "grad=None")
 
@@ -49,9 +47,7 @@ def plain(step: Event) -> bool:
 
 
 def cleared_before(view: View, run: Run, found: StepLoop, step: Event) -> bool:
-    """Check whether all that clears the gradients of a step comes before its loop, where each, or each n-th, turn
-    steps.
-    """
+    """Check whether gradients are cleared only before the loop whose turns step."""
     zeros = run.of("zero")
     tests = [block for block in step.within(found.loop) if isinstance(block, ArmBlock)]
     if found.inner is not None or any(in_turn(block.node) is not block.when for block in tests):
@@ -72,7 +68,7 @@ def wiped(view: View, run: Run) -> Iterator[tuple[Event, str]]:
 
 
 def together(one: Event, other: Event) -> bool:
-    """Check whether two events always happen together: nothing but calls stands around one alone."""
+    """Check whether two events always happen together: only calls are around one alone."""
     apart = [block for block in (*one.path, *other.path) if not (block in one.path and block in other.path)]
     return all(isinstance(block, CallBlock) for block in apart)
 
@@ -94,11 +90,4 @@ def conditional(event: Event, loop: LoopBlock) -> bool:
     return any(isinstance(block, ArmBlock | LoopBlock) for block in event.within(loop))
 
 
-RULE = Rule(
-    code="LS021",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "deepspeed", "composer", "lockstep", "trl", "fastai"}),
-)
+RULE = Rule("LS021", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "fastai"})

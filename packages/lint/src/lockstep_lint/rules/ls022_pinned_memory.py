@@ -8,15 +8,13 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import turns_off_gradients
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION
-from lockstep_lint.analysis.nodes import Words, argument, constant, has_star, idents, keyword, last, strings
+from lockstep_lint.analysis.nodes import Words, argument, constant, has_star, idents, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.events.values import PREPARES, value_at, value_in
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
-
-__all__ = ["RULE"]
 
 BLOCKS = "the batch is in pinned memory but this move waits for it: add non_blocking=True"
 ALONE = "loads in the training process: give the loader num_workers"
@@ -115,7 +113,7 @@ def settings(module: Module) -> Iterator[tuple[object, ast.expr | None]]:
 
 
 def meant(module: Module, value: ast.expr | None) -> ast.expr | None:
-    """Return what a name of the file's own lines stands for, if it has one value."""
+    """Return the one value of a name of the file's top level, else the expression."""
     binds = module.top.binds.get(value.id, []) if isinstance(value, ast.Name) else []
     return binds[0].value if len(binds) == 1 and binds[0].how == "assign" else value
 
@@ -124,10 +122,6 @@ def is_on(value: ast.expr | None) -> bool:
     """Check whether a value is True, or asks for a GPU."""
     if value is None or isinstance(value, ast.Constant):
         return constant(value) is True
-    if "mps" in strings(value):
-        return False
-    if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.And):
-        return all(map(is_on, value.values))
     return any(GPU.search(name) for name in idents(value))
 
 
@@ -147,11 +141,4 @@ def has_workers(view: View, site: Site) -> bool:
     return not found or any(constant(origin.node) != 0 for origin in found)
 
 
-RULE = Rule(
-    code="LS022",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="safe",
-    moot=frozenset({"lockstep"}),
-)
+RULE = Rule("LS022", Severity.HINT, Confidence.HIGH, check, fix="safe", moot=frozenset({"lockstep"}))

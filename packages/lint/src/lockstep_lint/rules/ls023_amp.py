@@ -11,8 +11,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 
 def check(view: View) -> Iterator[Found]:
     """Look at scalers and autocasts: which type, and whether they go together."""
@@ -38,9 +36,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def idle(view: View, site: Site) -> bool:
-    """Check whether a program that trains under autocast never scales by its scaler, nor hands it to code out of
-    sight.
-    """
+    """Check whether a program trains under autocast and never uses its scaler."""
     word = view.effects.mentioned
     used = word(view.module, ".scale(", "bfloat16", "deepspeed", "Fabric", "accelerat", "lightning", "ignite")
     if used or not word(view.module, "autocast") or not trains(view):
@@ -68,7 +64,7 @@ def trains(view: View) -> bool:
 
 
 def shards_in_half(view: View, site: Site) -> bool:
-    """Check whether FSDP is certainly told to compute in float16."""
+    """Check whether FSDP is certainly set to compute in float16."""
     given = argument(site.call, 0, "param_dtype")
     found = view.origins.of(given, site.scope)
     return bool(found) and all(name_of_type(o.node, o.scope, view) == "float16" for o in found)
@@ -96,9 +92,7 @@ def kinds(view: View, site: Site) -> set[str]:
 
 
 def by_device(view: View, site: Site) -> bool:
-    """Check whether one expression chooses between float16 and bfloat16 (`bfloat16 if is_bf16_supported() else
-    float16`).
-    """
+    """Check whether one expression chooses between float16 and bfloat16 by the device."""
     given = keyword(site.call, "dtype")
     binds = view.origins.binds(dotted(given) or "", site.scope, site.line) if given is not None else []
     choices = [value for value in (given, *(bind.value for bind, _ in binds)) if value is not None]
@@ -125,17 +119,11 @@ def enabled(site: Site) -> bool:
 
 
 def trains_under(view: View, site: Site) -> bool:
-    """Check whether an autocast belongs to a loop that computes gradients, and does not stand where none are kept."""
+    """Check whether an autocast is around a loop that computes gradients."""
     around = (*withs(site.stmt, site.module), *site.scope.decorators)
     return not any(map(turns_off_gradients, around)) and any(
         view.trainings.trains([s]) or view.steps.backwards(s) for s in site.scope.sites if s.line >= site.line
     )
 
 
-RULE = Rule(
-    code="LS023",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS023", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

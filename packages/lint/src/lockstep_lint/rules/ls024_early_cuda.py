@@ -10,8 +10,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 # What makes a context; `empty_cache` does nothing before there is one.
 STARTS_CUDA = ("torch.cuda.init", "torch.cuda.synchronize")
 NEEDS_GROUP = {*COLLECTIVES, "get_rank", "get_world_size", "new_group"}
@@ -80,12 +78,4 @@ def early_collective(view: View, scope: Scope, group: Site, device: Site) -> Ite
             )
 
 
-RULE = Rule(
-    code="LS024",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-    moot=frozenset({"lockstep"}),
-)
+RULE = Rule("LS024", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=frozenset({"lockstep"}), placed=True)

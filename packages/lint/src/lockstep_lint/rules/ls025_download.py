@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import COLLECTIVES
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, strings, walk
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.rank_names import RANK, RANKED
@@ -15,8 +15,6 @@ from lockstep_lint.events.query import alone, shown_at, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
 
 # What says that a path is the process's own.
 OWN = Words(
@@ -91,10 +89,8 @@ def own(site: Site) -> bool:
 
 
 def in_turn(view: View, run: Run, event: Event) -> bool:
-    """Check whether one rank goes first: in a block that lets it, where some wait before, or where it has done the
-    same.
-    """
-    if any(LOCKS.search(last(block.node)) or orders(view, block.node, block.scope) for block in event.withs):
+    """Check whether one rank goes first: by a lock, a wait before, or the same work before."""
+    if any(LOCKS.search(last(block.node)) for block in event.withs):
         return True
     side = [ranks for _, ranks in sides(view, event)]
     before = [e for e in run.events[: event.place] if e.kind in ("collective", event.kind) and sides(view, e)]
@@ -106,13 +102,6 @@ def in_turn(view: View, run: Run, event: Event) -> bool:
     return any(e.kind == "collective" and not sides(view, e) for e in between)
 
 
-def orders(view: View, block: ast.expr, scope: Scope) -> bool:
-    """Check whether a block is a context manager of the project that has some ranks wait for the others."""
-    function = view.calls.target(block, scope) if isinstance(block, ast.Call) else None
-    waits = function.named("barrier") if function is not None else []
-    return any(view.ranks.side(wait.stmt, wait.scope) for wait in waits)
-
-
 def same_work(one: Event, other: Event) -> bool:
     """Check whether two events are of one call in a helper, or of calls with the same arguments in their places."""
     first, second = one.node, other.node
@@ -122,7 +111,7 @@ def same_work(one: Event, other: Event) -> bool:
 
 
 def given_alike(call: ast.Call) -> list[str]:
-    """Return what a call is given, without what says nothing of the files that it writes."""
+    """Return a call's arguments that decide which files it writes."""
     words = [k for k in call.keywords if k.arg not in OPTIONS and not (k.arg == "train" and is_true(k.value))]
     return [*map(ast.dump, call.args), *sorted(map(ast.dump, words))]
 
@@ -140,11 +129,11 @@ def unwaited(view: View, fetch: Site) -> Iterator[Found]:
 
 
 RULE = Rule(
-    code="LS025",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
+    "LS025",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lockstep"}),
+    moot=frozenset({"lightning", "lockstep", "pytorch_lightning"}),
+    placed=True,
 )

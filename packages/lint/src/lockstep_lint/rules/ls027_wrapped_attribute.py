@@ -10,8 +10,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 # The attributes of nn.Module, DistributedDataParallel and DataParallel.
 OWN = {
     "T_destination", "_get_ddp_logging_data", "_set_static_graph", "add_module", "apply", "bfloat16",
@@ -50,8 +48,6 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
     wraps = list(view.wrappers.wrapped(node.value, scope))
     if not found or len(wraps) != len(found) or not {kind for kind, _, _ in wraps} <= {"ddp", "dp"}:
         return False
-    if any(origin.scope is scope and call.lineno > node.lineno for _, call, origin in wraps):
-        return False
     if dotted(node.value) not in scope.binds and not all(origin.scope.kind == "module" for _, _, origin in wraps):
         return False  # another function wraps it, perhaps later
     if any(bind.stmt.lineno > node.lineno for bind in scope.binds.get(dotted(node.value) or "", [])):
@@ -64,10 +60,4 @@ def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bo
     return not any(word in text for word in ASKS) and not view.ranks.single(stmt, scope)
 
 
-RULE = Rule(
-    code="LS027",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS027", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

@@ -10,9 +10,7 @@ from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keywor
 from lockstep_lint.analysis.rank_names import RANK
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 # Functions that print, by their full names, and methods of models that print.
 PRINTERS = {"pprint.pprint", "pprint.pp", "rich.print", "tqdm.tqdm.write", "tqdm.auto.tqdm.write", "click.echo"}
@@ -93,7 +91,7 @@ def fails(stmt: ast.stmt) -> bool:
 
 
 def prefixed(view: View, site: Site) -> bool:
-    """Check whether a line says which rank writes it, itself or by a text that it is made of."""
+    """Check whether a line includes the rank that writes it."""
     for value in site.call.args:
         keys = filter(None, map(dotted, walk(value)))
         texts = (text for key in keys for text, _ in view.calls.values(key, site.scope))
@@ -110,11 +108,4 @@ def names_rank(value: ast.expr) -> bool:
     return any(isinstance(text, str) and PREFIX.match(text.strip()) for text in texts)
 
 
-RULE = Rule(
-    code="LS028",
-    severity=Severity.HINT,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
-)
+RULE = Rule("LS028", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS)

@@ -12,8 +12,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Edit, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
 
-__all__ = ["RULE"]
-
 
 class Moved(NamedTuple):
     """A row of the table: a full name, a word of its text, the advice, and the first torch that it is for."""
@@ -28,6 +26,8 @@ AMP = "torch.cuda.amp is deprecated: use torch.amp"
 APEX = "apex's amp and parallel are deprecated: use torch.amp and torch.nn.parallel"
 FSDP1 = "FSDP1 is deprecated: use torch.distributed.fsdp.fully_shard"
 LAUNCH = "torch.distributed.launch is deprecated: start with torchrun"
+SDP = "sdp_kernel is deprecated: use torch.nn.attention.sdpa_kernel"
+STATE = "{0}_state_dict is deprecated: use torch.distributed.checkpoint.{0}"
 NAMES = (
     Moved("torch.cuda.amp", "amp", AMP),
     Moved("torch.cpu.amp", "amp", AMP),
@@ -37,19 +37,9 @@ NAMES = (
     Moved("torch.distributed.fsdp.FullyShardedDataParallel", "FullyShardedDataParallel", FSDP1),
     Moved("torch.distributed._fsdp.FullyShardedDataParallel", "FullyShardedDataParallel", FSDP1),
     Moved("torch.distributed.launch", "launch", LAUNCH),
-    Moved(
-        "torch.backends.cuda.sdp_kernel", "sdp_kernel", "sdp_kernel is deprecated: use torch.nn.attention.sdpa_kernel"
-    ),
-    Moved(
-        "torch.distributed.checkpoint.save_state_dict",
-        "save_state_dict",
-        "save_state_dict is deprecated: use torch.distributed.checkpoint.save",
-    ),
-    Moved(
-        "torch.distributed.checkpoint.load_state_dict",
-        "load_state_dict",
-        "load_state_dict is deprecated: use torch.distributed.checkpoint.load",
-    ),
+    Moved("torch.backends.cuda.sdp_kernel", "sdp_kernel", SDP),
+    Moved("torch.distributed.checkpoint.save_state_dict", "save_state_dict", STATE.format("save")),
+    Moved("torch.distributed.checkpoint.load_state_dict", "load_state_dict", STATE.format("load")),
 )
 PACKAGES = ("apex.amp", "apex.parallel", "fairscale", "torch.distributed.launch")
 # Variables of the environment: torch's own begin with TORCH_ since 2.2; nothing reads those of NOWHERE.
@@ -65,7 +55,6 @@ VARIABLES = RENAMED | NOWHERE
 FLAGS = ("--local_rank", "--local-rank")
 FLAG = "torchrun passes the local rank in the environment: read os.environ['LOCAL_RANK'] instead of this flag"
 STARTS = ("run", "Popen", "check_call", "call", "system", "execvp")
-# What asks which torch there is.
 VERSION = Words(r"version|torch_(ge|gt|lt|le|\d)", re.IGNORECASE)
 MISSING = {"ImportError", "ModuleNotFoundError", "AttributeError"}
 STARTER = re.compile(r"torch\.distributed\.launch\b")
@@ -208,10 +197,4 @@ def needs_flag(view: View) -> bool:
     return reads or spawns or bool(view.frameworks & {"deepspeed", "colossalai", "megatron"})
 
 
-RULE = Rule(
-    code="LS029",
-    severity=Severity.HINT,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="safe",
-)
+RULE = Rule("LS029", Severity.HINT, Confidence.HIGH, check, fix="safe")

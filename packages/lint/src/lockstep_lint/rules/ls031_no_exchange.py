@@ -11,9 +11,7 @@ from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 # Wrappers that exchange gradients, and whatever else may do that, or says that the processes do not train one model
 # together.
@@ -62,13 +60,13 @@ def by_hand(family: tuple[Module, ...]) -> bool:
 
 @kept
 def exchanges(module: Module) -> bool:
-    """Check whether a file names what exchanges gradients beside DDP."""
+    """Check whether a file names an exchange of gradients other than DDP."""
     return module.names(OTHERS) or any(piece in module.bare for piece in PIECES)
 
 
 @kept
 def says(module: Module, pattern: re.Pattern[str]) -> bool:
-    """Check whether a pattern occurs in a file, beside its comments."""
+    """Check whether a pattern occurs in a file outside comments."""
     return pattern.search(module.bare) is not None
 
 
@@ -96,27 +94,12 @@ def steps(view: View, module: Module) -> bool:
 
 
 RULE = Rule(
-    code="LS031",
-    severity=Severity.ERROR,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    placed=True,
+    "LS031",
+    Severity.ERROR,
+    Confidence.MEDIUM,
+    check,
     fix="unsafe",
-    moot=frozenset(
-        {
-            "accelerate",
-            "lightning",
-            "pytorch_lightning",
-            "lightning_fabric",
-            "deepspeed",
-            "composer",
-            "lockstep",
-            "trl",
-            "horovod",
-            "ray",
-            "transformers",
-            "megatron",
-            "colossalai",
-        }
-    ),
+    moot=TRAINERS
+    | {"accelerate", "colossalai", "deepspeed", "horovod", "lightning_fabric", "megatron", "ray", "transformers"},
+    placed=True,
 )

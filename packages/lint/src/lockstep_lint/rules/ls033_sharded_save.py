@@ -7,9 +7,7 @@ from lockstep_lint.events.event import Event
 from lockstep_lint.events.query import alone, calls_after, sides
 from lockstep_lint.events.run import runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule, at
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
 MESSAGE = "needs all ranks, but only one comes here: take the state on every rank, then write it on one"
 
@@ -46,11 +44,11 @@ def reads(view: View, event: Event) -> bool:
 
 
 RULE = Rule(
-    code="LS033",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
+    "LS033",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "accelerate"}),
+    moot=(TRAINERS - {"trl"}) | {"accelerate"},
+    placed=True,
 )

@@ -13,8 +13,6 @@ from lockstep_lint.events.values import sites_of
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 OWN = "draws from a generator that each worker has the same copy of: use torch's, or a worker_init_fn"
 SHARED = "draws from numpy's generator in unseeded workers: use torch's, or a worker_init_fn"
 # The first torch that seeds numpy's own generator in each worker.
@@ -48,7 +46,7 @@ def texts(family: tuple[Module, ...]) -> list[str]:
 
 
 def elsewhere(view: View) -> Iterator[Found]:
-    """Find, for each data set of another file, its first loader with workers in each arm of a test."""
+    """Yield the first loader with workers of each data set from another file."""
     told: dict[Scope, list[Site]] = {}
     for site in (s for s in loaders(view, view.module) if workers(view, s)):
         for call, home, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
@@ -143,11 +141,4 @@ def level(view: View, site: Site) -> Severity:
     return Severity.HINT if seeded else Severity.ERROR
 
 
-RULE = Rule(
-    code="LS034",
-    severity=Severity.ERROR,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lockstep"}),
-)
+RULE = Rule("LS034", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=frozenset({"lockstep"}))

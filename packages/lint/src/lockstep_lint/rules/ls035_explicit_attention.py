@@ -9,8 +9,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 PRODUCTS = {"matmul", "bmm", "einsum", "baddbmm"}
 TURNS = {"transpose", "permute", "mT", "T", "swapaxes", "einsum", "rearrange", "t"}
 # Methods that leave a mask what it is.
@@ -98,10 +96,4 @@ def is_product(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and last(node.func) in PRODUCTS
 
 
-RULE = Rule(
-    code="LS035",
-    severity=Severity.HINT,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS035", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import turns_off_gradients
 from lockstep_lint.analysis.context import Guard, Loop, above, each_update, in_most_turns, now_and_then
-from lockstep_lint.analysis.index import Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, is_none, last, walk
 from lockstep_lint.analysis.project import unit_test
@@ -15,9 +14,7 @@ from lockstep_lint.events.run import runs
 from lockstep_lint.events.steps import turns
 from lockstep_lint.events.values import value_at
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 # Objects that only pass numbers on to be looked at.
 TRACKERS = {"wandb", "run", "mlflow", "accelerator", "fabric", "experiment", "tracker"}
@@ -30,8 +27,6 @@ def check(view: View) -> Iterator[Found]:
     told: set[int] = set()
     for run in runs(view):
         for loop, steps, events in turns(run):
-            if loop is None and any(map(made_there, (c for step in steps for c in view.calls.callers(step.scope)))):
-                continue
             backs = [event for event in events if event.kind == "backward"]
             for event in events:
                 line = event.mark.stmt.lineno
@@ -43,11 +38,6 @@ def check(view: View) -> Iterator[Found]:
                         told.add(line)
                         text = f"{what} waits for the device in every step: keep tensors, and read them every n-th step"
                         yield Found(event.node, text)
-
-
-def made_there(call: Site) -> bool:
-    """Check whether a method's object is made where it is called (`Agent().update(x)`): it then makes one step."""
-    return isinstance(call.receiver, ast.Call)
 
 
 def waits(view: View, event: Event) -> str:
@@ -87,9 +77,6 @@ def shown(value: ast.expr) -> Iterator[ast.expr]:
 def in_each(view: View, loop: LoopBlock | None, steps: list[Event], backs: list[Event], event: Event) -> bool:
     """Check whether an event happens in every step of a loop, and is no part of an evaluation in it."""
     inner = event.within(loop)
-    ends = isinstance(event.mark.stmt, ast.Return) and loop is not None and event.scope is loop.scope
-    if ends and loop is not None and isinstance(loop.node, Loop):
-        return False  # ends the loop
     shielded = any(isinstance(block, WithBlock) and turns_off_gradients(block.node) for block in inner)
     if shielded and any(isinstance(block, LoopBlock) for block in inner):
         return False
@@ -138,11 +125,4 @@ def seldom(view: View, loop: LoopBlock | None, block: ArmBlock) -> bool:
     return bool(inner) and not any(bind.value is not None and is_none(bind.value) for bind in inner)
 
 
-RULE = Rule(
-    code="LS036",
-    severity=Severity.HINT,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer", "trl"}),
-)
+RULE = Rule("LS036", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS)

@@ -5,17 +5,15 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop, guards, inside, loops
-from lockstep_lint.analysis.engines import shared_out
+from lockstep_lint.analysis.engines import is_shard
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, walk
+from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, turn
 from lockstep_lint.events.query import side
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 SOME = "only some ranks leave the loop here, and the others wait for them: let all ranks decide alike"
 FLAG = "'{name}' is set on one rank alone, which then leaves without the others: broadcast it first"
@@ -47,9 +45,9 @@ def check(view: View) -> Iterator[Found]:
             node, scope = loop.node, loop.scope
             if not isinstance(node, Loop) or scope.module is not view.module or view.ranks.side(node, scope):
                 continue  # under a test of the rank, the others have a loop of their own
-            name = set_by_one(view, node, scope)
+            header = node.test if isinstance(node, ast.While) else node.iter
+            name = set_by_one(view, node, header, scope)
             if name:
-                header = node.test if isinstance(node, ast.While) else node.iter
                 found.setdefault(header, Found(header, TURNS.format(name=name)))
     yield from found.values()
 
@@ -88,8 +86,8 @@ def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
 
 def exchanges_gradients(view: View, site: Site) -> bool:
     """Check whether a call is a collective of gradients, or only waits."""
-    text = ast.unparse(site.call)
-    return site.name in ("barrier", "synchronize") or (view.effects.is_collective(site) and ".grad" in text)
+    waits = site.name in ("barrier", "synchronize")
+    return waits or (view.effects.is_collective(site) and ".grad" in ast.unparse(site.call))
 
 
 def slice_of(tests: list[ast.expr], loop: Loop, scope: Scope) -> list[ast.stmt]:
@@ -118,11 +116,10 @@ def names_in(node: ast.AST) -> list[str]:
 
 def own_score(view: View, stmts: list[ast.stmt], sites: list[Site], loop: Loop, scope: Scope) -> bool:
     """Check whether a decision comes from a rank's own shard: added up in a loop over it, or by a function."""
-    for stmt in stmts:
+    for stmt in (s for s in stmts if isinstance(s, ast.Assign | ast.AugAssign) and not counts(s, loop, scope)):
         nest = loops(stmt, scope.module)
         within = nest[: nest.index(loop)] if loop in nest else []
-        over_shard = any(isinstance(each, ast.For) and is_shard(view, each.iter, scope) for each in within)
-        if over_shard and isinstance(stmt, ast.Assign | ast.AugAssign) and not counts(stmt, loop, scope):
+        if any(isinstance(each, ast.For) and is_shard(view, each.iter, scope) for each in within):
             return True
     functions = [function for site in sites for function in view.calls.runs(site)]
     return any(
@@ -141,11 +138,6 @@ def counts(stmt: ast.Assign | ast.AugAssign, loop: Loop, scope: Scope) -> bool:
     binds = [bind for name in names_in(stmt.value) if name not in own for bind in scope.binds.get(name, [])]
     inner = [bind for bind in binds if inside(bind.stmt, loop, scope.module)]
     return all(isinstance(bind.value, ast.Call) and last(bind.value) in ("range", "enumerate") for bind in inner)
-
-
-def is_shard(view: View, header: ast.expr, scope: Scope) -> bool:
-    """Check whether a loop's header runs over a rank's own shard of the data."""
-    return view.kinds.is_shard(header, scope) or shared_out(view, header, scope)
 
 
 def gives_back(loop: ast.For, function: Scope) -> bool:
@@ -190,15 +182,14 @@ def sent(scope: Scope, name: str, start: int, end: int) -> bool:
     )
 
 
-def set_by_one(view: View, loop: Loop, scope: Scope) -> str:
-    """Return the name of a number of turns that one rank alone has set."""
-    header = loop.test if isinstance(loop, ast.While) else loop.iter
+def set_by_one(view: View, loop: Loop, header: ast.expr, scope: Scope) -> str:
+    """Return the name in a loop's header that one rank alone has set."""
     if isinstance(header, ast.Call) and last(header) not in ("range", "trange"):
         return ""
     for name in dict.fromkeys(idents(header)):
         binds = [b for b in scope.binds.get(name, []) if b.stmt.lineno < loop.lineno]
         sides = {b: view.ranks.side(b.stmt, scope) for b in binds}
-        lone = [b for b in binds if sides[b] == 1 and not wraps(name, b.value)]
+        lone = [b for b in binds if sides[b] == 1 and not (isinstance(b.value, ast.Call) and mentions(b.value, name))]
         starts = [b for b in binds if lone and sets_constant(b.stmt) and b.stmt.lineno < lone[0].stmt.lineno]
         rest = [b for b in binds if sides[b] == 0 and b not in starts]
         if lone and not rest and -1 not in sides.values() and not sent(scope, name, lone[0].stmt.lineno, loop.lineno):
@@ -206,17 +197,4 @@ def set_by_one(view: View, loop: Loop, scope: Scope) -> str:
     return ""
 
 
-def wraps(name: str, value: ast.expr | None) -> bool:
-    """Check whether a name is bound to itself within something else (`loader = tqdm(loader)`)."""
-    return isinstance(value, ast.Call) and any(isinstance(n, ast.Name) and n.id == name for n in walk(value))
-
-
-RULE = Rule(
-    code="LS037",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "composer", "lockstep", "trl"}),
-)
+RULE = Rule("LS037", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS, placed=True)

@@ -10,8 +10,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 LAYERS = re.compile(r"(^|_)(layer|layers|block|blocks|stages|h)$")
 COUNTED = re.compile(r"layers?\b|blocks?\b|stages\b|\bh\b|children\b")
 DECAY = re.compile(r"decay|llrd|gamma|factor|mult", re.IGNORECASE)
@@ -66,7 +64,7 @@ def counts_layers(name: str, scope: Scope) -> bool:
 
 
 def shrinks(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Check whether a factor is below one: a literal, or a name that says decay and never is a larger literal."""
+    """Check whether a factor is below one: a literal, or a name for a decay."""
     values = [constant(origin.node) for origin in view.origins.of(node, scope)]
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     if numbers:
@@ -74,10 +72,4 @@ def shrinks(view: View, node: ast.expr, scope: Scope) -> bool:
     return bool(DECAY.search((dotted(node) or "").split(".")[-1]))
 
 
-RULE = Rule(
-    code="LS040",
-    severity=Severity.HINT,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS040", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe")

@@ -11,9 +11,7 @@ from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.query import alone, same, sides, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 STEPS = "steps the optimizer on some ranks only: the ranks train different weights"
 # What sends weights or gradients on by hand.
@@ -21,7 +19,7 @@ SENDS = Words(r"broadcast|scatter|gather|^i?send$|^i?recv$|all_?reduce|sync_|ave
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for weights that are loaded or made anew where only some ranks come, once a wrapper has made them equal."""
+    """Find weights that only some ranks load or initialise after a wrapper made them equal."""
     yield from steps_apart(view)
     for run in runs(view):
         for event in run.of("load", "initialise"):
@@ -75,9 +73,7 @@ def parted_at(view: View, event: Event) -> Site | None:
 
 
 def changes_one(view: View, run: Run, event: Event) -> bool:
-    """Check whether an event changes a wrapped model on some ranks only, nothing sends the weights on, and it is
-    trained.
-    """
+    """Check whether some ranks alone change a wrapped model that then trains."""
     wraps = [wrap for wrap in run.of("wrap") if wrap.place < event.place and wrap.detail in ("ddp", "fsdp")]
     if not wraps or not sides(view, event) or alone(view, event):
         return False
@@ -89,12 +85,4 @@ def changes_one(view: View, run: Run, event: Event) -> bool:
     return trained and not sent and any(same(view, wrap, event) for wrap in wraps)
 
 
-RULE = Rule(
-    code="LS041",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lockstep", "composer"}),
-)
+RULE = Rule("LS041", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS - {"trl"}, placed=True)

@@ -9,8 +9,6 @@ from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 MESSAGE = "clears what the micro-batches before the last one have accumulated: call it after optimizer.step()"
 
 
@@ -26,7 +24,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def accumulates(view: View) -> bool:
-    """Check whether an Accelerator is told to accumulate, as far as is known."""
+    """Check whether an Accelerator is set to accumulate, as far as is known."""
     sites = [site for member in view.project.family(view.module) for site in member.sites("Accelerator")]
     names = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
     told = (keyword(site.call, name) for site in sites for name in names)
@@ -39,10 +37,4 @@ def first(run: Run, zero: Event, block: WithBlock) -> bool:
     return "backward" in kinds and kinds[0] == "zero" and kinds[-1] != "zero" and kinds.count("zero") == 1
 
 
-RULE = Rule(
-    code="LS042",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS042", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

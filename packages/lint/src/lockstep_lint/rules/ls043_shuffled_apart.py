@@ -13,8 +13,6 @@ from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 MESSAGE = "each rank shuffles in its own order before the data is divided: samples repeat and are left out; give a seed"
 SPLIT = "each rank draws a split of its own: ranks train on what others test on; give a seed"
 
@@ -41,9 +39,7 @@ def unseeded(run: Run, event: Event) -> bool:
 
 
 def holds_out(event: Event) -> bool:
-    """Check whether one part of what was shuffled is for training and the rest is held out: `data[:n]` and
-    `data[n:]`.
-    """
+    """Check whether a shuffled value is split into training and held-out data (`data[:n]`, `data[n:]`)."""
     stmt, scope = event.mark.stmt, event.scope
     names = {bind.key for bind in scope.bound(stmt)} or {dotted(event.mark.subject) or ""}
     begins, ends, held = set[str](), set[str](), False
@@ -61,9 +57,7 @@ def holds_out(event: Event) -> bool:
 
 
 def divided(view: View, event: Event) -> bool:
-    """Check whether what was shuffled is divided among the ranks: in its statement, after it, or where it is
-    returned.
-    """
+    """Check whether a shuffled value is divided among the ranks, here or where it is returned."""
     stmt, scope = event.mark.stmt, event.scope
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return):
         return False
@@ -86,10 +80,7 @@ def divided(view: View, event: Event) -> bool:
 
 
 def parts(stmt: ast.stmt, scope: Scope, names: set[str], prepared: bool) -> bool:
-    """Check whether a statement divides what one of the names stands for; `names` gets those that it gives that to.
-
-    `prepared`: a loader is divided, by Accelerate.
-    """
+    """Check whether a statement divides a shuffled value; `names` takes in its new names."""
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return) or stmt.value is None:
         return False
     used = any(mentions(stmt.value, name) for name in names if name)
@@ -104,15 +95,8 @@ def parts(stmt: ast.stmt, scope: Scope, names: set[str], prepared: bool) -> bool
 
 
 def line(stmt: ast.stmt) -> int:
-    """Where a statement stands."""
+    """Return the line of a statement."""
     return stmt.lineno
 
 
-RULE = Rule(
-    code="LS043",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    placed=True,
-    fix="unsafe",
-)
+RULE = Rule("LS043", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", placed=True)

@@ -11,8 +11,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 LOCAL = Words(r"^(args_)?local_?rank$")
 HOME = re.compile(r"^(\w+://)?(localhost|127\.\d+\.\d+\.\d+)(:|$)")
 # A number of processes that one node has.
@@ -66,10 +64,4 @@ def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
     )
 
 
-RULE = Rule(
-    code="LS044",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS044", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

@@ -7,9 +7,7 @@ from lockstep_lint.events.event import Event, apart
 from lockstep_lint.events.query import same
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 MESSAGE = "made before the model is sharded on line {line}: it steps parameters that no longer train, so make it after"
 
@@ -32,10 +30,10 @@ def sharded_after(view: View, run: Run, event: Event) -> Event | None:
 
 
 RULE = Rule(
-    code="LS048",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
+    "LS048",
+    Severity.ERROR,
+    Confidence.HIGH,
+    check,
     fix="unsafe",
-    moot=frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep"}),
+    moot=(TRAINERS - {"trl"}) | {"accelerate", "lightning_fabric"},
 )

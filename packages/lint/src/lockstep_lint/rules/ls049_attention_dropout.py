@@ -9,8 +9,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 MESSAGE = "drops out in evaluation too, whatever the mode: pass dropout_p only if self.training"
 
 
@@ -52,10 +50,4 @@ def kept(key: str, scope: Scope) -> list[tuple[ast.expr | None, Scope]]:
     return [(bind.value, method) for method in methods for bind in method.binds.get(key, [])]
 
 
-RULE = Rule(
-    code="LS049",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS049", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")

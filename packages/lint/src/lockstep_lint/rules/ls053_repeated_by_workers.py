@@ -11,8 +11,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 # What divides the data among workers, or draws from it by chance, which a copy repeats rightly.
 SPLITS = re.compile(
     r"worker|rank|shard|split|partition|world|islice|rand|shuffle|sample|choice|perm|queue", re.IGNORECASE
@@ -55,18 +53,10 @@ def repeats(view: View, owner: Scope) -> bool:
 
 
 def fixed(view: View, node: ast.expr) -> bool:
-    """Check whether an expression is a sequence in sight, which no framework divides: a literal, a file, a list of
-    files.
-    """
+    """Check whether an expression is a sequence in sight: a literal, a file, a list of files."""
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
     return isinstance(node, ast.List | ast.ListComp) or name in SEQUENCES
 
 
-RULE = Rule(
-    code="LS053",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="none",
-)
+RULE = Rule("LS053", Severity.ERROR, Confidence.HIGH, check)

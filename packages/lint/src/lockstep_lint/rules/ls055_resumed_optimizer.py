@@ -14,9 +14,7 @@ from lockstep_lint.events.event import ArmBlock, Event, LoopBlock, apart
 from lockstep_lint.events.query import given_as, shown_at
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
-from lockstep_lint.rules.base import Found, Rule
-
-__all__ = ["RULE"]
+from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 MESSAGE = "a resumed run loads the weights alone, its optimizer starts afresh: save and load optimizer.state_dict() too"
 RESUMES = Words(r"resum|^(start|begin|init|initial)_?epoch$|^continue_?(train|from|run)|^restart", re.IGNORECASE)
@@ -111,10 +109,5 @@ def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
 
 
 RULE = Rule(
-    code="LS055",
-    severity=Severity.ERROR,
-    confidence=Confidence.MEDIUM,
-    check=check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "composer", "lockstep", "trl", "deepspeed"}),
+    "LS055", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "lightning_fabric"}
 )

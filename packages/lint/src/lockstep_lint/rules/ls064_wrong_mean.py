@@ -12,8 +12,6 @@ from lockstep_lint.events.marks import summed
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
 
-__all__ = ["RULE"]
-
 MESSAGE = "divides a sum of the batches' means by the number of samples, not of batches: the mean is far too small"
 BLOCKS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try)
 READS = ("item", "detach", "cpu", "float", "mean")
@@ -71,7 +69,7 @@ def is_mean(view: View, value: ast.expr, scope: Scope) -> bool:
 
 
 def is_criterion(view: View, call: ast.Call, scope: Scope) -> bool:
-    """Check whether a call is of a loss of torch that is not told how to reduce."""
+    """Check whether a call is a loss of torch without a `reduction`."""
     if keyword(call, "reduction") is not None:
         return False
     full = view.names.qualify(call.func, scope)
@@ -88,10 +86,4 @@ def is_criterion(view: View, call: ast.Call, scope: Scope) -> bool:
     )
 
 
-RULE = Rule(
-    code="LS064",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="none",
-)
+RULE = Rule("LS064", Severity.ERROR, Confidence.HIGH, check)

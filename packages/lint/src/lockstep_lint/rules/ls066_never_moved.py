@@ -11,8 +11,6 @@ from lockstep_lint.events.marks import LAYERS
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 MESSAGE = "'{name}' is never moved to the device that its inputs are moved to: its first forward fails there"
 # Words of a class that may put its parameters, or its inputs, on a device by itself.
 PLACES = ("device", "cuda", ".to(", ".cpu(", "getattr(")
@@ -83,10 +81,4 @@ def is_move(view: View, call: ast.Call, scope: Scope) -> bool:
     return last(call) == "cuda" or (bool(made) and all("cuda" in ast.unparse(value) for value in made))
 
 
-RULE = Rule(
-    code="LS066",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="none",
-)
+RULE = Rule("LS066", Severity.ERROR, Confidence.HIGH, check)

@@ -10,8 +10,6 @@ from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
 
-__all__ = ["RULE"]
-
 PARSER = "argparse.ArgumentParser"
 # Parsers of other packages that read `bool` as a flag.
 OTHER_PARSERS = ("jsonargparse", "LightningCLI", "LightningArgumentParser", "from tap ", "import tap")
@@ -68,10 +66,4 @@ def of_argparse(view: View, site: Site) -> bool:
     return any("argparse" in text for text in texts)
 
 
-RULE = Rule(
-    code="LS068",
-    severity=Severity.ERROR,
-    confidence=Confidence.HIGH,
-    check=check,
-    fix="unsafe",
-)
+RULE = Rule("LS068", Severity.ERROR, Confidence.HIGH, check, fix="unsafe")
