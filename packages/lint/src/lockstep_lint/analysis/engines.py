@@ -4,7 +4,7 @@ import ast
 import re
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import COLLECTIVES
+from lockstep_lint.analysis.calls import COLLECTIVES, passed
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
@@ -16,6 +16,7 @@ __all__ = [
     "SAVES",
     "WAITS",
     "asks_for_deepspeed",
+    "has_shard",
     "is_shard",
     "prepared",
     "saves_on_all",
@@ -76,6 +77,27 @@ def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
         return True
     made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}
     return bool(made) and made <= prepared(view)
+
+
+def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
+    """Check whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
+    key = dotted(view.kinds.iterated(node, scope) if not depth else node)
+    if key is None or "accelerate" not in view.frameworks or depth > MAX_CALLS:
+        return False
+    binds = view.origins.binds(key, scope, node.lineno)
+    if not binds and key in scope.params:
+        given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
+        return any(value is not None and shared_out(view, value, home, depth + 1) for value, home in given)
+    makers = [bind.value.func for bind, _ in binds if isinstance(bind.value, ast.Call)]
+    return any(
+        isinstance(func, ast.Attribute) and func.attr == "prepare" and ACCELERATOR.search(last(func.value))
+        for func in makers
+    )
+
+
+def has_shard(view: View, header: ast.expr, scope: Scope) -> bool:
+    """Check whether a loop's header runs over a rank's own shard, or over what Accelerate prepared by any name."""
+    return view.kinds.is_shard(header, scope) or shared_out(view, header, scope)
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
