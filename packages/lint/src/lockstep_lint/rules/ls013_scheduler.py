@@ -102,7 +102,7 @@ def wrong_unit(view: View, run: Run, event: Event, made: list[Made]) -> str:
 
 def header(loop: LoopBlock) -> ast.AST:
     """Return the test or the iterable of a loop."""
-    return getattr(loop.node, "test", None) or getattr(loop.node, "iter", loop.node)
+    return loop.node.test if isinstance(loop.node, ast.While) else getattr(loop.node, "iter", loop.node)
 
 
 def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
