@@ -163,8 +163,8 @@ class Meter:
             counts: see `flush`.
 
         Returns:
-            The record has running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds), skipped_steps if any,
-            and where there are any train/NAME (the task's own numbers) and gradients/NAME.
+            The record has running_loss, grad_norm, items_per_second, memory (bytes), time/PART (milliseconds),
+            skipped_steps if any, and where there are any train/NAME (the task's own numbers) and gradients/NAME.
         """
         norms, counted = self.flush(*counts)
         laps = self._clock.read()
