@@ -12,6 +12,7 @@ from ranks import run
 from torch.utils.data import DataLoader
 
 import lockstep
+from lockstep import checkpoint
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
@@ -366,6 +367,9 @@ def test_data_and_rates_are_set_up_as_on_one_device(tmp_path, monkeypatch):
     losses, held_out, shown, weights = templated(None, tmp_path / "one")
     assert len(losses) == 6
     assert shown == [(1, 1, 0, True), 0, (1, 1, 0, True)]
+    stored = checkpoint.read_state(checkpoint.newest(tmp_path / "one" / "Module", say=print))["contents"]
+    assert {label.partition(" of the ")[2] for label in stored} == {"training set", "evaluation set"}
+    assert not any(left_out for *_, left_out in stored.values())
     begun, *_ = templated(None, tmp_path / "two", 2)
     for rank, other in enumerate(run(templated, 2, tmp_path / "two", timeout=180.0)):
         assert begun + other[0] == pytest.approx(losses, rel=1e-12)

@@ -11,7 +11,7 @@ import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -499,13 +499,11 @@ class ForwardDispatch:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
-class _EvaluationSample:
+class _EvaluationSample(NamedTuple):
     """A sample of an evaluation set, with the index of the set."""
 
-    __slots__ = ("data", "place")
-
-    def __init__(self, place: int, data: Any) -> None:
-        self.place, self.data = place, data
+    place: int
+    data: Any
 
 
 class _Set(Sampled):
