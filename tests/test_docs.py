@@ -279,7 +279,7 @@ def test_the_tutorial_of_lightning_has_one_result_on_two_processes(here, tmp_pat
 
 
 def test_the_loop_of_ones_own_runs_alone_and_resumes_on_two(tmp_path):
-    run_page("docs/own-loop.md", tmp_path, ["train.py"])
+    run_page("docs/own-loop.md", tmp_path, ["train.py", "reinforce.py"])
     shown = go(tmp_path, warm.python(), "train.py")
     assert float(re.search(r"accuracy (\S+) of 256", shown)[1]) > 0.8
     two = (warm.python(), "-m", "lockstep", "launch", "--nproc-per-node", "2", "--", "train.py")

@@ -18,9 +18,9 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, final
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from lockstep.checkpoint.format import read_manifest
 from lockstep.clock import HostClock
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask
-from lockstep.data.batches import Batches, Loading, MicroBatch, StepPlan
+from lockstep.data.batches import Batches, Loading, MicroBatch, Origin, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential, order_from
 from lockstep.data.shard_order import Geometry, own_order, place_order
@@ -83,6 +83,10 @@ def loader(  # noqa: PLR0913
     The samples of a micro-batch and its random numbers depend only on (seed, step, micro-batch), as in
     `lockstep.train`, and not on the world size or a resume. It serves an evaluation too.
 
+    A further loader of the same world continues where the last one ended: it begins with the next epoch and step, so
+    its order and its random numbers are new. Those with a shuffle (or an `order`) and those without are counted apart,
+    so that evaluations in between do not change the training.
+
     Args:
         dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.
         world: see `World.join`.
@@ -127,18 +131,21 @@ def loader(  # noqa: PLR0913
         Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
     )
     stream = place_order(stream, Geometry(batch_size, micro_batch_size), stream.size)
-    total = steps * batch_size or epochs * stream.size
-    if drop_last:
-        total -= total % batch_size
-    plan = StepPlan(batch_size, micro_batch_size, total)
+    planned = steps * batch_size or epochs * stream.size
+    plan = StepPlan(batch_size, micro_batch_size, planned - (planned % batch_size if drop_last else 0))
     if plan.micro_batches < world.size:
         raise ConfigError(
             f"lockstep.loader: a step of {batch_size} is {plan.micro_batches} micro-batches of {micro_batch_size}, "
             f"fewer than the {world.size} ranks; use a smaller micro_batch_size"
         )
     task = _LoaderTask(collate, count, reduction)
-    batches = Batches(task, dataset, stream, plan, world, seed=seed, loading=Loading(workers))
-    return OwnLoopLoader(batches, task, world, seed, stream.size)
+
+    def load_from(origin: Origin) -> Batches:
+        moved = replace(plan, total=origin.position + plan.total, origin=origin)
+        return Batches(task, dataset, stream, moved, world, seed=seed, loading=Loading(workers))
+
+    kind = "in order" if isinstance(stream, Sequential) else "shuffled"
+    return OwnLoopLoader(load_from, plan, _Epochs(kind, stream.size, planned), task, world, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,9 @@ class LoaderStep:
     """An iterator over this rank's micro-batches of a step, which seeds torch before each.
 
     Attributes:
-        number: from 0.
+        number: from 0, in its loader.
+        epoch: of its first sample, from 0, in its loader.
+        ends_epoch: an epoch ends with it, or is incomplete at the loader's end: the time for a scheduler by epochs.
         items: over all ranks.
         world: the ranks.
         counted: for each of this rank's micro-batches, False if it is an empty slot.
@@ -175,6 +184,8 @@ class LoaderStep:
     """
 
     number: int
+    epoch: int
+    ends_epoch: bool
     items: float
     world: World
     counted: tuple[bool, ...]
@@ -195,6 +206,20 @@ class LoaderStep:
             yield LoaderBatch(data, share if batch.weight else 0.0, items, last)
 
 
+class _Epochs(NamedTuple):
+    """The epochs of a loader.
+
+    Attributes:
+        kind: loaders of one kind continue each other.
+        size: samples in an epoch.
+        planned: samples of all, before a short last step is dropped.
+    """
+
+    kind: str
+    size: int
+    planned: int
+
+
 @final
 class OwnLoopLoader:
     """The remaining steps of a training; each iteration continues where the last one ended.
@@ -204,17 +229,33 @@ class OwnLoopLoader:
         steps: total number.
     """
 
-    def __init__(self, batches: Batches, task: "_LoaderTask", world: World, seed: int, samples: int) -> None:
-        self._batches, self._world, self._seed = batches, world, seeder(seed, "micro", world.device)
+    def __init__(
+        self,
+        load_from: Callable[[Origin], Batches],
+        plan: StepPlan,
+        epochs: _Epochs,
+        task: "_LoaderTask",
+        world: World,
+        seed: int,
+    ) -> None:
+        self._load_from, self._step_plan, self._epochs, self._world = load_from, plan, epochs, world
         self._each, self._mean, self._done = items_of_a_sample(task), task.reduction == "mean", 0
-        plan = batches.step_plan
+        self._reseed = seeder(seed, "micro", world.device)
         self.micro_batches, self.steps = plan.micro_batches, plan.steps
         self._plan = {
             "batch_size": plan.size,
             "micro_batch_size": plan.micro_size,
-            "samples": samples,
+            "samples": epochs.size,
             "seed": seed,
         }
+        self._begin_at(world.loaded.get(epochs.kind, [0, 0]))
+
+    def _begin_at(self, start: list[int]) -> None:
+        """Set the first epoch and step, and let the next loader of this kind continue after the last."""
+        self._start = start
+        epoch, step = start
+        last_epoch = epoch + -(-self._epochs.planned // self._epochs.size)
+        self._world.loaded[self._epochs.kind] = [last_epoch, step + self.steps]
 
     def __len__(self) -> int:
         """Return the number of remaining steps."""
@@ -222,22 +263,40 @@ class OwnLoopLoader:
 
     def __iter__(self) -> Iterator[LoaderStep]:
         """Yield the remaining steps. Collective: at most one small exchange per step adds up the items."""
-        plan, steps = self._batches.step_plan, self._batches.from_step(self._done)
+        epoch, first = self._start
+        batches = self._load_from(Origin(first, epoch * self._epochs.size))
+        plan, steps = batches.step_plan, batches.from_step(first + self._done)
         each = self._each
         constant = (lambda step: each * plan.samples(step)) if each else None
         exchange = StepExchange(self._world, steps.items, constant, plan.steps)  # collective
         with closing(exchange), closing(steps):
-            for number, micro in steps:
-                items = exchange.global_items(number)
-                self._done = number + 1
-                counted = tuple(bool(batch.weight) for batch in micro)
-                yield LoaderStep(number, items, self._world, counted, self.micro_batches, micro, self._seed, self._mean)
-                exchange.send(number)
+            for place, micro in steps:
+                items = exchange.global_items(place)
+                self._done = place - first + 1
+                yield self._step(place - first, items, micro)
+                exchange.send(place)
                 exchange.receive()
+
+    def _step(self, number: int, items: float, micro: list[MicroBatch]) -> LoaderStep:
+        start, is_last = number * self._step_plan.size, number + 1 == self.steps
+        end = self._epochs.planned if is_last else start + self._step_plan.size
+        epoch, first = start // self._epochs.size, self._start[1]
+        return LoaderStep(
+            number,
+            epoch,
+            end // self._epochs.size > epoch,
+            items,
+            self._world,
+            tuple(bool(batch.weight) for batch in micro),
+            self.micro_batches,
+            micro,
+            lambda number, index: self._reseed(first + number, index),
+            self._mean,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the current step."""
-        return {"done": self._done, **self._plan}
+        return {"done": self._done, "start": list(self._start), **self._plan}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raises ConfigError if data, sizes or seed differ."""
@@ -250,6 +309,7 @@ class OwnLoopLoader:
                 f"lockstep.loader: different {', '.join(differing)}, so samples would repeat; use the same values"
             )
         self._done = min(int(state["done"]), self.steps)
+        self._begin_at(list(state.get("start", [0, 0])))  # earlier versions had one loader
 
 
 class _LoaderTask(Task):
@@ -391,7 +451,7 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
         path,
         step,
         tensors,
-        {"global_step": step, "own_loop": plain},
+        {"global_step": step, "own_loop": plain, "scheduled": _scheduled_values(what), "loaded": world.loaded},
         world,
         engine="own loop",
         exempt=tensors.keys() - _names_with_states(tensors),
@@ -439,7 +499,8 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
         what[_ENGINE].load_state_dict(engine)
     for name, value in plain.items():
         what[name].load_state_dict(_from_json(value, tensors))
-        _set_rates(what[name])
+        _set_scheduled(what[name], _from_json(state.get("scheduled", {}).get(name), {}))
+    world.loaded |= {kind: list(each) for kind, each in state.get("loaded", {}).items()}
     return int(state["global_step"])
 
 
@@ -449,14 +510,31 @@ def _names_with_states(names: Iterable[str]) -> set[str]:
     return states | {f"model/{name.removeprefix('optimizer/').rpartition('/')[0]}" for name in states}
 
 
-def _set_rates(each: Stateful) -> None:
-    """Set the optimizer's rates to those of a scheduler; an engine's state does not store them."""
-    if isinstance(each, LRScheduler):
-        for group, rate in zip(each.optimizer.param_groups, each.get_last_lr(), strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+_SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedulers write into a group
+
+
+def _scheduled_values(what: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return, for each scheduler, what its optimizer's groups have now; an engine's state does not store it."""
+    values: dict[str, Any] = {}
+    for name, each in what.items():
+        if isinstance(each, LRScheduler):
+            groups = [{key: group[key] for key in _SCHEDULED if key in group} for group in each.optimizer.param_groups]
+            groups = [pytree.tree_map_only(Tensor, float, group) for group in groups]  # waits for the device
+            values[name] = _to_json(groups, f"{name}/", {})
+    return values
+
+
+def _set_scheduled(each: Stateful, values: list[dict[str, Any]] | None) -> None:
+    """Set the groups of a scheduler's optimizer; None, of an earlier version: to its last rates."""
+    if not isinstance(each, LRScheduler):
+        return
+    values = values or [{"lr": rate} for rate in each.get_last_lr()]
+    for group, stored in zip(each.optimizer.param_groups, values, strict=True):
+        for key, value in stored.items():
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
             else:
-                group["lr"] = rate
+                group[key] = value
 
 
 def _allocate(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:

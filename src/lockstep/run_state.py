@@ -321,6 +321,7 @@ class RunState:
         spike: of the spike guard.
         shares: of `--shares auto`.
         stream: the place in a training set without an index.
+        contents: digests of a few samples of each set, by label (see `guards.contents`).
         steps_left_out: steps that a guard skipped.
         losses: ranks that were lost while the others continued.
         restarts: restarts by a launcher after a failure.
@@ -347,6 +348,7 @@ class RunState:
     spike: SpikeState | None = None
     shares: SharesState | None = None
     stream: StreamState | None = None
+    contents: dict[str, Any] | None = None
     steps_left_out: int | None = None
     losses: int | None = None
     restarts: int | None = None

@@ -12,6 +12,7 @@ from ranks import run
 from torch.utils.data import DataLoader
 
 import lockstep
+from lockstep import checkpoint
 from lockstep.diagnose.plan.subject import subject_of
 from lockstep.errors import ConfigError
 from lockstep.tensors import local_of
@@ -291,3 +292,88 @@ def test_a_dict_of_lists_has_the_keys_that_any_rank_came_by(tmp_path):
     alone = by_label(None, tmp_path / "one")
     assert alone == {f"of_{label}": 16.0 for label in range(6)}
     assert run(by_label, 2, tmp_path / "two") == [alone, alone]
+
+
+def template(package):
+    """The commonest template: batch and rate by the processes, a sampler by rank, a held-out part drawn twice."""
+
+    class Data(package.LightningDataModule):
+        batch_size = 8
+
+        def setup(self, stage):
+            self.batch_size_per_device = self.batch_size // self.trainer.world_size
+
+        def parts(self):
+            rows = torch.linspace(-1, 1, 64 * 8, dtype=torch.float64).reshape(64, 8)
+            data = torch.utils.data.TensorDataset(rows.sin(), torch.arange(64))
+            return torch.utils.data.random_split(data, [48, 16])  # without a seed
+
+        def train_dataloader(self):
+            mine = self.parts()[0]
+            by_rank = self.trainer.distributed_sampler_kwargs
+            sampler = torch.utils.data.DistributedSampler(mine, shuffle=False, **by_rank)
+            assert len(sampler) == len(mine)
+            return DataLoader(mine, self.batch_size_per_device, sampler=sampler)
+
+        def val_dataloader(self):
+            return DataLoader(self.parts()[1], 8)
+
+    class Module(importlib.import_module("lightning_modules").autoencoder(package)):
+        shown = ()
+
+        def processes(self):
+            trainer = self.trainer
+            return (trainer.world_size, trainer.num_devices, trainer.global_rank, trainer.is_global_zero)
+
+        def validation_step(self, batch, batch_idx):
+            return self.decoder(self.encoder(batch[0])).square().mean()
+
+        def configure_optimizers(self):
+            self.shown = [self.processes(), self.global_rank]
+            processes = lambda: self.trainer.world_size * self.trainer.num_devices  # noqa: E731
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01 * processes())
+            rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step) * processes())
+            return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+        def on_train_end(self):
+            self.shown.append(self.processes())
+
+    return Module, Data
+
+
+def templated(world, folder, stop_at=0):
+    if world:
+        world.leave()
+        os.environ["PL_GLOBAL_SEED"] = "5"  # as `seed_everything` sets it
+    torch.manual_seed(7 + int(os.environ.get("RANK", "0")))
+    package = importlib.import_module("lightning.pytorch")
+    kind, data = template(package)
+    modules = importlib.import_module("lightning_modules")
+    module, datamodule = modules.seeded(kind), data()
+    torch.manual_seed(7 + int(os.environ.get("RANK", "0")))
+    config, task = lockstep.from_lightning(module, datamodule, devices=2)
+    assert (config.batch_size, config.micro_batch_size) == (16, 8)
+    config = dataclasses.replace(
+        config, save_dir=str(folder), report=False, num_epochs=2, stop_at=stop_at, precision="float64"
+    )
+    with lockstep.Run(config, task) as made:
+        losses = [step.loss for step in made]
+    held_out = made.result.evaluation and made.result.evaluation.loss
+    return losses, held_out, module.shown, {name: each.tolist() for name, each in made.model.state_dict().items()}
+
+
+def test_data_and_rates_are_set_up_as_on_one_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "5")
+    losses, held_out, shown, weights = templated(None, tmp_path / "one")
+    assert len(losses) == 6
+    assert shown == [(1, 1, 0, True), 0, (1, 1, 0, True)]
+    stored = checkpoint.read_state(checkpoint.newest(tmp_path / "one" / "Module", say=print))["contents"]
+    assert {label.partition(" of the ")[2] for label in stored} == {"training set", "evaluation set"}
+    assert not any(left_out for *_, left_out in stored.values())
+    begun, *_ = templated(None, tmp_path / "two", 2)
+    for rank, other in enumerate(run(templated, 2, tmp_path / "two", timeout=180.0)):
+        assert begun + other[0] == pytest.approx(losses, rel=1e-12)
+        assert other[1] == pytest.approx(held_out, rel=1e-12)
+        assert other[2] == [(1, 1, 0, rank == 0), 0, (2, 2, rank, rank == 0)]
+        for name, value in weights.items():
+            torch.testing.assert_close(torch.tensor(other[3][name]), torch.tensor(value), rtol=1e-12, atol=1e-14)

@@ -128,3 +128,56 @@ def within(world):
 
 def test_ranks_that_have_joined_are_joined_again_and_stay():
     assert run(within, 2) == [([0, 1], [0, 1])] * 2
+
+
+def by_processes(folder):
+    """A Trainer whose own methods derive rates from the number of processes, and whose callback names files by them."""
+    trainers = importlib.import_module("hf_trainers")  # by the ranks too, which import this file
+    transformers = importlib.import_module("transformers")
+    seen = []
+
+    class Scaled(transformers.Trainer):
+        def processes(self):
+            return self.args.world_size, self.args.process_index, self.accelerator.num_processes
+
+        def create_optimizer(self, *_):
+            seen.append(self.processes())
+            lr = self.args.learning_rate * self.args.world_size
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+            return self.optimizer
+
+        def create_scheduler(self, steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: self.accelerator.num_processes / (1 + step)
+            )
+            return self.lr_scheduler
+
+    class Named(transformers.TrainerCallback):
+        def on_train_end(self, args, state, control, **_):
+            seen.append((args.world_size, args.process_index))
+
+    trainer = trainers.made(
+        folder, trainers.causal_model(), trainers.causal_rows(), kind=Scaled, callbacks=[Named()], eval_strategy="no"
+    )
+    config, task = lockstep.from_trainer(trainer, devices=2)
+    with lockstep.Run(dataclasses.replace(config, exact=True), task) as made:
+        rates = [step.lr for step in made]
+    return rates, {name: tensor.tolist() for name, tensor in made.model.state_dict().items()}, seen
+
+
+def by_processes_on(world, folder):
+    world.leave()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    found = by_processes(folder)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.usefixtures("as_before")
+def test_rates_are_set_up_as_on_one_device(tmp_path):
+    rates, weights, seen = by_processes(tmp_path / "one")
+    assert rates == pytest.approx([1e-2 / (1 + step) for step in range(4)])
+    assert set(seen[:-1]) == {(1, 0, 1)}
+    for rank, other in enumerate(run(by_processes_on, 2, tmp_path / "two", timeout=180.0)):
+        assert other[:2] == (rates, weights)
+        assert other[2] == [*seen[:-1], (2, rank)]

@@ -372,3 +372,152 @@ def test_a_url_is_no_folder(tmp_path, monkeypatch):
         with refuses(ConfigError, "save_state", "load_state"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+ROLLOUTS = 24
+
+
+def read_through(loader, seen):
+    """Add what each step of a loader has: its samples, and what its forwards would draw."""
+    for step in loader:
+        parts = [[batch.data[0].tolist(), torch.rand(2).tolist()] for batch in step]
+        rows = [part for part, counts in zip(parts, step.counted, strict=True) if counts]
+        seen.append([part for rank in step.world.gather(rows) for part in rank])
+
+
+def iterated(world, folder, begin=0, end=3, evaluates=True):
+    """Iterations of a training by reinforcement: new data and a new loader in each, and an evaluation in between."""
+    seen = []
+    metric = nn.Linear(1, 1)
+    done = lockstep.load_state(folder, world, metric=metric)
+    assert done == begin
+    for iteration in range(done, end):
+        rollouts = TensorDataset(torch.arange(ROLLOUTS) + 100 * iteration)
+        read_through(lockstep.loader(rollouts, world, batch_size=8, micro_batch_size=4, epochs=2), seen)
+        lockstep.save_state(folder, world, iteration + 1, metric=metric)
+        if evaluates:
+            for _ in lockstep.loader(rollouts, world, batch_size=8, micro_batch_size=4, shuffle=False):
+                pass
+    return seen
+
+
+def test_a_further_loader_continues_where_the_last_one_ended(tmp_path):
+    alone = iterated(World(), tmp_path / "1")
+    one = []
+    read_through(
+        lockstep.loader(TensorDataset(torch.arange(ROLLOUTS)), World(), batch_size=8, micro_batch_size=4, epochs=6), one
+    )
+    for place, (step, same) in enumerate(zip(alone, one, strict=True)):  # as one loader over all epochs
+        assert [[[row % 100 for row in rows], drawn] for rows, drawn in step] == same
+        assert {row // 100 for rows, _ in step for row in rows} == {place // 6}
+    assert len({str([drawn for _, drawn in step]) for step in alone}) == len(alone)
+    assert run(iterated, 2, tmp_path / "2") == [alone, alone]
+    begun = iterated(World(), tmp_path / "3", end=2, evaluates=False)
+    assert begun + run(iterated, 2, tmp_path / "3", 2)[0] == alone
+
+
+def stopped_within(world, folder):
+    """A second loader that is left in its middle, and continued by another start."""
+    seen = []
+    data = TensorDataset(torch.arange(ROLLOUTS))
+    make = lambda: lockstep.loader(data, world, batch_size=8, micro_batch_size=4, epochs=2)  # noqa: E731
+    read_through(make(), seen)
+    second = make()
+    for step in second:
+        for _ in step:
+            pass
+        if step.number == 2:
+            lockstep.save_state(folder, world, 3, loader=second)
+            break
+    del seen[:]
+    read_through(second, seen)
+    read_through(make(), seen)
+    fresh = World(world.rank, world.local_rank, world.size, world.device, world.timeout, world.control)
+    again, resumed = lockstep.loader(data, fresh, batch_size=8, micro_batch_size=4, epochs=2), []
+    lockstep.load_state(folder, fresh, loader=again)
+    read_through(again, resumed)
+    read_through(lockstep.loader(data, fresh, batch_size=8, micro_batch_size=4, epochs=2), resumed)
+    return seen, resumed
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_within_a_later_loader_has_its_order_and_draws(tmp_path, world_size):
+    for seen, resumed in run(stopped_within, world_size, tmp_path):
+        assert len(seen) == 3 + 6
+        assert resumed == seen
+
+
+def scheduled(world, folder, make, by_epochs, stop=0):
+    """The rates and momenta of each step, and the weights, with the scheduler that the guide advises."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = lockstep.loader(doubled(), world, batch_size=BATCH, micro_batch_size=MICRO, epochs=3)
+    engine = lockstep.engine("auto", model, optimizer, world)
+    scheduler = make(optimizer, loader.steps)
+    state = {"engine": engine, "scheduler": scheduler, "loader": loader}
+    lockstep.load_state(folder, world, **state)
+    used = []
+    for step in loader:
+        used.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        for batch in step:
+            x, y = batch.data
+            with engine.accumulate(batch.last):
+                engine.backward(F.cross_entropy(engine.model(x), y), batch.weight)
+        engine.step()
+        if step.ends_epoch or not by_epochs:
+            scheduler.step()
+        if step.number + 1 == stop:
+            lockstep.save_state(folder, world, stop, **state)
+            break
+    torch.set_default_dtype(torch.float32)
+    return used, model.weight.tolist()
+
+
+def doubled():
+    data = samples()
+    data.tensors = (data.tensors[0].double(), data.tensors[1])
+    return data
+
+
+def plainly(make, by_epochs):
+    """The same by hand: plain PyTorch on one device, in three epochs."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    order, (x, y) = Shuffled(SIZE, 0).at(0, 3 * SIZE)[1], doubled().tensors
+    starts = range(0, 3 * SIZE, BATCH)
+    scheduler = make(optimizer, len(starts))
+    used = []
+    for start in starts:
+        rows = order[start : start + BATCH]
+        used.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        if not by_epochs or (start + BATCH) // SIZE > start // SIZE:
+            scheduler.step()
+    torch.set_default_dtype(torch.float32)
+    return used, model.weight.tolist()
+
+
+def one_cycle(optimizer, steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps + 1)
+
+
+def halved(optimizer, steps):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize(("make", "by_epochs"), [(halved, True), (one_cycle, False)])
+def test_schedulers_by_epochs_and_by_steps_are_those_of_plain_pytorch(tmp_path, make, by_epochs):
+    rates, weights = plainly(make, by_epochs)
+    assert len(set(rates)) == (3 if by_epochs else len(rates))
+    runs = run(scheduled, 2, tmp_path / "2", make, by_epochs)
+    first, _ = scheduled(World(), tmp_path / "1", make, by_epochs, stop=7)
+    runs += [(first + used, found) for used, found in run(scheduled, 2, tmp_path / "1", make, by_epochs)]
+    for used, found in runs:
+        torch.testing.assert_close(torch.tensor(used), torch.tensor(rates), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(weights), rtol=1e-12, atol=1e-14)

@@ -24,6 +24,7 @@ __all__ = [
     "EpochPosition",
     "Rates",
     "Scheduler",
+    "step_one",
 ]
 
 
@@ -92,7 +93,7 @@ class Rates:
         base: list[float] | None = None,
     ) -> None:
         self._optimizer, self._schedulers, self._place = optimizer, schedulers, place
-        self._step, self._caller = step_scheduler or _step_scheduler, caller
+        self._step, self._caller = step_scheduler or step_one, caller
         groups = optimizer.param_groups
         self.base = base or [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.watched = [each.monitor for each in schedulers if each.monitor]
@@ -249,7 +250,8 @@ def _like(numbers: Iterable[float], template: list[dict[str, Any]]) -> list[dict
     ]
 
 
-def _step_scheduler(scheduler: Any, value: float | None) -> None:
+def step_one(scheduler: Any, value: float | None) -> None:
+    """Step a scheduler of torch's, with the value that a plateau follows; None: it follows none."""
     if value is None:
         scheduler.step()
     else:

@@ -55,6 +55,7 @@ __all__ = [
     "failure",
     "generators_kept",
     "seed_everything",
+    "seeded_alike",
 ]
 
 _TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # read by Hugging Face's tokenizers at each call
@@ -304,6 +305,17 @@ def generator_states() -> tuple[Any, ...]:
         tuple(np.asarray(part).tobytes() for part in numpy[1:]),
         random.getstate(),
     )
+
+
+@contextmanager
+def seeded_alike(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and random for a call of user code that makes data, and restore them afterwards.
+
+    What it draws, such as a split into training and evaluation, is the same in each call, rank, start and resume.
+    """
+    with generators_kept():
+        seed_everything(seed)
+        yield
 
 
 @contextmanager

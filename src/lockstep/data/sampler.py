@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lockstep.data.loader import blamed, generators_kept, seed_everything
+from lockstep.data.loader import blamed, generators_kept, seed_everything, seeded_alike
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.seeds import derive
 from lockstep.task import Order, Task
@@ -462,13 +462,12 @@ def draw_order(task: Task, samples: int, seed: int) -> Any:
     Args:
         task: its `order` is called.
         samples: of the training set.
-        seed: the run's; seeds random draws within `order`, so that all ranks draw the same.
+        seed: the run's; seeds random draws within `order`, which may make the dataset again, as for the dataset itself.
 
     Raises:
         DataError: it fails.
     """
-    with generators_kept():
-        seed_everything(derive(seed, "order"))
+    with seeded_alike(seed):
         try:
             return task.order(samples, seed)
         except LockstepError:

@@ -180,6 +180,7 @@ class World:
         control: gloo group for agreements; None in a world of one that no launcher started.
         quiet: print nothing to the user, since the process is not yet one that reports.
         leads: for each rank the first one that sees the same run folder; (): all see rank 0's.
+        loaded: kind -> [epochs, steps] of the `lockstep.loader`s so far; the next of the kind continues there.
     """
 
     rank: int = 0
@@ -190,6 +191,7 @@ class World:
     control: dist.ProcessGroup | None = None
     quiet: bool = False
     leads: tuple[int, ...] = ()
+    loaded: dict[str, list[int]] = field(default_factory=dict, compare=False)
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0

@@ -1,7 +1,8 @@
-"""Digest samples, so that ranks can compare the content of a few of them.
+"""Digest samples, so that ranks and resumes can compare the content of a few of them.
 
     found = Contents({"training set": dataset}, seed=0)[KEY][0]     # on each rank, in a loader process or not
-    check_contents(world, found)                                    # DifferenceError: the sample and the ranks
+    check_contents(world, found, accept)                            # DifferenceError: the sample and the ranks
+    first_difference(stored, found)                                 # label of the first sample that changed
 
 A digest has two parts: a hash of exact values (shapes, integers, strings), and weighted sums of inexact ones (floats,
 the bytes of a picture). Two kinds of processor may round the latter differently, so the sums may differ in the fifth
@@ -13,7 +14,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, Final, final
 
@@ -35,9 +36,11 @@ __all__ = [
     "alike",
     "check_contents",
     "digest",
+    "first_difference",
 ]
 
 KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything
+_PLACES = (0.0, 0.5, 1.0, 0.25, 0.75)  # of the samples in their set, the most telling first
 _ENOUGH = 1.0  # seconds after the first sample in which further ones are read
 _DEEP = 12  # levels of nested containers
 _LONGEST = 1 << 22  # elements; of a longer tensor evenly spaced ones count
@@ -52,7 +55,7 @@ Digest = list[Any]  # [hash, [norm, weighted sum, norm, weighted sum, ...], type
 class Contents:
     """Datasets whose only item is the digests of a few samples of each.
 
-    These are the first, the middle and the last sample.
+    These are the first and the last sample, and three between them.
 
     Args:
         sets: name for messages -> the dataset, as it is loaded.
@@ -66,7 +69,7 @@ class Contents:
         """Return ({sample's label: its digest}, 0); a digest is None if two readings differ."""
         digests: dict[str, Digest | None] = {}
         ends = math.inf
-        for place in (0.0, 0.5, 1.0):
+        for place in _PLACES:
             for name, dataset in self._sets.items():
                 index = int(place * (len(dataset) - 1))
                 label = f"sample {index} of the {name}"
@@ -90,8 +93,13 @@ class Contents:
         seed_everything(derive(self._seed, "sample", 0, index))
 
 
-def check_contents(world: World, digests: Mapping[str, Digest | None]) -> list[str]:
+def check_contents(
+    world: World, digests: Mapping[str, Digest | None], accept: Callable[[Mapping[str, Digest | None]], list[str]]
+) -> list[str]:
     """Compare the ranks' digests. Collective.
+
+    Args:
+        accept: gets rank 0's digests, once all ranks agree; raises LockstepError, or returns more lines.
 
     Returns:
         A line for each thing that could not be compared; in `World.together` complete after the next gather.
@@ -100,8 +108,24 @@ def check_contents(world: World, digests: Mapping[str, Digest | None]) -> list[s
         DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
     """
     lines = list[str]()
-    world.defer([socket.gethostname(), digests], lambda ranks: lines.extend(_compare(ranks)))  # collective
+    world.defer(
+        [socket.gethostname(), digests], lambda ranks: lines.extend(_compare(ranks) + accept(ranks[0][1]))
+    )  # collective
     return lines
+
+
+def first_difference(before: Mapping[str, Digest | None], now: Mapping[str, Digest | None]) -> str:
+    """Return the label of the first sample that has changed; "" if there is none.
+
+    Samples that only one of the mappings has, and those that cannot be loaded, are not compared.
+    """
+    both = [label for label in now if label in before]
+    readable = [label for label in both if not any(map(_has_failed, (before[label], now[label])))]
+    return next((label for label in readable if not alike(before[label], now[label])), "")
+
+
+def _has_failed(found: Digest | None) -> bool:
+    return found is not None and _FAILED in found[0]
 
 
 def _compare(ranks: list[Any]) -> list[str]:
@@ -111,7 +135,7 @@ def _compare(ranks: list[Any]) -> list[str]:
         if odd:
             hosts = ", ".join(sorted({ranks[rank][0] for rank in odd})[:4])
             numbers = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
-            errors = [each[0] for each in (reference, ranks[odd[0]][1][label]) if _FAILED in each[0]]
+            errors = [each[0] for each in (reference, ranks[odd[0]][1][label]) if _has_failed(each)]
             raise DifferenceError(
                 f"before step 1: rank{'s' * (len(odd) > 1)} {numbers} on {hosts} {'have' if len(odd) > 1 else 'has'} "
                 f"another {label} than rank 0 on {host}{' (on one it ' + errors[0] + ')' if errors else ''}; give "
@@ -120,7 +144,7 @@ def _compare(ranks: list[Any]) -> list[str]:
     unsteady = {label for _, each in ranks for label, digest in each.items() if digest is None}
     kinds = {kind for each in first.values() if each for kind in each[2]}
     return [
-        *(f"{label}: two readings differ, so the ranks are not compared" for label in sorted(unsteady)),
+        *(f"{label}: two readings differ, so ranks and resumes are not compared" for label in sorted(unsteady)),
         *(f"samples contain {kind}, which is not compared" for kind in sorted(kinds)),
     ]
 

@@ -30,7 +30,7 @@ from lockstep.checkpoint.files import await_results
 from lockstep.config import cli
 from lockstep.config.schema import SPANS, Config, flag, lookup, nearest_divisor
 from lockstep.data.batches import Batches
-from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept
+from lockstep.data.loader import Loader, Loading, check_dataset, generators_kept, seeded_alike
 from lockstep.data.stream_adapters import is_stream, source_of
 from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.stream_mixture import MixtureSource
@@ -55,13 +55,17 @@ __all__ = [
     "exchange_first_facts",
     "find_folders",
     "log_ranks",
+    "make_dataset",
     "make_datasets",
     "with_retries",
 ]
 
 
-def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
+def make_datasets(task: Task, world: World, seed: int) -> tuple[Any, dict[str, Any], int]:
     """Make the training set and the evaluation sets. Collective.
+
+    Args:
+        seed: the run's.
 
     Returns:
         The training set, the evaluation sets by name, and the number of training samples; 0 for a stream.
@@ -70,7 +74,13 @@ def make_datasets(task: Task, world: World) -> tuple[Any, dict[str, Any], int]:
         DataError: one is no dataset, or the training set is empty.
     """
 
-    return on_all_ranks(world, lambda: _task_datasets(task))  # collective
+    return on_all_ranks(world, lambda: _task_datasets(task, seed))  # collective
+
+
+def make_dataset(task: Task, split: str, seed: int) -> Any:
+    """Call the task's `dataset`, with all generators seeded alike for each split."""
+    with seeded_alike(seed):
+        return task.dataset(split)
 
 
 def check_stream(config: Config, task: Task, source: StreamSource | MixtureSource) -> None:
@@ -116,7 +126,12 @@ def with_retries(config: Config, dataset: Any, world: World) -> RetryingDataset 
 
 
 def check_samples(
-    config: Config, training: Any, evaluation: Mapping[str, Any], world: World, batches: Batches
+    config: Config,
+    training: Any,
+    evaluation: Mapping[str, Any],
+    world: World,
+    batches: Batches,
+    accept: Callable[[Mapping[str, Any]], list[str]],
 ) -> list[str]:
     """Compare a few samples of each set between the ranks. Collective.
 
@@ -124,16 +139,16 @@ def check_samples(
 
     Args:
         batches: of the training set.
+        accept: compares the digests with those of a checkpoint; see `check_contents`.
 
     Returns:
         A line for the log about each part that cannot be compared.
 
     Raises:
         DifferenceError: a rank has different samples.
+        ResumeError: by `accept`.
     """
     has_index = not isinstance(batches, StreamBatches)
-    if world.size == 1 and has_index:
-        return []
     datasets = {"training set": training} if has_index else {}
     datasets |= {f"evaluation set '{name}'" if name else "evaluation set": each for name, each in evaluation.items()}
     retries = config.guards.retries
@@ -143,8 +158,6 @@ def check_samples(
     def read() -> dict[str, Any]:
         with generators_kept():
             found = _read_stream(batches) if isinstance(batches, StreamBatches) else {}
-            if world.size == 1:
-                return found
             loading = Loading(min(config.data.workers, 1), 1, retries)
             loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
             with closing(loader.stream(iter([KEY]))) as samples:
@@ -152,7 +165,7 @@ def check_samples(
             return found
 
     digests = on_all_ranks(world, read)  # collective
-    return check_contents(world, digests) if world.size > 1 else []  # collective
+    return check_contents(world, digests, accept)  # collective
 
 
 def _read_stream(batches: StreamBatches) -> dict[str, Any]:
@@ -170,8 +183,9 @@ def _read_stream(batches: StreamBatches) -> dict[str, Any]:
     return {"first samples of the stream": first}
 
 
-def _task_datasets(task: Task) -> tuple[Any, dict[str, Any], int]:
-    training, evaluation = task.dataset("train"), task.dataset("evaluation")
+def _task_datasets(task: Task, seed: int) -> tuple[Any, dict[str, Any], int]:
+    training = make_dataset(task, "train", seed)
+    evaluation = make_dataset(task, "evaluation", seed)
     samples = 0 if is_stream(training) else _count(training)
     return training, sets_by_name(evaluation), samples
 

@@ -89,6 +89,7 @@ from lockstep.training.resume import (
     BY_RANKS,
     FIXED,
     RunPlan,
+    accept_contents,
     check_extension,
     check_longer,
     check_plan,
@@ -492,7 +493,11 @@ def build_together(
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
     check_programs(world, task, batches.samples(first, 0))
-    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches)  # grows with the next gather
+    # A dataset that this process has trained on may have changed with the epochs.
+    contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
+    notes = check_samples(
+        settings, training.dataset, evaluation_sets, world, batches, contents_check
+    )  # grows with the next gather
     notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     cut = is_cut(settings, batches)
@@ -589,7 +594,7 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 
 def _load_datasets(draft: Config, task: Task, world: World) -> tuple[TrainingSet, dict[str, Any], int]:
     """Make the training set and the evaluation sets, and count the training samples. Collective."""
-    dataset, evaluation, samples = make_datasets(task, world)  # collective
+    dataset, evaluation, samples = make_datasets(task, world, draft.seed)  # collective
     loaded = on_all_ranks(world, lambda: with_retries(draft, dataset, world))
     if isinstance(loaded, StreamData):
         on_all_ranks(world, lambda: check_stream(draft, task, loaded.source))

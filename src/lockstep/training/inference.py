@@ -43,6 +43,7 @@ from lockstep.task import Task, as_task, user_task
 from lockstep.tasks.columns import check_classes
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, Sampling
 from lockstep.tasks.regression import on_columns_of
+from lockstep.training.agreement import make_dataset
 from lockstep.training.build import notify
 from lockstep.training.build_engine import build_model
 from lockstep.training.defaults import all_devices_fast
@@ -238,7 +239,7 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
 
 
 def _evaluate(run: LoadedRun) -> EvaluationRecord:
-    datasets = on_all_ranks(run.world, lambda: sets_by_name(run.task.dataset("evaluation")))
+    datasets = on_all_ranks(run.world, lambda: sets_by_name(make_dataset(run.task, "evaluation", run.config.seed)))
     sets = build_evaluation_batches(run.config, run.task, datasets, run.world)
     if not sets:
         raise DataError("the task has no evaluation set: its dataset('evaluation') is None; return one there")

@@ -30,6 +30,7 @@ from lockstep.data.batches import Origin, StepPlan
 from lockstep.data.shard_order import ONE_LANE, Geometry
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
+from lockstep.guards.contents import first_difference
 from lockstep.run_state import Position, RunState
 from lockstep.task import Task, user_task
 from lockstep.training.agreement import find_folders
@@ -40,6 +41,7 @@ __all__ = [
     "BY_RANKS",
     "FIXED",
     "RunPlan",
+    "accept_contents",
     "check_extension",
     "check_longer",
     "check_plan",
@@ -323,6 +325,34 @@ def check_plan(
     _check_stream(before, now)
     changes = [_format_difference(each, user_config) for each in differences]
     return lines + [f"--resume-anyway continues with another setting: {change}" for change in changes]
+
+
+def accept_contents(
+    path: Path, state: RunState, config: Config, digests: Mapping[str, Any], *, compares: bool
+) -> list[str]:
+    """Compare samples with those that the run has trained on, and store their digests in `state`.
+
+    Args:
+        path: the run's folder.
+        digests: of this start, by label; see `guards.contents`.
+        compares: False: only store them.
+
+    Returns:
+        A line if a change is accepted.
+
+    Raises:
+        ResumeError: a sample has changed, without --resume-anyway.
+    """
+    before = state.contents or {}
+    changed = first_difference(before, digests) if compares else ""
+    if changed and not config.resume_anyway:
+        raise ResumeError(
+            f"{path} was started with another {changed}: the data are as many as before, but reordered or replaced, so "
+            "samples would be lost or repeated; to resume, give the data as they were (sort what lists files); to "
+            "start a new run, use another --experiment-name; to resume with the change, add --resume-anyway"
+        )
+    state.contents = before | {label: each for label, each in digests.items() if each is not None}
+    return [f"--resume-anyway continues with other data: another {changed}"] if changed else []
 
 
 def _describe_cut(differences: list[PlanDifference]) -> str:

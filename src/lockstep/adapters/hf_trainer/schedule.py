@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.adapters.hf_trainer.arguments import best_metric, value
-from lockstep.adapters.rates import EpochPosition, Rates, Scheduler
+from lockstep.adapters.hf_trainer.one_device import one_device
+from lockstep.adapters.rates import EpochPosition, Rates, Scheduler, step_one
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, RunContext
 from lockstep.optim.schedule import TorchSchedule, torch_schedule
@@ -43,6 +44,7 @@ class SchedulerReplay:
     optimizer without parameters of the model. The user's own scheduler and optimizer do not change.
 
     Args:
+        trainer: shows one device while its scheduler steps.
         make: (optimizer with the groups of the run's, steps) -> a new scheduler, and the optimizer that it changes.
         metric: of an evaluation, which the scheduler follows; "": it is a function of the step.
 
@@ -50,7 +52,8 @@ class SchedulerReplay:
         hooks: tell the scheduler of evaluations; None for a function of the step.
     """
 
-    def __init__(self, make: Make, metric: str = "") -> None:
+    def __init__(self, trainer: Any, make: Make, metric: str = "") -> None:
+        self._trainer = trainer
         self._make, self.metric = make, metric
         self.hooks = _Evaluations(self) if metric else None
         self._groups: Optimizer | None = None
@@ -99,7 +102,11 @@ class SchedulerReplay:
         scheduler = self._make(copy.deepcopy(self._groups), steps)
         served = [Scheduler(scheduler, interval="step", monitor=self.metric or None)]
         base = [float(group["lr"]) for group in self._groups.param_groups]  # a scheduler sets its own initial_lr
-        return Rates(scheduler.optimizer, served, _each_step, caller="from_trainer", base=base)
+        return Rates(scheduler.optimizer, served, _each_step, self._step, caller="from_trainer", base=base)
+
+    def _step(self, scheduler: Any, value: float | None) -> None:
+        with one_device(self._trainer):  # a LambdaLR may read the number of processes
+            step_one(scheduler, value)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._rates is not None:
@@ -138,7 +145,8 @@ def schedule_of(trainer: Any) -> SchedulerReplay | TorchSchedule | None:
         former = trainer.optimizer
         trainer.optimizer, trainer.lr_scheduler = optimizer, None
         try:
-            created = trainer.create_scheduler(steps, optimizer)
+            with one_device(trainer):
+                created = trainer.create_scheduler(steps, optimizer)
             return created if trainer.lr_scheduler is None else trainer.lr_scheduler
         finally:
             trainer.optimizer, trainer.lr_scheduler = former, None
@@ -151,7 +159,7 @@ def schedule_of(trainer: Any) -> SchedulerReplay | TorchSchedule | None:
         _check(scheduler, optimizer, f"`create_scheduler` of {type(trainer).__name__} made")
         return scheduler
 
-    return SchedulerReplay(make_own)
+    return SchedulerReplay(trainer, make_own)
 
 
 def _replay_of(trainer: Any) -> SchedulerReplay:
@@ -184,7 +192,7 @@ def _replay_of(trainer: Any) -> SchedulerReplay:
             f"from_trainer: {what} a {name} that cannot be copied ({line}): make it in `create_scheduler` of a Trainer "
             "of your own"
         ) from error
-    return SchedulerReplay(lambda _, steps: copy.deepcopy(initial), metric)
+    return SchedulerReplay(trainer, lambda _, steps: copy.deepcopy(initial), metric)
 
 
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:

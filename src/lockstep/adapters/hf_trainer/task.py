@@ -32,6 +32,7 @@ from lockstep.adapters.hf_trainer.data import (
     of_transformers,
     samples_of,
 )
+from lockstep.adapters.hf_trainer.one_device import one_device
 from lockstep.adapters.hf_trainer.schedule import SchedulerReplay, describe_scheduler, schedule_of
 from lockstep.config.schema import Config
 from lockstep.data.sampler import Sequential
@@ -247,7 +248,8 @@ def _create_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
     trainer.model, trainer.optimizer = model, None
     try:
         takes = "model" in inspect.signature(trainer.create_optimizer).parameters
-        optimizer: Optimizer = trainer.create_optimizer(model) if takes else trainer.create_optimizer()
+        with one_device(trainer):
+            optimizer: Optimizer = trainer.create_optimizer(model) if takes else trainer.create_optimizer()
     finally:
         trainer.model = former
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
@@ -260,7 +262,8 @@ def _sampler_of(trainer: Any, training: Any) -> Any:
     A run seeds it by its epoch, so its draws differ from those in a Trainer's process.
     """
     takes = inspect.signature(trainer._get_train_sampler).parameters
-    sampler = trainer._get_train_sampler(training) if takes else trainer._get_train_sampler()
+    with one_device(trainer):
+        sampler = trainer._get_train_sampler(training) if takes else trainer._get_train_sampler()
     if sampler is None:
         return Sequential(len(training))
     plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
@@ -277,7 +280,8 @@ def _init_model(trainer: Any) -> nn.Module:
     random.seed(trainer.args.seed)
     np.random.seed(trainer.args.seed)
     torch.manual_seed(trainer.args.seed)
-    model: nn.Module = trainer.call_model_init()
+    with one_device(trainer):
+        model: nn.Module = trainer.call_model_init()
     _align(trainer, model)
     return model
 

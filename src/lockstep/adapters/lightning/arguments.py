@@ -83,9 +83,8 @@ def refused(name: str, setting: Any, why: str) -> ConfigError:
     return ConfigError(f"from_lightning: Trainer({name}={setting!r}) is not supported: {why}")
 
 
-def describe(stand_in: Standing, trainer: Any, devices: int) -> None:
+def describe(stand_in: Standing, trainer: Any) -> None:
     """Copy the real Trainer's settings to the stand-in that the module sees."""
-    stand_in.num_devices, stand_in.num_nodes = devices, 1
     if trainer is None:
         return
     for name in _PLAIN:

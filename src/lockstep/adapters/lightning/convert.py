@@ -8,6 +8,7 @@
 has the tasks for manual optimization and for datasets of whole batches.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ from lockstep.adapters.lightning.task import LightningTask
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.config import cli
 from lockstep.config.schema import Config
-from lockstep.data.loader import generators_kept
+from lockstep.data.loader import generators_kept, seed_everything
 from lockstep.errors import ConfigError
 from lockstep.task_file import import_class
 
@@ -110,6 +111,8 @@ def from_lightning(
 ) -> "tuple[Config, LightningTask]":
     """Convert a LightningModule that has not trained yet to a config and a task.
 
+    Data are made under the seed of Lightning's `seed_everything`, else under 0.
+
     Args:
         module: of `lightning` or `pytorch_lightning`. It becomes the model that is trained.
         datamodule: a LightningDataModule; or a train DataLoader, or (train, validation) loaders; None: the module's.
@@ -120,15 +123,21 @@ def from_lightning(
     Raises:
         ConfigError: it uses a feature that lockstep does not serve; one line that names it and the way out.
     """
+    return _convert(module, datamodule, trainer, devices, int(os.environ.get("PL_GLOBAL_SEED") or Config().seed))
+
+
+def _convert(module: Any, datamodule: Any, trainer: Any, devices: int, seed: int) -> "tuple[Config, LightningTask]":
+    """Convert as `from_lightning`, with data that are made under `seed`."""
     _check_module(module, trainer)
     if trainer is not None:
         check_arguments(trainer)
     devices = devices or (int(trainer.num_devices * trainer.num_nodes) if trainer is not None else 1)
     stand_in = Standing(module, datamodule if kind_of(datamodule, "LightningDataModule") else None)
-    describe(stand_in, trainer, devices)
+    describe(stand_in, trainer)
     module.trainer = stand_in
-    stand_in.take_callbacks(callbacks_of(module, trainer))
-    loaders = begun(module, datamodule, stand_in)
+    with stand_in.setting_up():
+        stand_in.take_callbacks(callbacks_of(module, trainer))
+    loaders = begun(module, datamodule, stand_in, seed)
     if trainer is not None and trainer.limit_val_batches == 0:
         loaders.validation.clear()
     _materialise(module, loaders.train)
@@ -233,9 +242,9 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
 
 def _build(spec: str, seed: int) -> tuple[Config, LightningTask]:
     module, _, data = spec.removeprefix("lightning:").partition(",")
-    torch.manual_seed(seed)
+    seed_everything(seed)
     instance = _instantiate(module, "--lightning")
-    return from_lightning(instance, _instantiate(data, "--datamodule") if data else None)
+    return _convert(instance, _instantiate(data, "--datamodule") if data else None, None, 0, seed)
 
 
 def _instantiate(spec: str, flag: str) -> Any:

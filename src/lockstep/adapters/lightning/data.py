@@ -36,7 +36,7 @@ from lockstep.adapters.lightning.package import calls, kind_of, written
 from lockstep.adapters.lightning.trainer import Standing
 from lockstep.data.device import mover
 from lockstep.data.groups import SampledGroups
-from lockstep.data.loader import collate_draws, draws, generators_kept, seed_everything
+from lockstep.data.loader import collate_draws, draws, generators_kept, seed_everything, seeded_alike
 from lockstep.data.rows import rows_of
 from lockstep.data.sampler import EpochOrder, Sequential, within
 from lockstep.distributed.world import World, on_all_ranks
@@ -348,15 +348,24 @@ def _generators(sampler: Any) -> list[torch.Generator]:
 
 @dataclass
 class Loaders:
-    """The parts of the training and validation loaders, and the datamodule if there is one."""
+    """The parts of the training and validation loaders.
+
+    Attributes:
+        datamodule: None: there is none.
+        seed: under which every set of data is made.
+    """
 
     train: LoaderParts
     validation: dict[str, LoaderParts] = field(default_factory=dict)
     datamodule: Any = None
+    seed: int = 0
 
 
-def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
+def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
     """Set up module and datamodule, and take their training and validation loaders apart.
+
+    Args:
+        seed: of torch, numpy and random before each method that makes data.
 
     Raises:
         ConfigError: there is no training loader, or one that cannot be taken apart.
@@ -364,10 +373,10 @@ def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
     datamodule = data if kind_of(data, "LightningDataModule") else None
     if datamodule is not None:
         datamodule.trainer = trainer
-    _prepare(module, datamodule)
-    _call_setup(module, datamodule, "fit")
+    _prepare(module, datamodule, seed)
+    _call_setup(module, datamodule, "fit", seed)
     own = _split_loaders(data) if data is not None and datamodule is None else None
-    train = own[0] if own else _call_loader("train_dataloader", module, datamodule)
+    train = own[0] if own else _call_loader("train_dataloader", module, datamodule, seed)
     if train is None:
         raise ConfigError(
             f"from_lightning: {type(module).__name__} has no train_dataloader: pass a datamodule (--datamodule "
@@ -383,35 +392,37 @@ def begun(module: Any, data: Any, trainer: Standing) -> Loaders:
         (train,) = loaders.values()
     trainer.train_dataloader = train
     parts = taken_apart(train, "train_dataloader")
-    val_loaders = own[1] if own else _call_loader("val_dataloader", module, datamodule)
+    val_loaders = own[1] if own else _call_loader("val_dataloader", module, datamodule, seed)
     trainer.val_dataloaders = val_loaders
     sets = named_loaders(val_loaders, "val_dataloader") if written(module, "validation_step") else {}
     validation = {name: taken_apart(each, "val_dataloader").held_out() for name, each in sets.items()}
-    return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule)
+    return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule, seed)
 
 
-def _setup_loaders(module: Any, datamodule: Any, name: str) -> dict[str, LoaderParts]:
+def _setup_loaders(module: Any, made: Loaders, name: str) -> dict[str, LoaderParts]:
     """Set up for `test_dataloader` or `predict_dataloader`, and return the parts of its loaders."""
-    _call_setup(module, datamodule, name.removesuffix("_dataloader"))
-    loaders = _call_loader(name, module, datamodule)
+    _call_setup(module, made.datamodule, name.removesuffix("_dataloader"), made.seed)
+    loaders = _call_loader(name, module, made.datamodule, made.seed)
     if loaders is None:
         raise ConfigError(f"{type(module).__name__} has no {name}: define it, or pass a datamodule that has it")
     return {key: taken_apart(each, name).held_out() for key, each in named_loaders(loaders, name).items()}
 
 
-def _call_setup(module: Any, datamodule: Any, stage: str) -> None:
+def _call_setup(module: Any, datamodule: Any, stage: str, seed: int) -> None:
     """Call `setup` of datamodule, callbacks and module, in Lightning's order."""
-    if written(datamodule, "setup"):
-        datamodule.setup(stage)
-    Served(module.trainer.callbacks).call("setup", module.trainer, module, stage=stage)
-    if written(module, "setup"):
-        module.setup(stage)
+    with module.trainer.setting_up(), seeded_alike(seed):
+        if written(datamodule, "setup"):
+            datamodule.setup(stage)
+        Served(module.trainer.callbacks).call("setup", module.trainer, module, stage=stage)
+        if written(module, "setup"):
+            module.setup(stage)
 
 
-def _call_loader(name: str, module: Any, datamodule: Any) -> Any:
+def _call_loader(name: str, module: Any, datamodule: Any, seed: int) -> Any:
     for owner in (datamodule, module):
         if written(owner, name):
-            return getattr(owner, name)()
+            with module.trainer.setting_up(), seeded_alike(seed):
+                return getattr(owner, name)()
     return None
 
 
@@ -427,7 +438,7 @@ def _split_loaders(loaders: Any) -> tuple[Any, Any]:
     )
 
 
-def _prepare(module: Any, datamodule: Any) -> None:
+def _prepare(module: Any, datamodule: Any, seed: int) -> None:
     """Call `prepare_data` of datamodule and module on rank 0, or on each node's first rank.
 
     The other ranks wait.
@@ -440,7 +451,8 @@ def _prepare(module: Any, datamodule: Any) -> None:
         for owner in owners:
             per_node = bool(getattr(owner, "prepare_data_per_node", True))
             if int(os.environ.get("LOCAL_RANK" if per_node else "RANK", "0")) == 0:
-                owner.prepare_data()
+                with module.trainer.setting_up(), seeded_alike(seed):
+                    owner.prepare_data()
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         here()
@@ -461,7 +473,7 @@ def tested(task: Any) -> dict[str, float]:
         ConfigError: the module has no test_step, or there is no test_dataloader.
     """
     _check(task, "test_step")
-    sets = _setup_loaders(task.module, task.loaders.datamodule, "test_dataloader")
+    sets = _setup_loaders(task.module, task.loaders, "test_dataloader")
     test_task = task.testing(sets)
     results: dict[str, float] = {}
     with _evaluation_mode(task):
@@ -482,7 +494,7 @@ def predicted(task: Any) -> list[Any]:
     Raises:
         ConfigError: there is no predict_dataloader.
     """
-    sets = _setup_loaders(task.module, task.loaders.datamodule, "predict_dataloader")
+    sets = _setup_loaders(task.module, task.loaders, "predict_dataloader")
     life, outputs = task.life, list[list[Any]]()
     task.trainer.stage = "predict"
     with _evaluation_mode(task):

@@ -7,10 +7,11 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, NamedTuple, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from lockstep.adapters.lightning.state import (
     was_updated,
 )
 from lockstep.adapters.lightning.trainer import Standing
-from lockstep.adapters.rates import EpochPosition, Rates
+from lockstep.adapters.rates import EpochPosition, Rates, step_one
 from lockstep.adapters.turns import plan_of
 from lockstep.config.schema import Config
 from lockstep.counts import samples_in
@@ -47,6 +48,9 @@ from lockstep.tasks.regression import RowsMetric
 __all__ = [
     "LightningTask",
 ]
+
+
+_LOG = logging.getLogger("lockstep")
 
 
 @final
@@ -286,16 +290,27 @@ class LightningTask(Task):
         self._set_length(config)
         with generators_kept():
             configuration = read(self.life.call("configure_optimizers"), automatic=self.own_steps is None)
+        self._warn_of_devices()
         for each in configuration.optimizers:
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]
             for group in each.param_groups if config.exact else ():  # the fused kernel rounds by an element's place
                 group["fused"] = False if group.get("fused") else group.get("fused")
         return self._build_optimizer(configuration)
 
+    def _warn_of_devices(self) -> None:
+        """Warn once if data or rates were set up by a number of processes, and the batch is meant for several."""
+        asked, self.trainer.asked_size = self.trainer.asked_size, ""
+        if asked and self.devices > 1 and self.trainer.is_global_zero:
+            _LOG.warning(
+                "from_lightning: the set-up read trainer.%s, which is 1 on any number of processes, and a step has the "
+                "loader's batch %d times (devices): give devices=1 if the module divides its batch by it",
+                *(asked, self.devices),
+            )
+
     def _build_optimizer(self, configuration: Configured) -> Optimizer:
         """Return the optimizer that the engine steps."""
-        own = self._step_scheduler if written(self.module, "lr_scheduler_step") else None
-        self.life.rates = Rates(configuration.optimizers[0], configuration.schedulers, self.place, own)
+        optimizers, schedulers = configuration.optimizers, configuration.schedulers
+        self.life.rates = Rates(optimizers[0], schedulers, self.place, self._step_scheduler)
         optimizer = configuration.optimizers[0]
         self.trainer.optimizers, self.trainer.lr_scheduler_configs = [optimizer], configuration.schedulers
         self.trainer.strategy._lightning_optimizers = [optimizer]
@@ -447,7 +462,11 @@ class LightningTask(Task):
         trainer.device = torch.device("cpu") if parameter is None else parameter.device
 
     def _step_scheduler(self, scheduler: Any, value: Any) -> None:
-        self.life.call("lr_scheduler_step", scheduler, value)
+        with self.trainer.setting_up():  # a LambdaLR may read the number of processes
+            if written(self.module, "lr_scheduler_step"):
+                self.life.call("lr_scheduler_step", scheduler, value)
+            else:
+                step_one(scheduler, value)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         """Set per-group rates and momenta just before the optimizer steps."""
@@ -480,13 +499,11 @@ class ForwardDispatch:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
-class _EvaluationSample:
+class _EvaluationSample(NamedTuple):
     """A sample of an evaluation set, with the index of the set."""
 
-    __slots__ = ("data", "place")
-
-    def __init__(self, place: int, data: Any) -> None:
-        self.place, self.data = place, data
+    place: int
+    data: Any
 
 
 class _Set(Sampled):

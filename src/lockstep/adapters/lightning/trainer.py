@@ -5,10 +5,14 @@
 
 An unknown attribute raises an error that names it. The run does the work of a Trainer (fit, save_checkpoint,
 strategies, loops).
+
+While data, model and rates are set up, the attributes about processes are those of one device, so that any number of
+processes trains the same. Elsewhere they are real, for the names of files and for prints.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 import torch
@@ -20,6 +24,16 @@ from lockstep.hooks import Clip
 __all__ = [
     "Standing",
 ]
+
+
+# Methods that derive data, model or rates: ranks and sizes are one device's.
+_SET_UP = frozenset(("configure_callbacks", "configure_model", "configure_optimizers", "lr_scheduler_step"))
+# Methods of a step, which may derive a rate or a weight of the loss: sizes are one device's.
+_OF_STEP = _SET_UP | {
+    *("training_step", "validation_step", "test_step", "predict_step", "on_train_epoch_start", "on_train_batch_start"),
+    *("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "on_after_backward"),
+    "on_before_optimizer_step",
+}
 
 
 class NotServed(ConfigError, AttributeError):
@@ -38,6 +52,7 @@ class Standing:
         num_training_batches: batches of an epoch, as one device would see them.
         callback_metrics, logged_metrics, progress_bar_metrics: name -> number, the last logged values.
         optimizers, lr_scheduler_configs: of the module.
+        asked_size: the attribute by which a set-up asked for the number of processes; "": it did not.
     """
 
     def __init__(self, module: Any, datamodule: Any = None) -> None:
@@ -77,7 +92,8 @@ class Standing:
         self.default_root_dir = os.getcwd()
         self.ckpt_path: str | None = None
         self.precision: str = "32-true"
-        self.num_nodes, self.num_devices = 1, 1
+        self._is_setting_up = False
+        self.asked_size = ""
         self.stage = "train"
         self.sanity_checking = False
         self.is_last_batch = False
@@ -93,25 +109,55 @@ class Standing:
     def logger(self) -> Any:
         return self.loggers[0] if self.loggers else None
 
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Context manager in which data, model or rates are set up."""
+        before, self._is_setting_up = self._is_setting_up, True
+        try:
+            yield
+        finally:
+            self._is_setting_up = before
+
+    def _size(self, name: str, variable: str) -> int:
+        is_set_up = self._is_in(_SET_UP)
+        if is_set_up:
+            self.asked_size = name
+        return 1 if is_set_up or self._is_in(_OF_STEP) else int(os.environ.get(variable, "1"))
+
+    def _rank(self, variable: str) -> int:
+        return 0 if self._is_in(_SET_UP) else int(os.environ.get(variable, "0"))
+
+    def _is_in(self, methods: frozenset[str]) -> bool:
+        return self._is_setting_up or getattr(self.lightning_module, "_current_fx_name", None) in methods
+
     @property
     def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        return self._size("world_size", "WORLD_SIZE")
+
+    @property
+    def num_devices(self) -> int:
+        return self._size("num_devices", "LOCAL_WORLD_SIZE")
+
+    @property
+    def num_nodes(self) -> int:
+        return self._size("num_nodes", "GROUP_WORLD_SIZE")
 
     @property
     def global_rank(self) -> int:
-        return int(os.environ.get("RANK", "0"))
+        return self._rank("RANK")
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return self._rank("LOCAL_RANK")
 
     @property
     def node_rank(self) -> int:
-        return int(os.environ.get("GROUP_RANK", "0"))
+        return self._rank("GROUP_RANK")
 
     @property
     def is_global_zero(self) -> bool:
-        return self.global_rank == 0
+        """Whether this process prints and writes files: real everywhere."""
+        return os.environ.get("RANK", "0") == "0"
 
     @property
     def log_dir(self) -> str:
@@ -123,7 +169,7 @@ class Standing:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": 1, "rank": 0}  # the run splits the samples among its ranks
 
     @property
     def training(self) -> bool:

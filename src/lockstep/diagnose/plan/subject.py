@@ -32,7 +32,7 @@ from lockstep.models.hf import HubModel
 from lockstep.task import Task, as_task
 from lockstep.tasks.language_model import CausalLM, HubCausalLM, cache_of, loss_inside, quantization_of
 from lockstep.tasks.prepare import trained_size
-from lockstep.training.agreement import check_stream
+from lockstep.training.agreement import check_stream, make_dataset
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.named_task import make_task
 
@@ -77,11 +77,11 @@ def subject_of(config: Config, own_task: Any, say: Say) -> Subject:
             "lockstep plan: the task steps its optimizers itself (manual optimization), which cannot be traced without "
             "its devices; `lockstep profile` measures it"
         )
-    dataset = asked("dataset", lambda: task.dataset("train"))
+    dataset = asked("dataset", lambda: make_dataset(task, "train", config.seed))
     if is_stream(dataset):
         return _streamed(config, task, source_of(dataset))
     check_dataset(dataset, "train")
-    asked("dataset", lambda: sets_by_name(task.dataset("evaluation")))
+    asked("dataset", lambda: sets_by_name(make_dataset(task, "evaluation", config.seed)))
     samples = asked("dataset", lambda: len(dataset))
     if not samples:
         raise DataError("the training set is empty: the task's dataset('train') has no samples")

@@ -1,0 +1,34 @@
+"""Show a Trainer one device while its own methods make samplers, models, optimizers and schedulers.
+
+    with one_device(trainer):
+        trainer.create_optimizer()      # args.world_size is 1, as on one device
+
+`args.world_size`, `args.process_index`, `accelerator.num_processes` and their kin all read accelerate's state.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = [
+    "one_device",
+]
+
+
+_ONE_DEVICE = {"num_processes": 1, "process_index": 0, "local_process_index": 0}
+
+
+@contextlib.contextmanager
+def one_device(trainer: Any) -> Iterator[None]:
+    """Context manager in which accelerate's state has one process. No collective may run inside."""
+    accelerator = getattr(trainer, "accelerator", None)
+    states = [getattr(trainer.args, "distributed_state", None), getattr(accelerator, "state", None)]
+    shared = [vars(state) for state in states if state is not None]  # each is shared by all instances
+    before = [{name: state[name] for name in _ONE_DEVICE if name in state} for state in shared]
+    for state, own in zip(shared, before, strict=True):
+        state.update({name: _ONE_DEVICE[name] for name in own})
+    try:
+        yield
+    finally:
+        for state, own in zip(shared, before, strict=True):
+            state.update(own)
