@@ -201,7 +201,7 @@ def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_firs
 
 def refused(model, own=None, forward=None):
     """The line with which exact mode on one rank refuses the second step; "" where it takes it."""
-    made = with_buffers(Still(model, True), model, World(), exact=True, own=own)
+    made = with_buffers(Still(model, True), model, World(), exact=True, own=moving.OwnState(own))
     try:
         for _ in range(4):
             with made.accumulate(True):
@@ -255,7 +255,7 @@ def behind(task, x):
 @pytest.mark.parametrize("write", [in_place, by_another, behind])
 def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
     task, model = Queue(write), torch.nn.Linear(2, 2)
-    made = with_buffers(Still(model, knows), model, World(), exact=False, own=task.state_dict)
+    made = with_buffers(Still(model, knows), model, World(), exact=False, own=moving.OwnState(task.state_dict))
 
     def step(*numbers, limit=math.inf, counts=True):
         before = task.queue.tolist()
@@ -285,7 +285,7 @@ def test_a_task_tensor_that_cannot_be_put_back_is_refused_by_name():
 
     def once(write, state=Queue.state_dict):
         task, model = Queue(write), torch.nn.Linear(2, 2)
-        made = with_buffers(Still(model, True), model, World(), exact=False, own=lambda: state(task))
+        made = with_buffers(Still(model, True), model, World(), exact=False, own=moving.OwnState(lambda: state(task)))
         with made.accumulate(True):
             made.backward(task.loss(torch.ones(1)))
         made.step()
