@@ -461,7 +461,7 @@ class StepLoader:
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
-        self._batches = batches
+        self._source = batches
         self._stream = batches.trained(start, start)
         self._stream_end = start  # the step before which its data end
         self._steps = batches.step_plan.steps
@@ -493,8 +493,8 @@ class StepLoader:
     @property
     def readable_before(self) -> Callable[[int], int] | None:
         """Step -> the later step whose data must not be read before it is reached; None: there is none."""
-        starts = self._batches.epoch_starts
-        return None if starts is None else partial(starts.end, self._batches.step_plan)
+        starts = self._source.epoch_starts
+        return None if starts is None else partial(starts.end, self._source.step_plan)
 
     @property
     def present(self) -> list[MicroBatch]:
@@ -525,8 +525,8 @@ class StepLoader:
             return False
         if step >= self._stream_end:
             self._stream.close()  # its processes have the dataset of the epoch before
-            self._stream_end = self._batches.start_epoch(step)
-            self._stream = self._batches.trained(step, self._stream_end)
+            self._stream_end = self._source.start_epoch(step)
+            self._stream = self._source.trained(step, self._stream_end)
         with trace_mark("load"):
             self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         if self._leads and len(self._ready) == 1:
