@@ -1,7 +1,7 @@
 """Build the components that accompany a run's steps, and process each step with them.
 
     components = build_components(session, built)
-    step = record_step(session, built, components, record)
+    record_step(session, components, step)
     saves = save_and_evaluate(session, built, components, step, ending)
 
 The order of records, guards, checkpoints and evaluations is set here, the same on every rank; so are the early exit
