@@ -185,6 +185,7 @@ def _training(
     step_plan, known = built.run_plan.step_plan, built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(built.world, step_loader.items, known)
     exchange.take_turns(step_loader.turns)
+    exchange.limit_reading(step_loader.readable_before)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
         built.lr_factor,
