@@ -152,7 +152,7 @@ class Harder(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_starts_before_its_samples_are_loaded_as_in_lightning(tmp_path, workers):
+def test_an_epoch_starts_before_its_data_as_in_lightning(tmp_path, workers):
     pytest.importorskip("lightning")
     lightning = importlib.import_module("lightning.pytorch")
 
@@ -192,7 +192,7 @@ def test_an_epoch_starts_before_its_samples_are_loaded_as_in_lightning(tmp_path,
             torch.testing.assert_close(found, torch.tensor(wanted[name]), rtol=1e-5, atol=1e-6)
 
 
-def test_an_epoch_begins_before_its_samples_are_loaded_as_in_the_trainer(tmp_path):
+def test_an_epoch_begins_before_its_data_as_in_the_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
 
     class Scaled(transformers.TrainerCallback):

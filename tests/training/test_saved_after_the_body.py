@@ -93,7 +93,7 @@ def trained(world, folder, stops=(0,), signalled=0, **changes):
     return running.model.weight.tolist(), task.weights.tolist()
 
 
-def test_a_resume_at_any_step_is_the_undisturbed_run_and_a_plain_loop(tmp_path):
+def test_a_resume_at_any_step_is_the_undisturbed_run(tmp_path):
     whole = trained(World(), tmp_path / "whole")
     for found, wanted in zip(whole, plainly(), strict=True):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-12, atol=1e-12)
@@ -130,7 +130,7 @@ class Forgetful(Domains):
 
 
 @pytest.mark.parametrize("stop", [3, 0])
-def test_what_no_checkpoint_has_is_named_at_the_start_and_at_a_resume(tmp_path, capsys, stop):
+def test_what_no_checkpoint_has_is_named(tmp_path, capsys, stop):
     optim = Optim(clip=0.0)
     for end in dict.fromkeys([stop, 0]):
         made = config(tmp_path, batch_size=16, micro_batch_size=0, max_steps=STEPS, optim=optim, stop_at=end)
