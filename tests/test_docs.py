@@ -85,6 +85,13 @@ def test_the_programs_of_shards_and_mixtures_run(here, tmp_path, monkeypatch):
     assert abs(shares[-1] - 0.5) < 0.1
 
 
+def test_the_states_over_the_steps_run(here):
+    names = {}
+    for block in blocks("docs/state.md"):
+        exec(block, names)
+    assert [names[each].status for each in ("result", "distilled", "run")] == ["finished"] * 3
+
+
 def test_the_losses_over_a_whole_step_run(here):
     names = {}
     for block in blocks("docs/whole-step.md"):

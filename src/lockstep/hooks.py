@@ -80,14 +80,14 @@ class Hooks:
         """Called before the first step, once the checkpoint is loaded; `done` steps are trained."""
 
     def after_step(self, context: RunContext, done: int) -> bool | None:
-        """Called after each step, once it is recorded and, if due, evaluated.
+        """Called after each step, once it is recorded and, if due, evaluated, and before it is saved.
 
         Returns:
             Whether to save the step, even if no save is due; the same on every rank.
         """
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
-        """Called after each step, before it is evaluated and saved.
+        """Called after each step, before it is evaluated.
 
         Args:
             step: the `lockstep.Step`.

@@ -314,6 +314,7 @@ class RunState:
         reduction: "sum", "mean" or "micro-batch" as declared, or what the trial detected: "mean", "total" or "whole";
             see `lockstep.task.UNDIVIDED`.
         evaluation_graph: an evaluation needs gradients, as the trial detected.
+        unsaved: names of what the task's loss changes and no checkpoint has, as the trial found.
         gpt: settings of a built-in GPT, as `models.gpt.GPTConfig` has them.
         lora: adapters and their base; None: a whole model.
         trained: the trained parameters; None: they never changed.
@@ -341,6 +342,7 @@ class RunState:
     compile: bool | None = None
     reduction: str | None = None
     evaluation_graph: bool | None = None
+    unsaved: list[str] | None = None
     gpt: dict[str, Any] | None = None
     lora: AdapterState | None = None
     trained: TrainedSet | None = None

@@ -121,6 +121,8 @@ class Task(ABC):
             faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
         fixed_models: models that the loss reads and no step changes, by name, such as a teacher; compared between the
             ranks before step 1.
+        sample_state: names of buffers, and keys of `state_dict()`, of which each sample or stream has rows of its own:
+            a hidden state, a memory bank. Each micro-batch reads their values from before the step, and writes rows.
         step: the present step, 0-based, the same on every rank; set by the run before each step. A class that has an
             attribute `step` of its own keeps it.
     """
@@ -136,6 +138,7 @@ class Task(ABC):
     divisible: bool = True
     attention_mask: bool | None = None
     fixed_models: Mapping[str, nn.Module] = {}
+    sample_state: Sequence[str] = ()
     step = _CurrentStep()
     # For adapters and wrappers around a task; users do not set these.
     framework = ""  # the adapted library, whose batches are micro-batches
@@ -161,6 +164,18 @@ class Task(ABC):
         Returns:
             An object with `len(dataset)` and `dataset[i]`. For "train" also a stream without an index, see "Data" in
             the documentation; for "evaluation" also a dict of several sets, by name, or None for no evaluation.
+        """
+
+    def start_epoch(self, dataset: Any, epoch: int) -> None:  # noqa: B027  nothing to do for most
+        """Change the training set before the first sample of an epoch is loaded.
+
+        Called on every rank with the same seed, which depends on the epoch alone; after a resume in the middle of an
+        epoch too, and once more before the first step. So set all that the epoch needs from its number. The length of
+        the set must stay.
+
+        Args:
+            dataset: what `dataset("train")` returned.
+            epoch: 0-based. An epoch begins with the first step whose first sample belongs to it.
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:

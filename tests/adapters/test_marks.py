@@ -9,6 +9,7 @@ import torch
 from lightning_modules import loaders, seeded, their_losses, trainer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 
@@ -135,3 +136,103 @@ def test_compute_loss_of_hugging_face_keeps_a_counter_and_a_mean(tmp_path):
     np.testing.assert_allclose(ours, losses, rtol=0, atol=1e-5)
     assert (trainer.calls, trainer.model.seen) == (theirs.calls, theirs.model.seen) == (8, 8)
     assert trainer.average == pytest.approx(theirs.average, abs=1e-6)
+
+
+class Harder(Dataset):
+    """Samples that grow with what a hook at the start of an epoch sets."""
+
+    def __init__(self, scale=None):
+        self.rows, self.scale = torch.randn(64, 8, generator=torch.Generator().manual_seed(3)), scale
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"x": self.rows[index] * self.scale, "labels": int(self.rows[index].sum() > 0)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_starts_before_its_data_as_in_lightning(tmp_path, workers):
+    pytest.importorskip("lightning")
+    lightning = importlib.import_module("lightning.pytorch")
+
+    class Scaled(lightning.Callback):
+        def __init__(self, loader):
+            self.dataset = loader.dataset
+
+        def on_train_epoch_start(self, trainer, module):
+            self.dataset.scale = 1.0 + trainer.current_epoch
+
+    class Mine(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(8, 2)
+
+        def training_step(self, batch, index):
+            return F.cross_entropy(self.net(batch["x"]), batch["labels"])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def data():
+        return DataLoader(Harder(1.0), batch_size=8, num_workers=workers)
+
+    more = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    theirs, loader = seeded(Mine), data()
+    trainer(lightning, callbacks=[Scaled(loader)], **more).fit(theirs, loader)
+    wanted = {name: tensor.tolist() for name, tensor in theirs.state_dict().items()}
+    for stops in ((0,), (5, 0), (8, 0)):
+        for stop in stops:
+            module, loader = seeded(Mine), data()
+            made = trainer(lightning, callbacks=[Scaled(loader)], **more)
+            settings, task = lockstep.from_lightning(module, loader, made)
+            changes = {"save_dir": str(tmp_path), "experiment_name": f"{stops}", "stop_at": stop, "report": False}
+            lockstep.train(dataclasses.replace(settings, **changes), task)
+        for name, found in module.state_dict().items():
+            torch.testing.assert_close(found, torch.tensor(wanted[name]), rtol=1e-5, atol=1e-6)
+
+
+def test_an_epoch_begins_before_its_data_as_in_the_trainer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Scaled(transformers.TrainerCallback):
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def on_epoch_begin(self, args, state, control, **more):
+            self.dataset.scale = 1.0 + round(state.epoch or 0)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(8, 2)
+
+        def forward(self, x, labels=None):
+            out = self.net(x)
+            return {"loss": F.cross_entropy(out, labels), "logits": out}
+
+    def made(folder):
+        data = Harder()
+        args = transformers.TrainingArguments(
+            str(folder),
+            num_train_epochs=3,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=0.05,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )
+        # The first value is that of the trial's samples.
+        data.scale = 1.0
+        torch.manual_seed(1)
+        return transformers.Trainer(Net(), args, train_dataset=data, callbacks=[Scaled(data)])
+
+    theirs, ours = made(tmp_path / "theirs"), made(tmp_path / "ours")
+    theirs.train()
+    config, task = lockstep.from_trainer(ours, devices=1)
+    lockstep.train(dataclasses.replace(config, report=False), task)
+    for name, wanted in theirs.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], wanted, rtol=1e-5, atol=1e-6)

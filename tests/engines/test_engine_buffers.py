@@ -158,6 +158,7 @@ class Two(World):
 def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
     monkeypatch.setattr(moving.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    monkeypatch.setattr(moving.dist, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, exact=False)
     for _ in range(4):
@@ -201,7 +202,7 @@ def test_what_is_written_behind_torchs_count_is_a_part_of_the_step_from_the_firs
 
 def refused(model, own=None, forward=None):
     """The line with which exact mode on one rank refuses the second step; "" where it takes it."""
-    made = with_buffers(Still(model, True), model, World(), exact=True, own=own)
+    made = with_buffers(Still(model, True), model, World(), exact=True, own=moving.OwnState(own))
     try:
         for _ in range(4):
             with made.accumulate(True):
@@ -255,7 +256,7 @@ def behind(task, x):
 @pytest.mark.parametrize("write", [in_place, by_another, behind])
 def test_a_task_tensor_that_the_loss_writes_is_a_part_of_the_step(write, knows):
     task, model = Queue(write), torch.nn.Linear(2, 2)
-    made = with_buffers(Still(model, knows), model, World(), exact=False, own=task.state_dict)
+    made = with_buffers(Still(model, knows), model, World(), exact=False, own=moving.OwnState(task.state_dict))
 
     def step(*numbers, limit=math.inf, counts=True):
         before = task.queue.tolist()
@@ -285,7 +286,7 @@ def test_a_task_tensor_that_cannot_be_put_back_is_refused_by_name():
 
     def once(write, state=Queue.state_dict):
         task, model = Queue(write), torch.nn.Linear(2, 2)
-        made = with_buffers(Still(model, True), model, World(), exact=False, own=lambda: state(task))
+        made = with_buffers(Still(model, True), model, World(), exact=False, own=moving.OwnState(lambda: state(task)))
         with made.accumulate(True):
             made.backward(task.loss(torch.ones(1)))
         made.step()
@@ -326,7 +327,7 @@ def shared(world, names):
     found = []
     for name in names:
         task = Queued(world.rank)
-        settings = {"own": task.state_dict}
+        settings = {"own": moving.OwnState(task.state_dict)}
         made, batches = build(world, task, name, size=4, count=5, **settings)
         train(world, made, batches, task)
         module = next(part for part in made.model.modules() if isinstance(part, Coded))

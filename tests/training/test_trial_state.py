@@ -424,7 +424,7 @@ def test_messages_name_the_attributes_and_the_way_out():
     assert "on each rank" not in describe_marks(["task.queue"], 8, 1)
     for error in (refusal_of_marks([f"task.a{n}" for n in range(6)], exact=True), refusal_of_marks(["a"], exact=False)):
         assert "\n" not in str(error)
-        assert all(word in str(error) for word in ("`step_loss`", "`after_update`", "buffer", "`task.step`"))
+        assert all(word in str(error) for word in ("`step_loss`", "`after_update`", "`sample_state`", "`task.step`"))
     assert "--exact does not work with task.a0, task.a1, task.a2, task.a3 and 2 more" in str(
         refusal_of_marks([f"task.a{n}" for n in range(6)], exact=True)
     )

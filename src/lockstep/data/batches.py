@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from functools import partial
+from itertools import islice, pairwise, takewhile
 from typing import Any, NamedTuple, Protocol, Self, final, runtime_checkable
 
 from lockstep.clock import trace_mark
@@ -30,6 +31,7 @@ from lockstep.task import Order, Task, has_mean_loss
 __all__ = [
     "START",
     "Batches",
+    "EpochStarts",
     "Loading",
     "MicroBatch",
     "MicroBatchCosts",
@@ -174,6 +176,30 @@ class StepPlan:
         return min(start, end), min(start + self.micro_size, end)
 
 
+class EpochStarts(NamedTuple):
+    """The steps with which epochs begin, and what is called before their data are loaded.
+
+    An epoch begins with the first step whose first sample belongs to it.
+
+    Attributes:
+        call: epoch -> None; may change the dataset.
+        samples: of an epoch.
+    """
+
+    call: Callable[[int], None]
+    samples: int
+
+    def epoch(self, plan: StepPlan, step: int) -> int:
+        """Return the epoch of a step."""
+        return plan.start(step) // self.samples
+
+    def end(self, plan: StepPlan, step: int) -> int:
+        """Return the first step of the next epoch after that of `step`; at most the plan's number of steps."""
+        first, position = plan.origin
+        boundary = (self.epoch(plan, step) + 1) * self.samples
+        return min(first - (position - boundary) // plan.size, plan.steps)
+
+
 @runtime_checkable
 class Sharing(Protocol):
     """An order that mixes several sources."""
@@ -191,6 +217,7 @@ class Batches:
         loader: creates the micro-batches; counts restarts of loader processes.
         leads: a micro-batch's copy to the device starts when the previous one is used.
         size: samples of the dataset.
+        epoch_starts: what is called before an epoch's data are loaded; None: nothing.
         task, rank, world_size: as given.
         move: copies a batch to the device; None on a CPU.
     """
@@ -226,6 +253,7 @@ class Batches:
         equal = equal_shares(step_plan.micro_batches, world.size)
         self.sharing = sharing or ShareSchedule(lambda step: equal)
         self._fetch, self._loading = fetch, loading
+        self.epoch_starts: EpochStarts | None = None
         self.move = mover(world.device)
         self.leads = isinstance(self.move, SideStream)
         self.loader = Loader(fetch, loading, world.rank, world.device.type == "cuda")
@@ -263,20 +291,26 @@ class Batches:
             for key, data, items in stream:
                 yield key.step, self._micro_batch(key, data, items)
 
-    def trained(self, start: int) -> Generator[tuple[int, MicroBatch], None, None]:
-        """Yield `micro`, but replace micro-batches whose mean would be 0 / 0.
+    def start_epoch(self, step: int) -> int:
+        """Call what the epoch of a step begins with, and return the first step of the next one."""
+        if self.epoch_starts is None:
+            return self.step_plan.steps
+        self.epoch_starts.call(self.epoch_starts.epoch(self.step_plan, step))
+        return self.epoch_starts.end(self.step_plan, step)
+
+    def trained(self, start: int, stop: int) -> Generator[tuple[int, MicroBatch], None, None]:
+        """Yield `micro` before step `stop`, but replace micro-batches whose mean would be 0 / 0.
 
         `from_step` groups this stream by step. A micro-batch without items has nothing to learn from, but its forward
         and backward must run for their collectives. If the loss is a mean, it would be NaN, and so would every
         gradient, at any weight. So another micro-batch is computed in its place, with weight 0, as in an empty slot.
         """
-        if not has_mean_loss(self.task):
-            yield from self.micro(start)
-            return
         spare: Any = None
-        with closing(self.loader.stream(self._keys(start))) as stream:
+        replaces = has_mean_loss(self.task)
+        keys = takewhile(lambda key: key.step < stop, self._keys(start))
+        with closing(self.loader.stream(keys)) as stream:
             for key, data, items in stream:
-                if items:
+                if items or not replaces:
                     spare = data
                     yield key.step, self._micro_batch(key, data, items)
                 else:
@@ -353,7 +387,9 @@ class Batches:
 
         Loads like all others: if there are loader processes, in one of its own, a micro-batch ahead.
         """
-        loading = Loading(min(self._loading.workers, 1), 1, self._loading.retries)
+        # A process would keep the dataset as it was when the process started.
+        workers = 0 if self.epoch_starts else min(self._loading.workers, 1)
+        loading = Loading(workers, 1, self._loading.retries)
         loader = Loader(self._fetch, loading, self.rank, False)
         with closing(loader.stream(self._key(*place) for place in places)) as stream:
             for key, data, items in stream:
@@ -425,7 +461,9 @@ class StepLoader:
     """
 
     def __init__(self, batches: Batches, start: int) -> None:
-        self._stream = batches.trained(start)
+        self._source = batches
+        self._stream = batches.trained(start, start)
+        self._stream_end = start  # the step before which its data end
         self._steps = batches.step_plan.steps
         self._slots_of, self._sharing, self._leads = batches.slots_of, batches.sharing, batches.leads
         self._next = start
@@ -451,6 +489,12 @@ class StepLoader:
                 batch.lead_to(following)
             self._lead()
         return self._next - 1, self._present
+
+    @property
+    def readable_before(self) -> Callable[[int], int] | None:
+        """Step -> the later step whose data must not be read before it is reached; None: there is none."""
+        starts = self._source.epoch_starts
+        return None if starts is None else partial(starts.end, self._source.step_plan)
 
     @property
     def present(self) -> list[MicroBatch]:
@@ -479,6 +523,10 @@ class StepLoader:
         step = self._next + len(self._ready)
         if step >= self._steps:
             return False
+        if step >= self._stream_end:
+            self._stream.close()  # its processes have the dataset of the epoch before
+            self._stream_end = self._source.start_epoch(step)
+            self._stream = self._source.trained(step, self._stream_end)
         with trace_mark("load"):
             self._ready.append([batch for _, batch in islice(self._stream, self._slots_of(step))])
         if self._leads and len(self._ready) == 1:

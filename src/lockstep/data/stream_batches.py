@@ -408,6 +408,11 @@ class StreamLoader(StepLoader):
         """The turns, which the step exchange settles."""
         return self
 
+    @property
+    def readable_before(self) -> None:
+        """None: a stream's turns are read ahead over the end of an epoch."""
+        return None
+
     def __next__(self) -> tuple[int, list[MicroBatch]]:
         if self._next >= self._steps:
             raise StopIteration

@@ -243,6 +243,7 @@ class StepExchange:
         survives_loss: bool = False,
         timed_steps: Callable[[], int] | None = None,
     ) -> None:
+        self._readable_before: Callable[[int], int] | None = None
         self._turns: Turns | None = None
         self._world, self._ahead, self._constant, self._last, self._total_busy = world, ahead, constant, last, busy
         self._extra = extra
@@ -272,6 +273,15 @@ class StepExchange:
             self._constant = None
             if self._world.size > 1:
                 turns.cover = self.cover
+
+    def limit_reading(self, readable_before: Callable[[int], int] | None) -> None:
+        """Do not read items of a coming step whose data are not ready yet.
+
+        Args:
+            readable_before: step -> the first later step whose data must not be read before it is reached; None: the
+                data of all steps are ready.
+        """
+        self._readable_before = None if self._constant else readable_before  # constant items need no data
 
     @property
     def horizon(self) -> int:
@@ -319,7 +329,8 @@ class StepExchange:
 
         Call once for every step, after its last backward; may load the data of the next.
         """
-        if self._group is not None and step == self._result.first + self._result.length - 1:
+        ends = self._readable_before is not None and self._readable_before(step) == step + 1
+        if self._group is not None and step == self._result.first + self._result.length - 1 and not ends:
             self._pending = self._issue(step + 1, self._result.next_length)
 
     def receive(self) -> int:
@@ -384,6 +395,8 @@ class StepExchange:
     def _issue(self, due: int, length: int) -> "_PendingExchange":
         busy = self._busy / self._steps if self._steps else 0.0
         self._busy, self._steps = 0.0, 0
+        if self._readable_before:
+            length = min(length, self._readable_before(due) - due)
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
         turns = list[Turn]()
         if self._turns:

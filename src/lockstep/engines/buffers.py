@@ -6,7 +6,7 @@ Where only the device knows whether an update was applied, the device decides in
 correct anything. BatchNorm's running statistics are replayed over all ranks' micro-batches (see batchnorm.py). Other
 buffers that a forward writes (a moving average, a codebook, spectral norm's vectors), and tensors of the task's
 `state_dict()` that `loss` writes (a queue), get rank 0's values on every rank after each step, as buffers do under
-DistributedDataParallel (see moving.py).
+DistributedDataParallel (see moving.py). State by sample or stream is merged (see sample_state.py).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.engines.moving import Moving, Own
+from lockstep.engines.moving import Moving, Own, OwnState
 from lockstep.errors import ConfigError
 from lockstep.transforms.batchnorm import Recording, Synchronised, recorders
 
@@ -153,8 +153,7 @@ def with_buffers(
     exact: bool,
     shared: bool = True,
     sharing: ShareSchedule | None = None,
-    own: Own | None = None,
-    own_alike: bool = False,
+    own: OwnState | None = None,
 ) -> Engine:
     """Wrap the engine so that its steps include the buffers of `model` (the plain module).
 
@@ -162,10 +161,9 @@ def with_buffers(
         exact: refuse a forward that writes buffers, since their values then depend on which rank computes what.
         shared: after each step, buffers that forwards write get rank 0's values on all ranks.
         sharing: the number of forwards of each rank; None: the same on all.
-        own: returns the task's own tensors by name, which are treated the same; None: the task has none.
-        own_alike: what is written to them is the same on every rank.
+        own: the task's own tensors, which are treated the same; None: there is no task.
     """
-    moving = Moving(model, own, world, exact, shared, own_alike)
+    moving = Moving(model, own or OwnState(), world, exact, shared)
     if not len(moving):
         return engine
     layers = recorders(model)
@@ -181,6 +179,7 @@ class Buffered:
         self._engine, self._replay, self._buffers = engine, replay, buffers
         self._in_step = False  # from a step's first micro-batch to its end
         self._counts = True  # the current pass may change buffers
+        self._is_last = True  # the current micro-batch is this rank's last in the step
         self._buffers.begin()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -190,7 +189,7 @@ class Buffered:
             if self._replay:
                 self._replay.begin()
         self._buffers.begin_slot()
-        self._counts = counts
+        self._counts, self._is_last = counts, last
         inner = self._engine.accumulate(last, counts)
         return inner if counts else self._discard(inner)
 
@@ -215,6 +214,8 @@ class Buffered:
         self._engine.backward(loss, weight)
         if weight == 0.0:
             self._buffers.undo_slot()
+        else:
+            self._buffers.end_slot(self._is_last)
         if self._replay:
             self._replay.clear()
 

@@ -1,8 +1,9 @@
 """Track the tensors that a forward may write: a model's buffers and a task's own.
 
-    moving = Moving(model, own, world, exact=False, shared=True)
+    moving = Moving(model, OwnState(task.state_dict), world, exact=False, shared=True)
     moving.begin()                      # a step begins
     moving.begin_slot(); moving.undo_slot()
+    moving.end_slot(last)               # after the backward of a micro-batch that counts
     moving.check(); moving.share()      # before the update
     moving.end(result, limit)           # after it
 
@@ -10,8 +11,9 @@ The first two steps find by value which of them a forward writes: writes through
 torch's version counter. A tensor that changes without the counter counts as written in every later step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,17 +22,35 @@ from torch import Tensor, nn
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
+from lockstep.engines.sample_state import SampleState, changed_elements, is_by_rows
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.transforms.batchnorm import Recording
 
 __all__ = [
     "Moving",
     "Own",
+    "OwnState",
     "differing",
 ]
 
 
 Own = Callable[[], Mapping[str, Tensor]]
+
+
+class OwnState(NamedTuple):
+    """What a task has of its own that forwards may write.
+
+    Attributes:
+        tensors: returns the task's own tensors by name; None: it has none.
+        alike: what is written to them is the same on every rank, as by `step_loss`.
+        by_sample: names of them, and of the model's buffers, of which each sample or stream has rows of its own.
+    """
+
+    tensors: Own | None = None
+    alike: bool = False
+    by_sample: Collection[str] = ()
+
+
 _CHECKED = 2  # first steps, in which writes by forwards are detected
 
 
@@ -121,22 +141,23 @@ class Moving:
 
     Args:
         model: the plain module.
-        own: returns the task's own tensors by name; None: it has none.
+        own: what the task has of its own.
         exact: refuse tensors that a forward writes, since their values then depend on which rank computes what.
         shared: buffers that forwards write get rank 0's values after each step; the task's own always do.
-        own_alike: what is written to the task's own tensors is the same on every rank, as by `step_loss`.
+
+    Raises:
+        ConfigError: a name of `own.by_sample` is no tensor of the model or the task.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        own: Own | None,
+        own: OwnState,
         world: World,
         exact: bool,
         shared: bool = True,
-        own_alike: bool = False,
     ) -> None:
-        self._world, self._exact, self._share_buffers, self._own_alike = world, exact, shared, own_alike
+        self._world, self._exact, self._share_buffers, self._own_alike = world, exact, shared, own.alike
         self._places = [
             _MovingTensor(
                 f"{prefix}.{key}".lstrip("."),
@@ -148,10 +169,12 @@ class Moving:
             for key, buffer in owner._buffers.items()
             if buffer is not None and not buffer.is_meta
         ]
-        self._own = _OwnTensors(own) if own is not None else None
+        self._own = _OwnTensors(own.tensors) if own.tensors is not None else None
         if self._own:
             self._places += self._own.places()
         self._forward = [place for place in self._places if not place.replayed]  # those that a forward itself may write
+        self._by_sample = _declared(self._forward, own.by_sample)
+        self._rows = SampleState([place for place in self._forward if place.name in self._by_sample], world)
         self._unwritten: list[_MovingTensor] = []  # the task's tensors that `loss` did not write in the checked steps
         self._steps = 0
         self._shared: list[_MovingTensor] = []  # written by forwards; broadcast from rank 0 after each step
@@ -177,6 +200,7 @@ class Moving:
     def begin(self) -> None:
         """Copy the values of the tensors that may have changed since the last copy."""
         self._refresh()
+        self._rows.begin()
         every = self._steps < _CHECKED
         changed = [place for place in self._places if every or place.is_written]
         fitting = [place for place in changed if place.fits]
@@ -197,6 +221,17 @@ class Moving:
         every = self._steps < _CHECKED
         for place in self._forward:
             place.slot_value = place.now.detach().clone() if every or place.is_written else None
+        self._rows.begin_slot()
+
+    def end_slot(self, last: bool) -> None:
+        """Note what a micro-batch wrote to state by sample.
+
+        Args:
+            last: it is this rank's last one in the step.
+        """
+        if self._by_sample:
+            self._refresh()
+            self._rows.end_slot(last)
 
     @torch.no_grad()
     def undo_slot(self) -> None:
@@ -218,8 +253,8 @@ class Moving:
         does not count. Later steps check the task's tensors without a collective.
 
         Raises:
-            ConfigError: in exact mode, a forward writes a tensor in both steps; or a tensor of the task changes its
-                shape, or `state_dict()` returns a copy of it.
+            ConfigError: in exact mode, a forward writes a tensor in both steps; the ranks write different rows of
+                one; or a tensor of the task changes its shape, or `state_dict()` returns a copy of it.
         """
         self._refresh()
         if self._steps == _CHECKED:
@@ -233,14 +268,16 @@ class Moving:
             place.silent = place.silent or (not place.is_counted)
             if place.own:
                 self._check_own(place)
-        names = {name for each in self._world.gather(sorted(local)) for name in each}  # collective
-        alike = {place.name for place in self._places if place.own and self._own_alike}
+        by_rank = self._world.gather(sorted(local))  # collective
+        names = {name for each in by_rank for name in each}
+        alike = {place.name for place in self._places if place.own and self._own_alike} | self._by_sample
         repeats = (names & self._written_names) - alike
         if self._steps == 1:
             self._written_names = names
         elif self._exact and repeats:
             raise self._inexact_error(next(place for place in self._places if place.name == min(repeats)))
-        self._choose_shared(names)
+        self._choose_shared(names - self._by_sample)
+        self._check_rows(by_rank)
         if self._steps == _CHECKED:
             self._written_names |= names
             self._drop_unwritten()
@@ -256,14 +293,37 @@ class Moving:
             raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
         self._shared = alike
 
+    @torch.no_grad()
+    def _check_rows(self, by_rank: list[list[str]]) -> None:
+        """Refuse tensors of which each rank writes rows of its own, and which would all get rank 0's. Collective.
+
+        Args:
+            by_rank: names of the tensors that each rank wrote.
+
+        Raises:
+            ConfigError: the same on every rank.
+        """
+        for place in self._shared:
+            others_write = any(place.name in names for names in by_rank[1:])
+            if not others_write or place.step_value is None or not place.fits:  # the latter is refused at `share`
+                continue
+            writers = changed_elements(place.now, place.step_value).to(torch.int32)
+            dist.all_reduce(writers)  # collective, in the checked steps
+            if is_by_rows(writers):
+                raise ConfigError(
+                    f"the ranks write different rows of {place.description}: if each sample or stream has rows of its "
+                    "own, name it in the task's `sample_state`; else write it in `step_loss` or in the hook "
+                    "`after_update`"
+                )
+
     def _drop_unwritten(self) -> None:
         """Stop copying the task's tensors that forwards do not write."""
         self._unwritten = (
-            [p for p in self._places if p.own and p.name not in self._written_names]
+            [p for p in self._places if p.own and p.name not in self._written_names | self._by_sample]
             if self._exact and not self._own_alike
             else []
         )
-        self._places = [p for p in self._places if not p.own or p.name in self._written_names]
+        self._places = [p for p in self._places if not p.own or p.name in self._written_names | self._by_sample]
         self._forward = [place for place in self._places if not place.replayed]
         for place in self._unwritten:
             place.step_value = place.slot_value = None
@@ -331,7 +391,8 @@ class Moving:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Broadcast rank 0's values of the tensors that forwards write. Collective."""
+        """Broadcast rank 0's values of the tensors that forwards write, and merge state by sample. Collective."""
+        self._rows.merge()
         for place in self._shared:
             present = place.now
             if not place.fits:
@@ -343,6 +404,19 @@ class Moving:
             dist.broadcast(data, src=0)  # collective
             if data is not present:
                 present.copy_(data)
+
+
+def _declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:
+    """Return the names of the places that a task's `sample_state` declares. Raises ConfigError for an unknown one."""
+    known = {place.name.removeprefix("task/"): place.name for place in places}
+    for name in names:
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise ConfigError(
+                f"the task's sample_state has '{name}', which is no buffer of the model and no key of its "
+                f"state_dict(): there is {there}"
+            )
+    return {known[name] for name in names}
 
 
 def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:

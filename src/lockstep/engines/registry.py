@@ -30,7 +30,7 @@ from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context
-from lockstep.engines.moving import Own
+from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
 from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
 from lockstep.errors import ConfigError
@@ -98,8 +98,7 @@ def engine(  # noqa: PLR0913
     own_steps: OwnSteps | None = None,
     gradients: GradientNorms = NO_NORMS,
     penalty: MakePenalty | None = None,
-    own: Own | None = None,
-    own_alike: bool = False,
+    own: OwnState | None = None,
     changes: Changes | None = None,
 ) -> Engine:
     """Build the engine `name` around a model, for the built-in loop or your own.
@@ -136,8 +135,7 @@ def engine(  # noqa: PLR0913
         gradients: takes gradient norms by block, for the built-in loop.
         penalty: returns a term of the loss from the model without the engine's wrapper: a 0-dim tensor that depends on
             the parameters alone, added once a step for any number of micro-batches and ranks.
-        own: returns a task's own tensors by name; what a forward writes to them is part of the step, as with buffers.
-        own_alike: every rank writes the same to them, as `step_loss` does, so exact sums allow it.
+        own: a task's own tensors; what a forward writes to them is part of the step, as with buffers. None: no task.
         changes: settings of a run for changes to the trained parameters, see `Changes`; None: none.
 
     Raises:
@@ -192,6 +190,8 @@ def engine(  # noqa: PLR0913
 
     if own_steps is not None and (clip or ema):
         raise ConfigError("lockstep.engine: clip and ema do not work with own_steps, which take several updates")
+    if own_steps is not None and own and own.by_sample:
+        raise ConfigError("the task's sample_state does not work with own_steps, which take several updates in a step")
     exact, shared = bool(exact_micro_batches), options.broadcast_buffers
 
     def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
@@ -202,7 +202,13 @@ def engine(  # noqa: PLR0913
         copying: Engine = Copied(bare, copies) if copies else bare
         watched: Engine = Hooked(copying, hooks) if hooks else copying
         outer = with_buffers(
-            watched, model, world, exact=exact, shared=shared, sharing=sharing, own=own, own_alike=own_alike
+            watched,
+            model,
+            world,
+            exact=exact,
+            shared=shared,
+            sharing=sharing,
+            own=own,
         )
         return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested) if ema else outer
 

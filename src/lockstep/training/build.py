@@ -33,8 +33,9 @@ from lockstep.config.deepspeed import check_settings, read_json
 from lockstep.config.fields import AUTO, is_url
 from lockstep.config.schema import Config, has_fixed_cut, is_auto, lookup
 from lockstep.config.task_options import OWN, kind_of
-from lockstep.data.batches import Batches, Loading, MicroBatchCosts
+from lockstep.data.batches import Batches, EpochStarts, Loading, MicroBatchCosts
 from lockstep.data.groups import FirstGroups, GroupBatches, GroupOrder, TokenGroups, grouped_order
+from lockstep.data.loader import blamed, generators_kept, seed_everything
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import place_order, training_order
 from lockstep.data.stream_batches import StreamBatches, StreamData
@@ -44,11 +45,12 @@ from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
 from lockstep.engines.optimizers import GradientNorms
-from lockstep.errors import ConfigError, UsageError, name_settings
+from lockstep.errors import ConfigError, DataError, LockstepError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
 from lockstep.optim.schedule import cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
+from lockstep.seeds import derive
 from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training import resume
 from lockstep.training.agreement import (
@@ -107,7 +109,7 @@ from lockstep.training.task_check import (
     load_trial_samples,
     restore_findings,
 )
-from lockstep.training.trainable import apply_body_changes, base_tensor_names, check_in_optimizer, restore_initial_set
+from lockstep.training.trainable import base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
 from lockstep.transforms.precision import task_in_precision
@@ -155,8 +157,15 @@ def build_batches(
         balancer = balancer_of(config, world, None, state)
         groups = FirstGroups(full_order, run_plan.samples)
         options: dict[str, Any] = {"seed": config.seed, "loading": loading, "sharing": sharing_of(config, balancer)}
-        return GroupBatches(task, retry_dataset, groups, run_plan.step_plan, world, **options), balancer
+        grouped = GroupBatches(task, retry_dataset, groups, run_plan.step_plan, world, **options)
+        grouped.epoch_starts = _epoch_starts(config, task, dataset, run_plan)
+        return grouped, balancer
     if full_order is None:
+        if has_own(task, "start_epoch") and not task.framework:
+            raise ConfigError(
+                "the task has `start_epoch`, and its training set is a stream without an index: give the dataset a "
+                "method set_epoch(epoch) in its place"
+            )
         balancer = balancer_of(config, world, None, state)
         step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
         lanes = Lanes(parts, step_plan.micro_batches, step_plan.micro_size, config.seed, run_plan.min_samples)
@@ -171,7 +180,34 @@ def build_batches(
     batches = Batches(
         task, retry_dataset, order, run_plan.step_plan, world, seed=config.seed, loading=loading, sharing=sharing
     )
+    batches.epoch_starts = _epoch_starts(config, task, dataset, run_plan)
     return batches, balancer
+
+
+def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -> EpochStarts | None:
+    """Return how the epochs of a training set with an index begin; None if the task does not take part."""
+    if not has_own(task, "start_epoch"):
+        return None
+    length = len(dataset)
+
+    def call(epoch: int) -> None:
+        with generators_kept():
+            seed_everything(derive(config.seed, "epoch", epoch))
+            try:
+                task.start_epoch(dataset, epoch)
+            except LockstepError:
+                raise
+            except Exception as error:
+                if task.framework:  # a hook of the user's, whose error is the user's too
+                    raise
+                raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
+        if len(dataset) != length:
+            raise DataError(
+                f"the training set has {len(dataset):,} samples since the start of epoch {epoch + 1}, and had "
+                f"{length:,} before: keep its length"
+            )
+
+    return EpochStarts(call, run_plan.samples)
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -492,6 +528,8 @@ def build_together(
         say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
+    if not task.framework:  # it begins its first epoch once it has an optimizer
+        on_all_ranks(world, lambda: batches.start_epoch(first))
     check_programs(world, task, batches.samples(first, 0))
     # A dataset that this process has trained on may have changed with the epochs.
     contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
@@ -662,9 +700,8 @@ def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) 
     own: list[Any] = []
     if world.is_main:
         evaluated, selection = folder.read_evaluated() if state.evaluation_due else (-1, Selection())
-        own = [folder.read_trained(), evaluated, selection.to_json()]
-    changes, evaluated, stored = world.gather(own)[0]  # collective
-    apply_body_changes(changes, state)
+        own = [evaluated, selection.to_json()]
+    evaluated, stored = world.gather(own)[0]  # collective
     # The checkpoint was written before its evaluation, which may have finished.
     if state.evaluation_due and evaluated == state.global_step:
         state.selection, state.evaluation_due = Selection.from_json(stored), False

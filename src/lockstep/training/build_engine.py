@@ -32,6 +32,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
+from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.engines.registry import check_copies, engine, model_init, name_of, undo_step
 from lockstep.engines.wrappers import Changes
@@ -554,7 +555,10 @@ def build_engine(
         own_steps=task.own_steps,
         gradients=groups.gradients,
         penalty=task.penalty if has_own(task, "penalty") else None,
-        own=task.state_dict if has_own(task, "state_dict") else None,
-        own_alike=has_step_loss(task),
+        own=OwnState(
+            tensors=task.state_dict if has_own(task, "state_dict") else None,
+            alike=has_step_loss(task),
+            by_sample=task.sample_state,
+        ),
         changes=Changes(remake, fixed_names, state.trained, state.global_step, store_trained),
     )

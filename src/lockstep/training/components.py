@@ -1,7 +1,7 @@
 """Build the components that accompany a run's steps, and process each step with them.
 
     components = build_components(session, built)
-    step = record_step(session, built, components, record)
+    record_step(session, components, step)
     saves = save_and_evaluate(session, built, components, step, ending)
 
 The order of records, guards, checkpoints and evaluations is set here, the same on every rank; so are the early exit
@@ -39,7 +39,6 @@ from lockstep.training.loss_watch import LossWatch
 from lockstep.training.profiler import StepProfiler
 from lockstep.training.recorder import EXIT_INTERRUPTED, EXIT_SAVED, Meter, RunRecorder, describe_lost_ranks
 from lockstep.training.session import HookContext, ReadNumbers, Session, update_best
-from lockstep.training.trainable import store_body_change
 
 __all__ = [
     "StepComponents",
@@ -52,7 +51,6 @@ __all__ = [
     "leave_early",
     "make_number_reader",
     "prepare_recovery",
-    "record_body_change",
     "record_step",
     "save",
     "save_and_evaluate",
@@ -112,6 +110,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         timed_steps=lambda: clock.steps,
     )
     exchange.take_turns(step_loader.turns)
+    exchange.limit_reading(step_loader.readable_before)
     exchange.engine_steps = built.start
     session.exchange = exchange
     sums = state.running
@@ -145,10 +144,11 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
     return components
 
 
-def record_step(session: Session, built: RunParts, components: StepComponents, record: StepRecord) -> Step:
-    """Record a step, run the guards, and return the step for the caller."""
-    global_step, late = record.step + 1, components.guards.late
-    session.sinks.progress(global_step)
+def record_step(session: Session, components: StepComponents, current: Step) -> None:
+    """Record a step and run the guards."""
+    record, late = current.record, components.guards.late
+    session.current_step, session.global_step = current, current.global_step
+    session.sinks.progress(current.global_step)
     components.share_reporter.update(components.exchange)
     if late:
         components.recorder.expect(record)
@@ -159,20 +159,18 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
     components.guards.after_step(record)
     if not late:
         components.recorder.log(record)
-    return Step(record, components.epochs, built.lr * record.factor, session.read_numbers)
 
 
 def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:
     """Save and evaluate, if they are due.
 
     Returns:
-        Whether a save is due. It is made after the loop's body if that changes what is saved: the caller's own objects
-        or the state of hooks.
+        Whether a save is due after the loop's body and the hooks, which may write what it stores. Without either it is
+        made here, before the evaluation.
     """
     config, state, global_step = built.config, built.state, step.global_step
     due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
     saves = ending or components.recorder.save_due(global_step)
-    session.current_step, session.global_step = step, global_step
     if hooks := built.task.hooks:
         ends_window = hooks.reads_steps and components.recorder.ends_window(step.record)
         if ends_window:
@@ -180,7 +178,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         record = components.recorder.window if ends_window else None
         due, saves = hooks.before_evaluation(HookContext(session, built), step, record, Due(due, saves))
         saves = saves or ending
-    save_later = bool(session.caller_objects or built.task.hooks)  # the body updates their state
+    save_later = session.has_body or built.task.hooks is not None
     if due and built.evaluation:
         state.evaluation_due = True
     if saves and not save_later:
@@ -216,12 +214,6 @@ def save(components: StepComponents, global_step: int, *, final: bool = False) -
         with trace_mark("save"):
             components.guards.store_state()
             components.recorder.save(global_step, final=final)
-
-
-def record_body_change(components: StepComponents, built: RunParts, global_step: int) -> None:
-    """Record a change of the trained parameters that came after the step's checkpoint began."""
-    if components.recorder.saved_step == global_step and built.config.checkpoint.mode != "none":
-        store_body_change(built.engine, built.state, built.folder, global_step, built.world)
 
 
 def flush_steps(components: StepComponents) -> None:

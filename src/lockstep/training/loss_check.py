@@ -29,7 +29,7 @@ from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
-from lockstep.task import Task, needs_graph, set_detected
+from lockstep.task import Task, has_step_loss, needs_graph, set_detected, user_task
 from lockstep.tensors import is_dtensor, local_of
 from lockstep.training.defaults import explain_device_error
 from lockstep.training.evidence import (
@@ -46,6 +46,7 @@ from lockstep.training.trial_state import (
     marks_of,
     preserve_state,
     refusal_of_marks,
+    unsaved_marks,
 )
 from lockstep.training.weight_moves import moved
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
@@ -476,7 +477,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
     on_all_ranks(trial.world, conclude)  # collective
 
 
-def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
+def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]:
     """Say what a loss leaves behind where a step is cut, and refuse what depends on the ranks. Collective.
 
     Buffers are never refused here: those of rank 0 hold on all ranks, and --exact looks at them in the first steps.
@@ -484,12 +485,17 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
     Args:
         batch: this rank's first micro-batch.
 
+    Returns:
+        The names of what no checkpoint has. [] for tasks of lockstep's own and of other libraries.
+
     Raises:
         ConfigError: under --exact, or on several ranks where it differs between them.
     """
     task, world = trial.task, trial.world
-    if not is_cut(trial.config, training) or task.own_steps is not None or task.reduction == "micro-batch":
-        return
+    depends_on_cut = is_cut(trial.config, training) and task.reduction != "micro-batch" and not has_step_loss(task)
+    is_users = not task.framework and not type(user_task(task)).__module__.startswith("lockstep.")
+    if task.own_steps is not None or not (depends_on_cut or is_users):
+        return []
     sharded = trial.is_sharded
     model = trial.model if sharded else trial.plain
     parameters = [local_of(p) for p in model.parameters() if p.requires_grad]
@@ -499,9 +505,12 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
         with trial.with_graph() if sharded else torch.enable_grad():
             task.loss(model, batch.data)
 
-    marks = dict[str, str]()
+    marks, unsaved = dict[str, str](), list[str]()
     with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):  # the loss fails later, or not at all
         marks = marks_of(model, task, call, lambda: moved(parameters, 0))
+        unsaved = unsaved_marks(marks, trial.plain, task) if is_users else []
+    if not depends_on_cut:
+        return unsaved
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
     own = {name: digest for name, digest in marks.items() if name not in buffers}
     slots = max(training.sharing.at(training.step_plan.origin.step).slots)
@@ -517,6 +526,7 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> None:
             trial.say(describe_marks(names, slots, world.size))
 
     world.defer([sorted(marks), own], conclude)  # collective; with the next gather
+    return unsaved
 
 
 def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:

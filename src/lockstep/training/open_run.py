@@ -230,7 +230,6 @@ def _make_sinks(built: RunParts) -> Sinks:
     for each in (folder.path, folder.checkpoints):
         clean(each)
     folder.remove_end()
-    folder.drop_trained_after(built.start)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
     run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due

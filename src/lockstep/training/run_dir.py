@@ -385,7 +385,6 @@ def has_ended(owner: str) -> bool:
 
 _END = "ended.json"
 _EVALUATED = "checkpoints/evaluated.json"  # removed together with the checkpoints
-_TRAINED = "checkpoints/trained.json"
 _MICRO_BATCH = "micro-batch.json"
 
 
@@ -529,21 +528,6 @@ class RunFolder:
         """Read the last record of `write_evaluated`; its step is -1 if there is none."""
         record = self._read(_EVALUATED)
         return record.get("step", -1), Selection.from_json(record)
-
-    def write_trained(self, changes: dict[str, Any]) -> None:
-        """Record by step how the loop's body changed the trained set after that step."""
-        self.write(_TRAINED, json.dumps(changes) + "\n")
-
-    def read_trained(self) -> dict[str, Any]:
-        """Read the record of `write_trained`; {} if there is none."""
-        return self._read(_TRAINED)
-
-    def drop_trained_after(self, done: int) -> None:
-        """Drop the records of `write_trained` after step `done`: those steps are trained again."""
-        before = self.read_trained()
-        after = {step: change for step, change in before.items() if step.isdecimal() and int(step) <= done}
-        if after != before:
-            self.write_trained(after)
 
     def write_micro_batch(self, size: int, line: str) -> None:
         """Record that the run continues with micro-batches of at most `size` samples. Raises OSError or StorageError.

@@ -484,7 +484,7 @@ def check_task(
             on_all_ranks(world, lambda: _try_first(trial, first, norms))  # collective
             world.agree()  # collective
             check_loss(trial, training, samples.training.places, recorded)  # collective
-            check_marks(trial, training, first)  # collective
+        state.unsaved = check_marks(trial, training, first) or None  # collective
         samples.training.places.clear()
         on_all_ranks(world, lambda: _try_update(trial, first))  # collective
         world.agree()  # collective

@@ -4,15 +4,13 @@
     restore_trained_set(model, state)       # once they are loaded
     store_trained_set(engine, state)        # before the state is saved
 
-From the first change on, every checkpoint has a `run_state.TrainedSet`. The loop's body may change the set after the
-checkpoint of its step was begun: `checkpoints/trained.json` records these changes by step.
+From the first change on, every checkpoint has a `run_state.TrainedSet`.
 """
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,19 +35,16 @@ from lockstep.run_state import AdapterState, RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task
 from lockstep.training.resume import find_weights, load_weights
-from lockstep.training.run_dir import RunFolder
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
 __all__ = [
     "add_adapters",
     "add_empty_adapters",
-    "apply_body_changes",
     "base_tensor_names",
     "check_in_optimizer",
     "load_with_adapters",
     "restore_initial_set",
     "restore_trained_set",
-    "store_body_change",
     "store_trained_set",
     "trained_digest",
 ]
@@ -293,24 +288,3 @@ def restore_trained_set(model: nn.Module, state: RunState) -> None:
     """Make the model train the parameters that the run trained when its state was stored."""
     if state.trained is not None:
         set_trained(model, {*state.trained.now})
-
-
-def store_body_change(engine: Engine, state: RunState, folder: RunFolder, done: int, world: World) -> None:
-    """Record a change of the trained set after the checkpoint of `done` steps was begun."""
-    trained = trained_set(engine)
-    if trained is None or trained == state.trained:
-        return
-    state.trained = trained
-    if world.is_main:
-        folder.write_trained({**folder.read_trained(), str(done): trained.to_json()})
-
-
-def apply_body_changes(changes: Mapping[str, Any], state: RunState) -> None:
-    """Apply the change that `store_body_change` recorded for the checkpoint's step.
-
-    Args:
-        changes: `RunFolder.read_trained` of rank 0.
-    """
-    change = changes.get(str(state.global_step))
-    if change:
-        state.trained = TrainedSet.from_json(change, "trained.json")

@@ -48,7 +48,6 @@ from lockstep.training.components import (
     leave_early,
     make_number_reader,
     prepare_recovery,
-    record_body_change,
     record_step,
     save,
     save_and_evaluate,
@@ -85,6 +84,7 @@ from lockstep.training.resume import FIXED
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
 from lockstep.training.session import HookContext, Session, update_best
+from lockstep.training.trial_state import describe_unsaved
 
 __all__ = [
     "Training",
@@ -470,7 +470,16 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
             session.timeline.enter(BODY)
             yield None
             session.timeline.enter(START)
+            _tell_unsaved(built)
         yield from _train_to_end(session, built)
+
+
+def _tell_unsaved(built: RunParts) -> None:
+    """Name what the loss changes and a resume does not have."""
+    names = built.state.unsaved if built.config.checkpoint.mode != "none" else None
+    line = describe_unsaved(names or (), built.task, built.user_objects.values(), resumes=built.source is not None)
+    if line and built.world.is_main:
+        _LOG.warning("%s", line)
 
 
 @contextmanager
@@ -542,28 +551,25 @@ def _train_steps(session: Session, built: RunParts) -> Training:
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
-            step, session.regroup_tries = record_step(session, built, ongoing, record), 0
-            timeline.at(step.global_step)
+            step = Step(record, ongoing.epochs, built.lr * record.factor, session.read_numbers)
+            saves, loss = _follow_up(
+                session, built, ongoing, context, step, is_first=record.step == first, ends=is_last
+            )
             if record.step == first:
-                after_first_step(built, ongoing)  # collective
                 garbage.freeze()
-            saves = save_and_evaluate(session, built, ongoing, step, is_last)
-            if hooks and context:
-                saves = hooks.after_step(context, step.global_step) or saves
             if session.has_body:
-                recorder.saver.order()  # the body may write the tensors that a save still copies
                 timeline.enter(BODY)
             exchange.progress.at(record.step, IN_BODY)
             try:
                 yield step
             except GeneratorExit:
                 timeline.enter(ENDING)
-                record_body_change(ongoing, built, step.global_step)
                 leave_early(session, ongoing, heartbeats, signals.ends_now)
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
-            record_body_change(ongoing, built, step.global_step)
+            if loss:
+                raise loss
             if saves:
                 save(ongoing, step.global_step, final=is_last)
             if spent := profiler.after(step.global_step):  # collective, if a trace ends
@@ -575,6 +581,38 @@ def _train_steps(session: Session, built: RunParts) -> Training:
                 recorder.saver.settle()  # collective
                 raise RankLost("a new process waits to join the run")
         _finish(session, built, ongoing, context, stop_request)
+
+
+def _follow_up(
+    session: Session,
+    built: RunParts,
+    ongoing: StepComponents,
+    context: HookContext | None,
+    step: Step,
+    *,
+    is_first: bool,
+    ends: bool,
+) -> tuple[bool, PeerError | None]:
+    """Record, save, evaluate and call hooks after a step, up to the loop's body. Collective.
+
+    Returns:
+        Whether a save is due after the body; and the loss of a rank, to be raised then: the step is trained, so its
+        body runs before the others continue without that rank.
+    """
+    try:
+        session.regroup_tries = 0
+        record_step(session, ongoing, step)
+        session.timeline.at(step.global_step)
+        if is_first:
+            after_first_step(built, ongoing)  # collective
+        saves = save_and_evaluate(session, built, ongoing, step, ends)
+        if built.task.hooks and context:
+            saves = built.task.hooks.after_step(context, step.global_step) or saves
+    except PeerError as error:
+        if session.member and session.has_body and is_rank_loss(error):
+            return False, error
+        raise
+    return saves, None
 
 
 def _catch_up(session: Session, built: RunParts, recorder: RunRecorder, done: int) -> None:

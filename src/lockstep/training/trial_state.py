@@ -25,7 +25,15 @@ from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
 from lockstep.task import Task, inner_task, user_task
 
-__all__ = ["describe_marks", "differing_marks", "marks_of", "preserve_state", "refusal_of_marks"]
+__all__ = [
+    "describe_marks",
+    "describe_unsaved",
+    "differing_marks",
+    "marks_of",
+    "preserve_state",
+    "refusal_of_marks",
+    "unsaved_marks",
+]
 
 # Attributes of a task that a trial finds out; they stay.
 _FINDINGS = ("reduction", "_reduction_before", "_takes_gradients", "evaluates_loss")
@@ -109,7 +117,7 @@ def marks_of(
 
     `call` is called twice. What only the first one changes is a table that it built; what the second one leaves as it
     is, such as the outputs of the last batch, is not remembered either. Statistics of BatchNorm, metrics, weights and
-    what the adapters merge are left out.
+    what the adapters merge are left out, and so is `sample_state`.
 
     Args:
         model: the plain model, with the user's names.
@@ -134,12 +142,18 @@ def marks_of(
         call()
     at_rest(model)
     grown = {id(each) for each, length in lists if len(each) > length}
-    weights = {id(parameter) for parameter in model.parameters()}
+    left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
     return {
         name: _digest_of(value)
         for name, value in second.changed().items()
-        if any(_is_within(name, other) for other in before) and id(value) not in weights | grown and not _is_run(name)
+        if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
     }
+
+
+def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
+    """Return the ids of the tensors that `sample_state` declares: their rows are merged over the ranks."""
+    tensors = dict(model.named_buffers()) | dict(task.state_dict())
+    return {id(tensors[name]) for name in task.sample_state if name in tensors}
 
 
 def _metric_classes() -> list[type[Any]]:
@@ -220,8 +234,8 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 _REMEDY = (
-    "compute what belongs to a whole step in `step_loss`, move it in the hook `after_update`, keep a table in a "
-    "buffer, and write a warm-up with `task.step`"
+    "compute what belongs to a whole step in `step_loss`, move it in the hook `after_update`, name state with rows by "
+    "sample in `sample_state`, and write a warm-up with `task.step`"
 )
 
 
@@ -229,6 +243,47 @@ def describe_marks(names: Collection[str], micro_batches: int, world_size: int) 
     """Return one line on what a loss leaves behind, for a run whose steps are cut."""
     where = ", on each rank with samples of its own" if world_size > 1 else ""
     return f"`loss` changes {_enumerate(names)} and runs {micro_batches} times a step{where}: {_REMEDY}"
+
+
+def unsaved_marks(names: Collection[str], model: nn.Module, task: Task) -> list[str]:
+    """Return the names of what a loss leaves behind and no checkpoint has, sorted.
+
+    Args:
+        names: as `marks_of` finds them.
+        model: the plain model.
+    """
+    saved = {f"model.{name}" for name in model.state_dict()} | {f"task.{name}" for name in task.state_dict()}
+    return sorted({*names} - saved)
+
+
+def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], *, resumes: bool) -> str:
+    """Return one line on what a loss leaves behind and no checkpoint has; "" if there is nothing.
+
+    Args:
+        names: as `unsaved_marks` returns them.
+        kept: the caller's own objects, which checkpoints have.
+        resumes: the run continues from a checkpoint.
+    """
+    roots, _ = _roots(inner_task(task))
+    lost = [name for name in names if not _is_of(name, roots, {id(each) for each in kept})]
+    if not lost:
+        return ""
+    fate = "starts again with its first value" if resumes else "is lost at a resume"
+    return (
+        f"`loss` changes {_enumerate(lost)}, which no checkpoint has, so it {fate}: return it from `state_dict()`, "
+        "make it a buffer of the model, or give it to `run.keep`"
+    )
+
+
+def _is_of(name: str, roots: Mapping[str, Any], owners: set[int]) -> bool:
+    """Whether the path of an attribute leads through one of these objects."""
+    root, *path = name.split(".")
+    here = roots.get(root)
+    for attribute in path:
+        here = getattr(here, attribute, None)
+        if id(here) in owners and here is not None:
+            return True
+    return False
 
 
 def refusal_of_marks(names: Collection[str], *, exact: bool) -> ConfigError:

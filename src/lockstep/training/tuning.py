@@ -175,6 +175,7 @@ def _train_losses(built: RunParts) -> list[float]:
     constant = built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     exchange.take_turns(step_loader.turns)
+    exchange.limit_reading(step_loader.readable_before)
     seed = seeder(built.config.seed, "micro", world.device)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
     control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)

@@ -36,7 +36,7 @@ from lockstep.training.evaluation import evaluate_all
 from lockstep.training.named_task import make_task
 from lockstep.training.resume import FIXED
 from lockstep.training.sharing import shares_for
-from lockstep.training.trial_state import marks_of, preserve_state
+from lockstep.training.trial_state import marks_of, preserve_state, unsaved_marks
 from lockstep.verify.recorder import StepRecorder
 from lockstep.verify.reference import ReferenceComparer, ReferenceWriter, TensorStore
 from lockstep.verify.request import FaultContext, RunSpec, Seed
@@ -152,12 +152,11 @@ def _kept(built: RunParts) -> list[str]:
         seeder(0, "check", device)(0, 0)
         loss_of(task)(built.engine.model, first)
 
-    found: dict[str, str] = {}
+    found = list[str]()
     with contextlib.suppress(Exception), preserve_state(built.model, task, device, training=True):
         ((first, _),) = built.batches.parts(0, [(0, built.batches.own_samples(0))])
-        found = marks_of(built.model, task, call)
-    saved = {f"model.{name}" for name in built.model.state_dict()} | {f"task.{name}" for name in task.state_dict()}
-    return sorted(found.keys() - saved)
+        found = unsaved_marks(marks_of(built.model, task, call), built.model, task)
+    return found
 
 
 def _run_steps(
@@ -186,6 +185,7 @@ def _training(
     step_plan, known = built.run_plan.step_plan, built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(built.world, step_loader.items, known)
     exchange.take_turns(step_loader.turns)
+    exchange.limit_reading(step_loader.readable_before)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
     control = StepControl(
         built.lr_factor,

@@ -111,6 +111,18 @@ class Events(Hooks):
         optimizer.register_step_pre_hook(lambda *_: self._during_training("on_pre_optimizer_step"))
         optimizer.register_step_post_hook(lambda *_: self._during_training("on_optimizer_step"))
 
+    @property
+    def changes_epochs(self) -> bool:
+        """Whether a callback acts between two epochs, where it may change the data of the second."""
+        return any(name in self._by_event for name in ("on_epoch_begin", "on_epoch_end"))
+
+    def start_epoch(self, dataset: Any, epoch: int) -> None:
+        """Begin an epoch before its first sample is loaded; see `Task.start_epoch`."""
+        if epoch != self._epoch:
+            self._end_epoch()
+            self._epoch, self._trainer.control.should_epoch_stop = epoch, False
+            self._event("on_epoch_begin")
+
     def after_prediction(self) -> None:
         """Call `on_prediction_step` after a micro-batch of an evaluation that is due."""
         if self._reports_evaluations:
@@ -121,11 +133,7 @@ class Events(Hooks):
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
         self._tries, control = False, self._trainer.control
         if slot == 0:
-            epoch = self._epochs(step)
-            if epoch != self._epoch:
-                self._end_epoch()
-                self._epoch, control.should_epoch_stop = epoch, False
-                self._event("on_epoch_begin")
+            self.start_epoch(None, self._epochs(step))
             control.should_log = control.should_evaluate = control.should_save = False
             self._event("on_step_begin")
         self._ends = turn_ranges(slot, slots, self._trainer.args.gradient_accumulation_steps)[1]

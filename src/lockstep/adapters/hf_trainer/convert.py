@@ -124,6 +124,8 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     evaluations = task.hooks  # of a scheduler that follows them
     if callbacks:
         task.hooks = task.events = Events(trainer, callbacks, len(training), evaluations)
+        if task.events.changes_epochs:  # else data are loaded ahead over the end of an epoch
+            task.start_epoch = task.events.start_epoch  # type: ignore[method-assign]
     return config, task
 
 

@@ -144,6 +144,7 @@ def _decay(each: Any) -> float:
 
 
 _LOG = logging.getLogger("lockstep")
+_BETWEEN_EPOCHS = ("on_train_epoch_start", "on_train_epoch_end", "on_validation_epoch_end", "on_validation_end")
 
 
 class Turn(NamedTuple):
@@ -257,6 +258,17 @@ class Life(Hooks):
         finally:
             self._starts = False
 
+    @property
+    def changes_epochs(self) -> bool:
+        """Whether the user wrote a hook between two epochs, which may change the data of the second."""
+        return any(name in self._written_hooks or name in self.served for name in _BETWEEN_EPOCHS)
+
+    def start_epoch(self, dataset: Any, epoch: int) -> None:
+        """Begin an epoch before its first sample is loaded; see `Task.start_epoch`."""
+        if epoch != self._epoch:
+            self._end_epoch(None)
+            self._begin_epoch(epoch)
+
     # Of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
@@ -267,9 +279,7 @@ class Life(Hooks):
         if slot == 0:
             if self.rates is not None and self.rates.watched:
                 self.rates.drive_to(step)
-            if epoch != self._epoch:
-                self._end_epoch(None)
-                self._begin_epoch(epoch)
+            self.start_epoch(None, epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
         begin_range, end_range = turn_ranges(slot, slots, turns)

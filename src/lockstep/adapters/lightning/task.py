@@ -194,12 +194,12 @@ class LightningTask(Task):
         self._epochs: list[Epoch] = []
         self._logged = Logged()
         trainer._results = self._logged
-        self.hooks = self.life = Life(module, trainer, self._logged, evaluates=bool(self._sets))
+        self._set_life()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the objects that a run has made: the other process makes its own."""
         state = self.__dict__ | {"_epochs": [], "_config": None, "_in_evaluation": False}
-        for name in ("module", "trainer", "_first", "_entry", "hooks", "life"):
+        for name in ("module", "trainer", "_first", "_entry", "hooks", "life", "start_epoch"):
             state.pop(name, None)
         # As bytes: multiprocessing would share the tensors' memory, and the other process trains them.
         return state | {"_initial": pickle.dumps(self._initial), "_trainer_settings": self.trainer.settings()}
@@ -213,7 +213,12 @@ class LightningTask(Task):
         self.trainer.take(settings)
         self.trainer._results = self._logged
         self.module.trainer = self.trainer
+        self._set_life()
+
+    def _set_life(self) -> None:
         self.hooks = self.life = Life(self.module, self.trainer, self._logged, evaluates=bool(self._sets))
+        if self.life.changes_epochs:  # else data are loaded ahead over the end of an epoch
+            self.start_epoch = self.life.start_epoch  # type: ignore[method-assign]
 
     # Called by the run.
 

@@ -85,6 +85,7 @@ def _train_steps(built: RunParts) -> CheckResult:
     stream = built.batches.from_step(0)
     exchange = StepExchange(world, stream.items, None, steps)  # collective
     exchange.take_turns(stream.turns)
+    exchange.limit_reading(stream.readable_before)
     with closing(exchange), closing(stream), _record_gradients(built, gradients):
         for number in range(steps):
             start = time.perf_counter()

@@ -1,0 +1,170 @@
+"""Merge state of which each sample or stream has rows of its own: hidden states, a memory bank.
+
+    rows = SampleState(places, world)
+    rows.begin()                            # a step begins
+    rows.begin_slot(); rows.end_slot(last)  # around each micro-batch
+    rows.merge()                            # before the update
+
+Each micro-batch of a step reads the values from the beginning of the step. What the micro-batches of all ranks write is
+merged at its end, bit by bit; of an element that several write, the last one's value counts. So the step is that of one
+device with all samples in one batch. `is_by_rows` tells such state from statistics, which all micro-batches write.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+
+__all__ = ["SampleState", "changed_elements", "is_by_rows"]
+
+_MAX_SLOTS = 1 << 16  # micro-batches of a rank in a step
+
+
+class Place(Protocol):
+    """A tensor that forwards write.
+
+    Attributes:
+        name: as the task declares it.
+        now: the current tensor.
+        step_value: a copy of its values at the beginning of the step.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def now(self) -> Tensor: ...
+    @property
+    def step_value(self) -> Tensor | None: ...
+
+
+class _Merged:
+    """What the micro-batches of this rank wrote to one tensor so far in the step.
+
+    Attributes:
+        values: of the elements that were written; elsewhere those from the beginning of the step.
+        writer: the last micro-batch that wrote an element, in the order of the run from 1 on; 0: none. int32
+        writers: how many wrote it. int32
+    """
+
+    def __init__(self, before: Tensor) -> None:
+        self.values = before.clone()
+        self.writer = torch.zeros(before.shape, dtype=torch.int32, device=before.device)
+        self.writers = torch.zeros_like(self.writer)
+
+    def add(self, now: Tensor, before: Tensor, writer: int) -> None:
+        """Add what a micro-batch wrote."""
+        written = changed_elements(now, before)
+        self.values = torch.where(written, now, self.values)
+        self.writer = torch.where(written, writer, self.writer)
+        self.writers += written
+
+
+@final
+class SampleState:
+    """Tensors with rows by sample or stream, over the micro-batches of a step.
+
+    Args:
+        places: the tensors, in the same order on every rank.
+    """
+
+    def __init__(self, places: Sequence[Place], world: World) -> None:
+        self._places, self._world = places, world
+        self._merged: list[_Merged] = []
+        self._is_checked = False
+
+    def begin(self) -> None:
+        """Forget an unfinished step."""
+        self._slots, self._merged = 0, []
+
+    @torch.no_grad()
+    def begin_slot(self) -> None:
+        """Restore the values from the beginning of the step for the next micro-batch."""
+        if self._slots:
+            for place in self._places:
+                place.now.copy_(_before(place))
+
+    @torch.no_grad()
+    def end_slot(self, last: bool) -> None:
+        """Note what a micro-batch wrote; nothing for the only one of a step, which writes as in a plain loop.
+
+        Args:
+            last: it is this rank's last one in the step.
+        """
+        if last and not self._slots and self._world.size == 1:
+            return
+        self._slots += 1
+        if self._slots == 1:
+            self._merged = [_Merged(_before(place)) for place in self._places]
+        for place, merged in zip(self._places, self._merged, strict=True):
+            # The micro-batches of a rank follow those of the rank before it.
+            merged.add(place.now, _before(place), self._world.rank * _MAX_SLOTS + self._slots)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Set all tensors to what the micro-batches of all ranks wrote. Collective on several ranks.
+
+        Raises:
+            ConfigError: in the first step, most elements are written by several micro-batches.
+        """
+        if not self._slots and self._world.size == 1:
+            return
+        every = self._merged or [_Merged(_before(place)) for place in self._places]  # this rank had no samples
+        for place, merged in zip(self._places, every, strict=True):
+            if not self._is_checked:
+                self._check(place, merged)
+            place.now.copy_(self._combine(merged, _before(place)))
+        self._is_checked = True
+        self.begin()
+
+    def _check(self, place: Place, merged: _Merged) -> None:
+        if self._world.size > 1:
+            dist.all_reduce(merged.writers)  # collective
+        if not is_by_rows(merged.writers):  # waits for the device, in the first step
+            raise ConfigError(
+                f"the task's sample_state has '{place.name.removeprefix('task/')}', but several micro-batches of the "
+                "first step write the same elements: leave it out, and write it in `step_loss` or in the hook "
+                "`after_update`"
+            )
+
+    def _combine(self, merged: _Merged, before: Tensor) -> Tensor:
+        """Return the values that the last writers of all ranks gave. Collective on several ranks."""
+        if self._world.size == 1:
+            return merged.values
+        last = merged.writer.clone()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX)  # collective
+        mine = (merged.writer == last) & (last > 0)
+        values = _bytes(torch.where(mine, merged.values, torch.zeros_like(before)))
+        dist.all_reduce(values)  # collective; one rank has bytes other than 0, so they are not rounded
+        return torch.where(last > 0, values.view(before.dtype).view(before.shape), before)
+
+
+def changed_elements(now: Tensor, before: Tensor) -> Tensor:
+    """Return which elements of a tensor have other bits than before. Does not wait for the device."""
+    return (_bytes(now) != _bytes(before)).any(1).view(before.shape)
+
+
+def is_by_rows(writers: Tensor) -> bool:
+    """Whether a tensor is state by rows: most elements that are written have one writer. Waits for the device.
+
+    Args:
+        writers: how many wrote each element.
+    """
+    several, any_at_all = torch.stack([(writers > 1).sum(), (writers > 0).sum()]).tolist()  # waits for the device
+    return bool(2 * several < any_at_all or not any_at_all)
+
+
+def _before(place: Place) -> Tensor:
+    value = place.step_value
+    assert value is not None, "a step begins with a copy"
+    return value
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of each element. uint8 [elements, bytes of one]"""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).clone().view(-1, 1).view(torch.uint8) if plain.numel() else plain.new_empty(0, 1).byte()
