@@ -18,6 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
+from lockstep.engines.group_settings import settings_of
 from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.engines.state_dict import forget, materialise
 from lockstep.errors import CheckpointError, LockstepError
@@ -43,6 +44,7 @@ class Zero:
         check_launched("zero", world)
         self._module, self._world = model, world
         self._plain = plain = optimizer(model)
+        self._group_settings = settings_of(plain)
         self._zero = _split(plain)
         self._zero.register_step_pre_hook(self._run_pre_hooks)
         self._zero.register_step_post_hook(self._run_post_hooks)
@@ -71,13 +73,21 @@ class Zero:
     ) -> StepResult:
         self._replicas.finish()
         self._check_groups()
-        if factor is None:
-            self._copy_rates()
-        return self._update(factor, limit, momentum, evaluate)  # collective: the owners broadcast
+        self._group_settings.write(factor, momentum)
+        for own, user in self._groups():
+            _copy_settings(user, own)
+        self._plain._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it never steps
+        return self._update(None, limit, None, evaluate)  # collective: the owners broadcast
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        with self._replicas.alone():
-            self._update.rehearse(Alone(loss, self._backward_alone))  # collective: the owners broadcast
+        before = [dict(group) for group in self._plain.param_groups]
+        try:
+            with self._replicas.alone():
+                self._update.rehearse(Alone(loss, self._backward_alone))  # collective: the owners broadcast
+        finally:
+            for group, settings in zip(self._plain.param_groups, before, strict=True):
+                group.clear()
+                group.update(settings)
 
     def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
@@ -89,27 +99,20 @@ class Zero:
         if len(self._plain.param_groups) != len(self._zero.param_groups):
             raise LockstepError("--engine zero does not support parameter groups added later; rebuild the engine")
 
-    def _copy_rates(self) -> None:
-        """Copy the rates that a scheduler set in the user's optimizer."""
-        for own, user in self._groups():
-            own["lr"] = user["lr"]
-        self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
-
     def _run_pre_hooks(self, *args: Any) -> None:
         """Run the pre-step hooks of the user's optimizer, which may read and set its groups.
 
         That optimizer never steps itself.
         """
         if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
-            pairs = self._groups()
-            for own, user in pairs:
-                user.update({key: value for key, value in own.items() if key != "params"})
             for hook in hooks:
                 hook(self._plain, *args[1:])
-            for own, user in pairs:
-                own.update({key: value for key, value in user.items() if key in own and key != "params"})
+            for own, user in self._groups():
+                _copy_settings(user, own)
 
     def _run_post_hooks(self, *args: Any) -> None:
+        for own, user in self._groups():
+            _copy_settings(own, user)  # an optimizer may count in its groups
         for hook in list(self._plain._optimizer_step_post_hooks.values()):
             hook(self._plain, *args[1:])
 
@@ -207,6 +210,11 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _copy_settings(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy a group's settings to its counterpart, without `names`, which are of the user's group alone."""
+    target.update({key: value for key, value in source.items() if key not in ("params", "names")})
 
 
 def _owner(tensor: Tensor) -> int | None:

@@ -47,7 +47,7 @@ from lockstep.engines.optimizers import GradientNorms
 from lockstep.errors import ConfigError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
-from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.optim.schedule import NONE, cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
 from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training import resume
@@ -68,6 +68,7 @@ from lockstep.training.build_engine import (
     build_optimizer,
     schedule_factor,
     schedule_momentum,
+    set_groups,
     try_compile,
 )
 from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
@@ -308,7 +309,39 @@ class RunParts:
     @property
     def lr(self) -> float:
         """Base learning rate of the optimizer's first group."""
-        return self.groups.base_rates[0]
+        return self.groups.settings.base_rates[0]
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the optimizer's first group in the last step."""
+        return self.groups.settings.rate
+
+    def store_groups(self) -> None:
+        """Store the changed settings of the optimizer's groups in the run's state."""
+        sets_rates = self.task.live_rates is not None or self.task.own_steps is not None
+        changes = self.groups.settings.changes(rates=sets_rates)
+        self.state.groups = changes if any(changes) else None
+
+    def restore_groups(self) -> None:
+        """Set rates and groups as they were at the run's state, once the tensors are loaded."""
+        if live := self.task.live_rates:
+            live.replay((self.state.hooks or {}).get("watched", []), self.start)
+        self.groups.settings.load(self.state.groups)
+
+    def check_rates(self) -> None:
+        """Try what sets rates and groups, in the first and the last step.
+
+        Raises:
+            ConfigError, DataError: it failed, or gave something else than a rate.
+        """
+        last = self.run_plan.step_plan.steps - 1
+        if live := self.task.live_rates:
+            live.check(last + 1)
+        for step in (0, last):
+            self.lr_factor(step)
+            if has_own(self.task, "set_groups") and self.groups.optimizer is not None:
+                copies = [dict(group) for group in self.groups.optimizer.param_groups]
+                set_groups(self.task, copies, step, last + 1)
 
     @property
     def start(self) -> int:
@@ -337,11 +370,13 @@ class RunParts:
         return min(steps, self.config.stop_at or steps)
 
     @property
-    def lr_factor(self) -> Callable[[int], float]:
-        """The schedule: step -> factor of the base learning rate."""
+    def lr_factor(self) -> Callable[[int], float | None]:
+        """The schedule: step -> factor of the base learning rate; None: the groups' rates are not lockstep's to set."""
+        if self.task.live_rates is not None:
+            return lambda step: None
         optim, steps = self.config.optim, self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
-        configured = lambda step: factor(  # noqa: E731
+        configured: Callable[[int], float | None] = lambda step: factor(  # noqa: E731
             step,
             horizon=horizon,
             warmup=optim.warmup_steps,
@@ -353,6 +388,8 @@ class RunParts:
             gamma=optim.gamma,
             drops=plateau_drops(self.state.selection),
         )
+        if optim.schedule == NONE:
+            configured = lambda step: None  # noqa: E731
         if not has_own(self.task, "schedule"):
             return configured
         return lambda step: schedule_factor(self.task, step, steps, configured)
@@ -364,7 +401,7 @@ class RunParts:
         Only a one-cycle schedule changes it.
         """
         optim, steps = self.config.optim, self.run_plan.step_plan.steps
-        if optim.schedule != "one-cycle":
+        if optim.schedule != "one-cycle" or self.task.live_rates is not None:
             return lambda step: None
         configured = lambda step: cycled_momentum(step, steps, optim.warmup_steps)  # noqa: E731
         if not has_own(self.task, "schedule"):
@@ -549,7 +586,7 @@ def build_together(
         places=facts.places,
     )
     # Errors of the task's own schedule show before step 1.
-    on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
+    on_all_ranks(world, built.check_rates)
     request.check_last(built)
     return built
 
@@ -713,8 +750,9 @@ def announce(built: RunParts) -> None:
     if built.remote:
         each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
         _LOG.info("the run's folder is %s, uploaded to %s%s", built.folder.path, built.remote.url, each)
-    if line := resume.describe_extension(
-        built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
+    factor_now = built.lr_factor(built.start)
+    if factor_now is not None and (
+        line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)
     ):
         _LOG.info(line)
     run = built.run_plan, built.model, built.task.data_facts, built.world.size

@@ -139,6 +139,8 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
         gradients=built.groups.gradients,
+        rate=lambda: built.rate,
+        after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
     )
     parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
     components = StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)
@@ -159,7 +161,7 @@ def record_step(session: Session, built: RunParts, components: StepComponents, r
     components.guards.after_step(record)
     if not late:
         components.recorder.log(record)
-    return Step(record, components.epochs, built.lr * record.factor, session.read_numbers)
+    return Step(record, components.epochs, record.rate, session.read_numbers)
 
 
 def save_and_evaluate(session: Session, built: RunParts, components: StepComponents, step: Step, ending: bool) -> bool:

@@ -298,7 +298,7 @@ class RunRecorder:
                 "epoch_progress": place.epoch_progress,
                 "num_batches_remaining": place.num_batches_remaining,
             }
-            self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
+            self._sinks.arrived({**_known(position), "lr": record.rate, **numbers, **repairs})
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
@@ -380,6 +380,7 @@ class RunRecorder:
         state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
         store_trained_set(built.engine, state)
+        built.store_groups()
 
     def _begin_save(self, done: int, final: bool) -> None:
         self._update_state(done)
