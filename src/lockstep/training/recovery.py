@@ -325,6 +325,7 @@ def _restore(
     optimizer = built.groups.optimizer
     if newest.steps == 0 and optimizer is not None:
         optimizer.state.clear()  # only a place to load into; the first step makes it
+    built.restore_groups()
 
 
 def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:

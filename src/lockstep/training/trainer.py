@@ -529,7 +529,6 @@ def _train_steps(session: Session, built: RunParts) -> Training:
         session.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
         session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
-        built.restore_groups()
         hooks, stop_request = built.task.hooks, CONTINUE
         context = HookContext(session, built) if hooks else None  # with the hooks' own part of the run's state
         if hooks and context:
