@@ -165,6 +165,7 @@ class Task(ABC):
     autocast_scope = "loss"  # all that computes; or "forward", or "float32 outputs": it alone, see `task_in_precision`
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
+    switches_modes = True  # the optimizer's eval() and train() are called around an evaluation
     live_rates = cast("LiveRates | None", None)  # schedulers of the adapted library, which write into the groups
     scheduler: Mapping[str, Any] = {}  # class and settings of one that the user made; a resume with another is refused
     evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records

@@ -81,7 +81,7 @@ class GroupSettings:
         """Take the groups that were added, with their rates as base rates."""
         for group in self._groups[len(self._rows) :]:
             own = _own_settings(group)
-            base = group.get("initial_lr", group["lr"])  # where torch's schedulers keep it
+            base: Any = group.get("initial_lr", group["lr"])  # where torch's schedulers keep it
             self._rows.append(_Row(float(base), group["lr"], own))
 
     def write(self, factor: float | None, momentum: float | None = None) -> None:

@@ -283,15 +283,11 @@ class OptimizerStep:
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
         self._on_device = self._device_decides()
-        self._by_kernel = (
-            self._on_device
-            and not self._evaluates
-            and _skips_on_device(self._kernel, self._groups)
-        )
+        self._by_kernel = self._on_device and not self._evaluates and _skips_on_device(self._kernel, self._groups)
         if before and not self._by_kernel:
             self._kernel.found_inf = self._kernel.grad_scale = None
 
-    def __call__(  # noqa: C901
+    def __call__(
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
         """Update once at base rate times `factor`, or skip unless the norm is below `limit`.

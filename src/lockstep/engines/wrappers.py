@@ -28,6 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
 from lockstep.engines.ddp import listed
 from lockstep.engines.group_settings import settings_of
+from lockstep.engines.modes import switch
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hooks import Hooks
 from lockstep.run_state import TrainedSet
@@ -288,6 +289,7 @@ class Remade:
     def _record_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         def build(model: nn.Module) -> Optimizer:
             self._optimizer = make(model)
+            switch(self._optimizer, training=True)  # or some refuse their first step
             return self._optimizer
 
         return build

@@ -2,8 +2,10 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from typing import Any, final
 
@@ -19,8 +21,9 @@ from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult,
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
+from lockstep.engines.modes import has_modes
 from lockstep.engines.optimizer_step import OptimizerStep, trained
-from lockstep.engines.state_dict import forget, materialise
+from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
 
@@ -46,6 +49,10 @@ class Zero:
         self._plain = plain = optimizer(model)
         self._group_settings = settings_of(plain)
         self._zero = _split(plain)
+        if has_modes(plain):  # it has the groups, and none of the states
+            this = weakref.ref(self)
+            for name in ("eval", "train"):
+                setattr(plain, name, partial(_switch_shards, this, name))
         self._zero.register_step_pre_hook(self._run_pre_hooks)
         self._zero.register_step_post_hook(self._run_post_hooks)
         parameters = trained(model, plain)
@@ -121,6 +128,19 @@ class Zero:
         plain = {id(group["params"][0]): group for group in self._plain.param_groups if group["params"]}
         return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
 
+    def switch(self, name: str) -> None:
+        """Call `eval` or `train` of the optimizer on each owner, which then broadcasts its parameters. Collective."""
+        for own, user in self._groups():
+            _copy_settings(user, own)
+        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(own, inner)
+        getattr(self._zero.optim, name)()
+        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(inner, own)
+        for own, user in self._groups():
+            _copy_settings(own, user)
+        self._zero._sync_params()  # type: ignore[attr-defined]  # collective; private: torch has no other way to it
+
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
         state = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
@@ -186,7 +206,7 @@ class Zero:
     def _materialise(self) -> None:
         """Create the optimizer's state if no rank has any, on each for its own. Collective."""
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
-        if not any(self._world.gather(bool(own))):  # collective
+        if not any(self._world.gather(has_states(own))):  # collective
             self._update.blank = materialise(self._zero.optim, own) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
@@ -210,6 +230,12 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _switch_shards(engine: "weakref.ref[Zero]", name: str) -> None:
+    """Call `eval` or `train` on the shards of an engine that still exists. Collective."""
+    if zero := engine():
+        zero.switch(name)
 
 
 def _copy_settings(source: dict[str, Any], target: dict[str, Any]) -> None:

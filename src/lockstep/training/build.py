@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
+from lockstep.checkpoint.read import EVALUATED
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
@@ -43,6 +44,7 @@ from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
+from lockstep.engines.modes import evaluation_weights, has_modes, switch
 from lockstep.engines.optimizers import GradientNorms
 from lockstep.errors import ConfigError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
@@ -270,7 +272,31 @@ class RunParts:
         These are the engine's state without the adapters' base, and the tensors of task and caller. The task's are the
         same on every rank, and not copies: a resume fills them in place, then passes them to `task.load_state_dict`.
         """
-        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
+        tensors = {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
+        return tensors | self._evaluated()
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """Return copies of the optimizer's weights for evaluation, if it has others for training."""
+        optimizer = self.groups.optimizer
+        if optimizer is None or not has_modes(optimizer):
+            return {}
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with evaluation_weights(optimizer):
+            return {
+                EVALUATED + name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+                if id(parameter) in members
+            }
+
+    @property
+    def switched(self) -> Optimizer | None:
+        """The optimizer whose weights for evaluation an evaluation uses."""
+        return self.groups.optimizer if self.task.switches_modes else None
+
+    def end_training(self) -> None:
+        """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
+        if not (self.config.optim.ema or self.task.framework):
+            switch(self.groups.optimizer, training=False)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of `tensors()` and those of the adapters' base."""
@@ -290,6 +316,8 @@ class RunParts:
         engine, own = {}, dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             group, _, key = name.partition("/")
+            if name.startswith(EVALUATED):
+                continue  # it follows from the rest
             if group in owners:
                 own.setdefault(group, {})[key] = tensor
             else:

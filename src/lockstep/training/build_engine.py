@@ -362,9 +362,7 @@ def _fuse_layers(config: Config, model: nn.Module, device: torch.device, sizes_o
 # --- schedule, optimizer and engine
 
 
-def schedule_factor(
-    task: Task, step: int, steps: int, default: Callable[[int], float | None]
-) -> float | None:
+def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], float | None]) -> float | None:
     """Return the factor of the task's `schedule`; `default(step)` if it returns None.
 
     Raises:

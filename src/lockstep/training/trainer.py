@@ -604,6 +604,7 @@ def _finish(
     recorder.finish()  # collective
     session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(session.exit_code)
+    built.end_training()
 
 
 def _ends_early(

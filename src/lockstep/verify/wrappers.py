@@ -30,6 +30,7 @@ class TaskWrapper(Task):
         self.items_per_sample = items_of_a_sample(inner)
         self.framework, self.gathers, self.is_compared = inner.framework, inner.gathers, True
         self.data_facts, self.autocast_scope = inner.data_facts, inner.autocast_scope
+        self.switches_modes = inner.switches_modes
 
     @property
     def live_rates(self) -> LiveRates | None:  # type: ignore[override]

@@ -106,10 +106,10 @@ class SchedulerReplay:
 
 def _shadow_of(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same groups, without parameters of the model."""
-    groups = [
-        {**{key: value for key, value in group.items() if key not in ("params", "names")}, "params": [torch.zeros(0, device="cpu")]}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "names")}
+        groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
     shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))
     shadow.defaults = dict(optimizer.defaults)  # by which schedulers choose between momentum and betas
     return shadow

@@ -264,10 +264,9 @@ class Life(Hooks):
         trainer.global_step = step
         self.start()
         epoch = step * self._size // self._samples
-        if slot == 0:
-            if epoch != self._epoch:
-                self._end_epoch(None)
-                self._begin_epoch(epoch)
+        if slot == 0 and epoch != self._epoch:
+            self._end_epoch(None)
+            self._begin_epoch(epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
         begin_range, end_range = turn_ranges(slot, slots, turns)

@@ -168,6 +168,7 @@ class LightningTask(Task):
     """
 
     framework = "Lightning"
+    switches_modes = False  # the module's hooks do, as in Lightning
     autocast_scope = "forward"  # which is the `training_step`, without its hooks
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
