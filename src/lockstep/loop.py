@@ -68,12 +68,13 @@ def steps(
         control.gradients.begin(step)
         evaluate = passes.evaluation(step, micro, items, losses)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
-        exchange.engine_steps = step + 1
+        exchange.engine_steps, rate = step + 1, control.rate()
+        control.after_update(step + 1)
         if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
             losses.append(result.penalty * items)  # on one rank only, so that it counts once
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")
-        outcome = (stop_agreed, result.applied, limit, numbers, control.gradients.found)
+        outcome = (rate, stop_agreed, result.applied, limit, numbers, control.gradients.found)
         yield StepRecord(step, items, losses, result.norm, factor, *outcome)
         clock.start()

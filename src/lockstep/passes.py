@@ -131,7 +131,7 @@ class StepControl:
     """Settings of the loop, most of them per step.
 
     Attributes:
-        factor: step -> factor of the base learning rate.
+        factor: step -> factor of the base learning rate; None: the rates are not lockstep's to set.
         seed: (step, micro-batch) -> None; seeds every generator that the model may draw from.
         clock: measures the parts of a step.
         limit: step -> its update is applied if the gradient's norm is below this; -inf skips the step.
@@ -146,9 +146,11 @@ class StepControl:
         micro_batches: M, per step over all ranks; for a loss over the whole step.
         sharing: which of them each rank computes; None: the same number each.
         gradients: norms of the gradient by block, computed in steps with a record.
+        rate: returns the first group's learning rate in the step, after the update.
+        after_update: called with the number of updates so far, after each.
     """
 
-    factor: Callable[[int], float]
+    factor: Callable[[int], float | None]
     seed: Callable[[int, int], None]
     clock: Clock
     limit: Callable[[int], float] = lambda step: math.inf
@@ -162,6 +164,8 @@ class StepControl:
     micro_batches: int = 1
     sharing: ShareSchedule | None = None
     gradients: GradientNorms = NO_NORMS
+    rate: Callable[[], float] = lambda: math.nan
+    after_update: Callable[[int], None] = lambda done: None
 
 
 class Passes:

@@ -61,7 +61,8 @@ class StepRecord:
         losses: this rank's summed losses, 0-dim float32, one per slot with weight; to be added over the ranks. If the
             task has a penalty, the rank of micro-batch 0 appends it, times the items.
         norm: the gradient's 2-norm before clipping, over the whole model; 0-dim.
-        factor: of the base learning rate.
+        factor: of the base learning rate; None: lockstep sets no rates.
+        rate: learning rate of the first group.
         stop_agreed: the ranks' agreement: `exchange.CONTINUE`, or a request to stop after this step.
         applied: whether the update was applied, the same on all ranks; None if only the device knows yet.
         limit: the update is applied if the norm is below it.
@@ -74,7 +75,8 @@ class StepRecord:
     items: float
     losses: list[Tensor]
     norm: Tensor | None
-    factor: float
+    factor: float | None
+    rate: float = math.nan
     stop_agreed: int = 0
     applied: bool | None = True
     limit: float = math.inf

@@ -318,6 +318,7 @@ class RunState:
         gpt: settings of a built-in GPT, as `models.gpt.GPTConfig` has them.
         lora: adapters and their base; None: a whole model.
         trained: the trained parameters; None: they never changed.
+        groups: settings of each of the optimizer's groups that changed during the run, see `GroupSettings.changes`.
         not_finite_at_start: names of the tensors that were not finite when the run started; None: not checked yet.
         spike: of the spike guard.
         shares: of `--shares auto`.
@@ -346,6 +347,7 @@ class RunState:
     gpt: dict[str, Any] | None = None
     lora: AdapterState | None = None
     trained: TrainedSet | None = None
+    groups: list[dict[str, Any]] | None = None
     not_finite_at_start: list[str] | None = None
     spike: SpikeState | None = None
     shares: SharesState | None = None

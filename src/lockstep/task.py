@@ -41,10 +41,12 @@ __all__ = [
     "METHODS",
     "UNDIVIDED",
     "VALUES",
+    "LiveRates",
     "Order",
     "Task",
     "as_task",
     "check_class",
+    "current_step",
     "has_mean_loss",
     "has_own",
     "has_step_loss",
@@ -71,6 +73,26 @@ class Order(Protocol):
 
     def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the epochs and the sample indices of positions start .. stop - 1. int64 [stop - start] each"""
+
+
+class LiveRates(Protocol):
+    """Schedulers that write rates and momenta into the optimizer's groups, where the adapted library steps them.
+
+    lockstep then writes none, so that a value that somebody else sets holds until a scheduler writes again.
+    """
+
+    def check(self, steps: int) -> None:
+        """Step them over a plan of `steps`, and restore them. Raises ConfigError for one that fails."""
+
+    def drive_to(self, done: int) -> None:
+        """Step them as after `done` updates."""
+
+    def replay(self, watched: list[list[Any]], done: int) -> None:
+        """Begin again, and step them as after `done` updates.
+
+        Args:
+            watched: the values that some of them followed so far, as the hooks' state stores them.
+        """
 
 
 class DataFacts(NamedTuple):
@@ -146,6 +168,8 @@ class Task(ABC):
     autocast_scope = "loss"  # all that computes; or "forward", or "float32 outputs": it alone, see `task_in_precision`
     is_compared = False  # its training is compared between world sizes
     data_facts = cast("DataFacts | None", None)  # of the built-in language models
+    switches_modes = True  # the optimizer's eval() and train() are called around an evaluation
+    live_rates = cast("LiveRates | None", None)  # schedulers of the adapted library, which write into the groups
     scheduler: Mapping[str, Any] = {}  # class and settings of one that the user made; a resume with another is refused
     evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records
 
@@ -292,6 +316,13 @@ class Task(ABC):
     def schedule(self, step: int, steps: int) -> float | None:
         """Return the factor of the base rates in `step` (0-based) of `steps`; None: of --optim.schedule."""
         return None
+
+    def set_groups(self, groups: list[dict[str, Any]], step: int, steps: int) -> None:  # noqa: B027  most set nothing
+        """Set what the optimizer's groups have in `step` (0-based) of `steps`: rates, weight decay, any other key.
+
+        Called on every rank just before the update, when the schedule's rates are in the groups. A function of the
+        step alone, so that a resume continues it.
+        """
 
     def order(self, samples: int, seed: int) -> Order | Iterable[int] | None:
         """Return a sampler or other order of samples; None: shuffle in each epoch.
@@ -583,6 +614,11 @@ def set_step(task: Task, step: int) -> None:
         with contextlib.suppress(AttributeError):  # an object with slots has no room for it
             setattr(own, _STEP, step)
             own.step = step
+
+
+def current_step(task: Task) -> int:
+    """Return the present step, 0-based, also of a task that has its own attribute `step`."""
+    return int(vars(inner_task(task)).get(_STEP, 0))
 
 
 def has_step_loss(task: Task) -> bool:

@@ -23,7 +23,7 @@ from lockstep.config.sections import Data, Lora, Optim
 from lockstep.data.batches import Origin
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
-from lockstep.optim.schedule import SHAPES
+from lockstep.optim.schedule import NONE, SHAPES
 from lockstep.run_state import Position
 from lockstep.task import DataFacts
 from lockstep.tasks.language_model import CausalLM
@@ -190,7 +190,7 @@ def test_the_warm_up_is_at_most_a_twentieth_and_at_most_50(steps):
 
 
 def test_each_schedule_has_a_warm_up_and_an_end_that_suit_it():
-    assert set(SHAPES) == set(next(spec for spec in fields(Optim) if spec.name == "schedule").metadata["choices"])
+    assert {*SHAPES, NONE} == set(next(spec for spec in fields(Optim) if spec.name == "schedule").metadata["choices"])
     found = {}
     for shape in SHAPES:
         optim = chosen(Config(max_steps=100, eval_freq=10, optim=Optim(schedule=shape))).config.optim

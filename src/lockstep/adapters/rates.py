@@ -1,17 +1,17 @@
-"""Turn torch's schedulers into the rates and momenta of each step.
+"""Step torch's schedulers where the adapted library steps them; they write into the optimizer's groups.
 
     rates = Rates(optimizer, schedulers, place)     # place: step -> (epoch, batch in it, ends)
-    factors = rates.factors(step)                   # by group: what its base rate is multiplied by
-    rates.apply(optimizer)                          # just before its step: the groups' momenta and unlike rates
+    rates.drive_to(done)                            # after each update: the groups have the next step's values
+    rates.watch(done, name, value)                  # a plateau follows an evaluation
 
-The schedulers are torch's own objects, stepped where the other library steps them. Their values depend on the step
-alone, so a resume steps them up to it again. A plateau depends on the evaluations; their values are kept in the run's
-state.
+Nothing else writes rates, so a value that a callback or a hook sets holds until a scheduler writes again, as in the
+library. Apart from such values a scheduler's state depends on the step alone, or on the evaluations, whose values are
+kept in the run's state: a resume steps it up to its step again, and then takes the groups' values of the checkpoint.
 """
 
+import copy
 import math
 import warnings
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-_MOMENTA = ("momentum", "betas")  # some schedulers cycle these too
+_WRITTEN = ("lr", "momentum", "betas")  # what schedulers write
 
 
 class EpochPosition(NamedTuple):
@@ -67,20 +67,20 @@ class Scheduler:
 
 @final
 class Rates:
-    """The learning rates of an optimizer's groups in each step, by its schedulers.
-
-    From here on the groups hold their base rates (`initial_lr`); the schedulers see their own values while they step.
+    """The schedulers of an optimizer; see `lockstep.task.LiveRates`.
 
     Args:
-        optimizer: of the schedulers.
-        schedulers: of the optimizer.
+        optimizer: its groups get the values.
+        schedulers: of the optimizer, or of `shadow`.
         place: step -> its position among the epochs.
         step_scheduler: (scheduler, value) -> None; the module's own `lr_scheduler_step`, if it has one.
         caller: of lockstep's functions, for errors.
-        base: rates of the groups that the factors multiply; None: the groups' initial rates.
+        shadow: an optimizer with the same groups, whose schedulers these are; None: they are the optimizer's own.
 
     Attributes:
         watched: names of the values that plateaus follow.
+        position: updates after which the groups have their values.
+        history: (updates, name, value) of the values that plateaus got so far.
     """
 
     def __init__(
@@ -90,73 +90,51 @@ class Rates:
         place: Callable[[int], EpochPosition],
         step_scheduler: Callable[[Any, Any], None] | None = None,
         caller: str = "from_lightning",
-        base: list[float] | None = None,
+        shadow: Optimizer | None = None,
     ) -> None:
-        self._optimizer, self._schedulers, self._place = optimizer, schedulers, place
+        self._optimizer, self._shadow, self._schedulers, self._place = optimizer, shadow, schedulers, place
         self._step, self._caller = step_scheduler or step_one, caller
-        groups = optimizer.param_groups
-        self.base = base or [float(group.get("initial_lr", group["lr"])) for group in groups]
         self.watched = [each.monitor for each in schedulers if each.monitor]
-        self._momentum_names = [[name for name in _MOMENTA if name in group] for group in groups]
-        self._now = self._values()
-        self._position = 0  # the step that these values belong to
-        self._history = array("d")  # of the steps before it, a row each; not kept where plateaus follow evaluations
-        self._momenta = array("d")  # of the steps from the first with other momenta to the position, a row each
-        self._initial_values = [dict(row) for row in self._now]
-        self._cycles, self._cycle_start = False, 0
-        self._current_step, self._current_factors = 0, [1.0] * len(self.base)
-        for group, rate in zip(groups, self.base, strict=True):
-            group["lr"] = rate
+        self.position, self.history = 0, list[tuple[int, str, float]]()
+        self._initial_states = [_state_of(each.scheduler) for each in schedulers]
+        self._copy(self._shadow, self._optimizer)
+        self._initial_groups = [_written_of(group) for group in optimizer.param_groups]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch warns: the engine's optimizer steps
 
-    def factors(self, step: int) -> list[float]:
-        """Return the factor of each group's base rate in `step` (0-based)."""
-        self._current_step, self._current_factors = step, self._factors_in(step)
-        return self._current_factors
+    def check(self, steps: int) -> None:
+        """Step the schedulers that follow no evaluation over a plan of `steps`, and begin again.
 
-    def apply(self, optimizer: Optimizer) -> None:
-        """Set the momenta and rates of the optimizer's groups for the step whose factors were last asked for.
-
-        Rates that all have one factor are left to the engine.
+        Raises:
+            ConfigError: one failed, as OneCycleLR does after its `total_steps`, or gave no finite rate.
         """
-        momenta = self.momenta(self._current_step)
-        if momenta is not None:
-            for group, values in zip(optimizer.param_groups, momenta, strict=True):
-                group.update(values)
-        factors = self._current_factors
-        if any(factor != factors[0] for factor in factors):
-            for group, base, factor in zip(optimizer.param_groups, self.base, factors, strict=True):
-                group["lr"] = base * factor
+        try:
+            while self.position < steps - 1:
+                self._advance()
+        except ConfigError:
+            raise
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            raise ConfigError(
+                f"{self._caller}: a scheduler failed in one of the run's {steps} steps: {type(error).__name__}: "
+                f"{line}: make it for {steps} steps"
+            ) from error
+        finally:
+            self._begin()
 
-    def _factors_in(self, step: int) -> list[float]:
-        if not self._schedulers:
-            return [1.0] * len(self.base)
-        if step < self._position and not self.watched:
-            width = len(self.base)
-            return list(self._history[step * width : (step + 1) * width])
-        if not self.watched or step == self._position + 1:  # else it depends on future evaluations
-            self.drive_to(step)
-        return self._factors()
-
-    def drive_to(self, step: int) -> None:
-        """Step the schedulers that follow no evaluation up to `step`."""
-        while self._position < step:
+    def drive_to(self, done: int) -> None:
+        """Step the schedulers that follow no evaluation as after `done` updates."""
+        if done < self.position:
+            self.replay([list(entry) for entry in self.history], done)
+        while self.position < done:
             self._advance()
 
-    def momenta(self, step: int) -> list[dict[str, Any]] | None:
-        """Return each group's `momentum` or `betas` in `step`; None if no scheduler cycles them.
-
-        The step must have been reached.
-        """
-        if not self._cycles:
-            return None
-        if step >= self._position:
-            return _momenta_of(self._now)
-        if step < self._cycle_start:
-            return _momenta_of(self._initial_values)
-        width = len(self._momenta) // (self._position - self._cycle_start)
-        row = (step - self._cycle_start) * width
-        return _like(self._momenta[row : row + width], _momenta_of(self._initial_values))
+    def replay(self, watched: list[list[Any]], done: int) -> None:
+        """Begin again, and step the schedulers with each (updates, name, value) up to `done` updates."""
+        self._begin()
+        for updates, name, value in watched:
+            if updates <= done:
+                self.watch(int(updates), str(name), float(value))
+        self.drive_to(done)
 
     def due(self, epochs: int, values: Mapping[str, float], interval: str = "epoch") -> list[str]:
         """Return the names among `values` by which schedulers step after `epochs` epochs or steps."""
@@ -175,17 +153,22 @@ class Rates:
         )
 
     def watch(self, done: int, name: str, value: float) -> None:
-        """Step the plateaus that follow `name`, after `done` steps."""
+        """Step the plateaus that follow `name`, after `done` updates."""
         self.drive_to(done)
+        self.history.append((done, name, value))
         self._drive([each for each in self._schedulers if each.monitor == name], value)
 
+    def _begin(self) -> None:
+        """Restore the schedulers and the groups as they were before the first step."""
+        self.position, self.history = 0, []
+        for each, state in zip(self._schedulers, self._initial_states, strict=True):
+            _restore(each.scheduler, copy.deepcopy(state))
+        for group, values in zip(self._optimizer.param_groups, self._initial_groups, strict=False):
+            group.update(values)
+
     def _advance(self) -> None:
-        if not self.watched:
-            self._history.extend(self._factors())
-        if self._cycles:
-            self._momenta.extend(_flat(_momenta_of(self._now)))
-        place = self._place(self._position)
-        self._position += 1
+        place = self._place(self.position)
+        self.position += 1
         due = [each for each in self._schedulers if each.monitor is None and self._due(each, place)]
         if due:
             self._drive(due, None)
@@ -196,58 +179,41 @@ class Rates:
         return place.ends and (place.epoch + 1) % each.frequency == 0
 
     def _drive(self, schedulers: list[Scheduler], value: float | None) -> None:
-        """Step the schedulers with their own values in the groups, then restore the engine's."""
-        engine_values = self._values()
-        self._fill(self._now)
+        """Step the schedulers from the groups' present values, whoever set them."""
+        self._copy(self._optimizer, self._shadow)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for each in schedulers:
                 self._step(each.scheduler, value)
-        self._now = self._values()
-        self._fill(engine_values)
-        if not self._cycles and _momenta_of(self._now) != _momenta_of(self._initial_values):
-            self._cycles, self._cycle_start = True, self._position
-
-    def _factors(self) -> list[float]:
-        factors = [row["lr"] / base if base else 0.0 for row, base in zip(self._now, self.base, strict=True)]
-        if not all(map(math.isfinite, factors)):
+        self._copy(self._shadow, self._optimizer)
+        if not all(math.isfinite(group["lr"]) for group in self._optimizer.param_groups):
             raise ConfigError(
-                f"{self._caller}: a scheduler gives a rate that is not finite in step {self._position + 1}"
+                f"{self._caller}: a scheduler gives a rate that is not finite in step {self.position + 1}"
             )
-        return factors
 
-    def _values(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups
-        return [
-            {"lr": float(group["lr"]), **{name: group[name] for name in names}}
-            for group, names in zip(groups, self._momentum_names, strict=True)
-        ]
-
-    def _fill(self, values: list[dict[str, Any]]) -> None:
-        for group, row in zip(self._optimizer.param_groups, values, strict=True):
-            group.update(row)
+    def _copy(self, source: Optimizer | None, target: Optimizer | None) -> None:
+        if self._shadow is None or source is None or target is None:
+            return
+        for group, other in zip(source.param_groups, target.param_groups, strict=False):
+            other.update({key: value for key, value in _written_of(group).items() if key in other})
 
 
-def _momenta_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values without the rates."""
-    return [{name: value for name, value in row.items() if name != "lr"} for row in rows]
+def _written_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in _WRITTEN if key in group}
 
 
-def _flat(momenta: list[dict[str, Any]]) -> list[float]:
-    values = [value for row in momenta for value in row.values()]
-    return [float(each) for value in values for each in (value if isinstance(value, tuple | list) else (value,))]
+def _state_of(scheduler: Any) -> dict[str, Any]:
+    """Return a copy of a scheduler's state, without its optimizer and its functions."""
+    if hasattr(scheduler, "state_dict"):
+        return copy.deepcopy(dict(scheduler.state_dict()))
+    return {name: value for name, value in vars(scheduler).items() if name != "optimizer"}
 
 
-def _like(numbers: Iterable[float], template: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return flat numbers in the form of `template`."""
-    rest = iter(numbers)
-    return [
-        {
-            name: tuple(next(rest) for _ in value) if isinstance(value, tuple | list) else next(rest)
-            for name, value in row.items()
-        }
-        for row in template
-    ]
+def _restore(scheduler: Any, state: dict[str, Any]) -> None:
+    if hasattr(scheduler, "load_state_dict"):
+        scheduler.load_state_dict(state)
+    else:
+        vars(scheduler).update(state)
 
 
 def step_one(scheduler: Any, value: float | None) -> None:

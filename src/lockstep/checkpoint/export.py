@@ -24,7 +24,7 @@ import torch
 from lockstep.checkpoint.files import printable, refusal_error, remove, write_file
 from lockstep.checkpoint.foreign import write_dcp
 from lockstep.checkpoint.format import CODES, itemsize, read_run_state, step_of
-from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, open_tensors
+from lockstep.checkpoint.read import AVERAGE, FullTensors, averages_of, evaluated_of, open_tensors
 from lockstep.checkpoint.store import list_steps, newest, path_of
 from lockstep.checkpoint.write import bytes_of
 from lockstep.config.schema import Config
@@ -283,7 +283,7 @@ def export(
         with nullcontext(weights) if weights else open_tensors(path) as tensors:
             if not any(name.startswith("model/") for name in tensors.contents):
                 raise CheckpointError(f"{printable(path.name)} has no model to export")
-            source_tensors = _average_tensors(path, tensors) if ema and not weights else tensors
+            source_tensors = tensors if weights else _weights_for_use(path, tensors, ema=ema)
             source = ExportSource(path, source_tensors, _options_of(path), read_run_state(path), write_extras)
             out.parent.mkdir(parents=True, exist_ok=True)
             _check_room(out, source.tensors)
@@ -319,10 +319,15 @@ def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | 
     return storage_error(error) or ConfigError(f"OUT {printable(str(out))}: {reason}; choose another folder")
 
 
-def _average_tensors(path: Path, tensors: FullTensors) -> FullTensors:
-    """Return the tensors with each weight replaced by its average, under its aliases too."""
-    average = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
-    of = {id(tensors.contents[name]): average_name for name, average_name in average.items()}
+def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTensors:
+    """Return the tensors with each weight replaced by its average or its value for evaluation, under aliases too."""
+    if ema:
+        chosen = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
+    else:
+        chosen = evaluated_of(tensors.contents)
+    if not chosen:
+        return tensors
+    of = {id(tensors.contents[name]): chosen_name for name, chosen_name in chosen.items()}
     place = {name: of.get(id(tensor), name) for name, tensor in tensors.contents.items()}
     return FullTensors({name: tensors.contents[place[name]] for name in place}, lambda name: tensors.read(place[name]))
 

@@ -42,8 +42,10 @@ from lockstep.tensors import local_of
 
 __all__ = [
     "AVERAGE",
+    "EVALUATED",
     "FullTensors",
     "averages_of",
+    "evaluated_of",
     "fingerprint",
     "fingerprint_of",
     "load",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 AVERAGE = "average/"  # prefix of the names of averaged weights
+EVALUATED = "evaluated/"  # prefix of the names of an optimizer's weights for evaluation
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
@@ -277,6 +280,11 @@ def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
             "omit --ema"
         )
     return names
+
+
+def evaluated_of(all_names: Iterable[str]) -> dict[str, str]:
+    """Map `model/NAME` to the name of its value for evaluation, for an optimizer that has one; else {}."""
+    return {f"model/{name.removeprefix(EVALUATED)}": name for name in all_names if name.startswith(EVALUATED)}
 
 
 def fingerprint(path: Path, prefix: str = "model/") -> str:

@@ -181,9 +181,10 @@ class Optim:
     clip: float = option(1.0, "maximum gradient norm; 0: no clipping")
     schedule: str = option(
         "cosine",
-        "shape of the learning rate after warm-up; wsd: constant, then decay over --optim.cooldown",
+        "shape of the learning rate after warm-up; wsd: constant, then decay over --optim.cooldown; none: the "
+        "optimizer's own rates, which your code may set",
         *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
-        *("inverse-sqrt", "step", "one-cycle", "plateau"),
+        *("inverse-sqrt", "step", "one-cycle", "plateau", "none"),
     )
     period: int = option(
         0,

@@ -2,7 +2,7 @@
 
 An engine owns a model and an optimizer, and knows how both are split over the ranks. It knows nothing of data, the
 loop or files. Shared by the engines: `ScaledBackward` (a backward of a scaled loss), `Penalty` (a term of the loss
-that is added once a step), `set_momentum` and `set_extra`.
+that is added once a step) and `set_extra`.
 """
 
 import logging
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, final
+from typing import NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ __all__ = [
     "StepResult",
     "at_rest",
     "set_extra",
-    "set_momentum",
 ]
 
 
@@ -57,7 +56,6 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 # The model as its engine holds it -> a 0-dim term that is added to the step's loss once.
 MakePenalty = Callable[[nn.Module], Tensor | None]
 
-_OWN_MOMENTUM = "own_momentum"  # a group's key
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -194,23 +192,6 @@ class Engine(Protocol):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load a state; tensors that `state_dict()` itself returned are already in place."""
-
-
-def set_momentum(group: dict[str, Any], momentum: float | None) -> None:
-    """Set a parameter group's momentum under the name its optimizer uses, if it has one.
-
-    None restores the value from before the first override, so a step's momentum depends on that step alone.
-    """
-    if momentum is None and _OWN_MOMENTUM not in group:
-        return
-    name = next((name for name in ("betas", "momentum") if name in group), None)
-    if name is None:
-        return
-    own = group.setdefault(_OWN_MOMENTUM, group[name])
-    if momentum is None:
-        group[name] = own
-    else:
-        group[name] = (momentum, *own[1:]) if name == "betas" else momentum
 
 
 def at_rest(model: nn.Module) -> None:

@@ -17,11 +17,13 @@ from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
-from lockstep.engines.base import NOTHING, Engine, Evaluate, StepResult
+from lockstep.engines.base import Engine, Evaluate, StepResult
 from lockstep.engines.buffers import Buffered
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
+from lockstep.engines.modes import evaluation_weights
 from lockstep.engines.wrappers import Remade
 from lockstep.errors import CheckpointError
 from lockstep.tensors import copy_into, local_of
@@ -65,6 +67,7 @@ class EMAEngine:
         decay: from 0 to below 1.
         masters: averaged instead of the parameters, if the engine has them; each rank averages its parts.
         rested: names of parameters that were trained earlier and keep their averages.
+        optimizer: of the engine; if it has weights for evaluation, these are averaged.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class EMAEngine:
         decay: float,
         masters: Masters | None = None,
         rested: Collection[str] = (),
+        optimizer: Optimizer | None = None,
     ) -> None:
         self.model: nn.Module = engine.model
+        self._optimizer = optimizer
         self._engine, self._decay, self._masters = engine, decay, masters
         names = set(rested)
         pairs = model.named_parameters()
@@ -103,7 +108,8 @@ class EMAEngine:
     ) -> StepResult:
         result = self._engine.step(factor, limit, momentum, evaluate)
         if result.applied is not False:
-            self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
+            with evaluation_weights(self._optimizer):
+                self._learn(result.norm < limit if result.applied is None else torch.ones((), dtype=torch.bool))
         return result
 
     def undo_step(self) -> None:
@@ -208,10 +214,14 @@ class EMAEngine:
         return {AVERAGE + name: average for name, average in averages.items()} | {_COUNT: self._updates}
 
 
-def averaged(engine: Engine) -> AbstractContextManager[None]:
-    """Give the engine's model the averaged weights within the context, if it has an average."""
+def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+    """Give the engine's model the averaged weights within the context, if it has an average.
+
+    Args:
+        optimizer: of the engine: without an average the model gets its weights for evaluation, if it has any.
+    """
     inner = engine.engine if isinstance(engine, Remade) else engine
-    return inner.averaged() if isinstance(inner, EMAEngine) else NOTHING
+    return inner.averaged() if isinstance(inner, EMAEngine) else evaluation_weights(optimizer)
 
 
 def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.buffers import Replay
+from lockstep.engines.group_settings import settings_of
 from lockstep.engines.moving import differing
 from lockstep.engines.optimizer_step import total_norm
 from lockstep.engines.state_dict import materialise, named_state, restore_state
@@ -81,6 +82,7 @@ class Manual:
                 "--precision fp16 does not work with a task that steps its optimizers itself: use bf16 or float32"
             )
         instance = optimizer(model)
+        self._group_settings = settings_of(instance)
         self.model = model
         self._optimizer = instance if isinstance(instance, Several) else Several([instance])
         self._world, self._own_steps, self._exact = world, own, settings.exact
@@ -108,6 +110,7 @@ class Manual:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         weights, self._weights, self._squares = self._weights, [], []
+        self._group_settings.write(None)  # notes the rate: the task sets it
         if self._blank:
             self._blank = False
             self._optimizer.state.clear()

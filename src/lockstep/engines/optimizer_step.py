@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.config.sections import Fp16
-from lockstep.engines.base import Evaluate, Penalty, Settings, StepResult, set_momentum
+from lockstep.engines.base import Evaluate, Penalty, Settings, StepResult
 from lockstep.engines.closure import Alone, Closure, blame_optimizer, check_dense, step_of, takes_closure
 from lockstep.engines.fused_step import fused_step
+from lockstep.engines.group_settings import settings_of
 from lockstep.engines.state_dict import Snapshot, drop_states, materialise, named_state, restore_state
 from lockstep.errors import ConfigError, LockstepError
 
@@ -198,7 +199,7 @@ class OptimizerStep:
 
     Args:
         model: the plain module.
-        optimizer: its groups' `lr` are the base rates.
+        optimizer: its groups' `lr` are the base rates, see `GroupSettings`.
         settings: gives clip, loss scaling, penalty and gradient norms.
         norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank.
         norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
@@ -251,7 +252,8 @@ class OptimizerStep:
         self._silent_writes = False  # it writes parameters without torch's version counter
         self._repeats: bool | None = None  # it repeats a pass; None: not known yet
         self.blank = self._by_kernel = False
-        self._groups: list[tuple[dict[str, Any], float]] = []
+        self._group_settings = settings_of(optimizer)
+        self._groups: list[dict[str, Any]] = []
         self.parameters: list[Tensor] = list(order or [])
         self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
         self._take_groups()
@@ -267,7 +269,7 @@ class OptimizerStep:
         return on_gpu if self.on_device is None else self.on_device
 
     def _take_groups(self) -> None:
-        """Add the optimizer's new groups, each with its current rate as the base."""
+        """Add the optimizer's new groups."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
         present = set(self.parameters)
         parameters = [p for group in fresh for p in group["params"] if p not in present]
@@ -276,20 +278,16 @@ class OptimizerStep:
                 "a parameter group was added whose parameters did not require gradients when the engine was built, so "
                 "their gradients are not exchanged; unfreeze them, then rebuild the engine"
             )
-        self._groups += [(group, float(group["lr"])) for group in fresh]
+        self._groups += fresh
         self.parameters += parameters
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
         self._on_device = self._device_decides()
-        self._by_kernel = (
-            self._on_device
-            and not self._evaluates
-            and _skips_on_device(self._kernel, [group for group, _ in self._groups])
-        )
+        self._by_kernel = self._on_device and not self._evaluates and _skips_on_device(self._kernel, self._groups)
         if before and not self._by_kernel:
             self._kernel.found_inf = self._kernel.grad_scale = None
 
-    def __call__(  # noqa: C901
+    def __call__(
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
         """Update once at base rate times `factor`, or skip unless the norm is below `limit`.
@@ -299,6 +297,7 @@ class OptimizerStep:
         """
         if len(self.optimizer.param_groups) != len(self._groups):
             self._take_groups()
+        self._group_settings.write(factor, momentum)
         if self.blank:
             self.blank = False
             drop_states(self._kernel)
@@ -316,11 +315,6 @@ class OptimizerStep:
                 self._configure_kernel(gradients, norm, below)
             else:
                 self._scale_gradients(gradients, norm, size)
-            if factor is not None:
-                for group, rate in self._groups:
-                    group["lr"] = rate * factor
-            for group, _ in self._groups:
-                set_momentum(group, momentum)
             self._step(evaluate, penalty)
         if isinstance(self._scaler, DeviceLossScale):
             self._scaler.learn(norm, below)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.engines.blocks import repeated_layers
+from lockstep.engines.modes import has_modes
 from lockstep.errors import ConfigError
 
 __all__ = [
@@ -152,6 +153,11 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     name = type(optimizer).__name__
     if engine in engines:
         raise ConfigError(f"--engine {engine} does not work with {name}: {why}; use AdamW, or see docs/engines.md")
+    if engine == "deepspeed" and has_modes(optimizer):
+        raise ConfigError(
+            f"--engine deepspeed does not work with {name}: its eval() and train() move the weights, which the engine "
+            "keeps elsewhere; use --engine fsdp, zero or ddp"
+        )
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     if engine == "zero" and len(dtypes) > 1:
         dtype_names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -182,8 +182,11 @@ def engine(  # noqa: PLR0913
 
     check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
 
+    newest: list[Optimizer] = []
+
     def make(module: nn.Module) -> Optimizer:
         instance = optimizer if isinstance(optimizer, Optimizer) else optimizer(module)
+        newest[:] = [instance]
         check_optimizer(name, instance, exact=bool(exact_micro_batches) and world.size > 1)
         gradients.look_at(model, repeated, instance)
         return instance
@@ -210,7 +213,7 @@ def engine(  # noqa: PLR0913
             sharing=sharing,
             own=own,
         )
-        return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested) if ema else outer
+        return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested, newest[0]) if ema else outer
 
     fixed_optimizer, refusal = (
         isinstance(optimizer, Optimizer),

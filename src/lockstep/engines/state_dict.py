@@ -27,6 +27,7 @@ __all__ = [
     "drop_states",
     "first_step",
     "forget",
+    "has_states",
     "materialise",
     "named_state",
     "restore_state",
@@ -168,10 +169,17 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
         Whether the state was created now.
     """
     states = optimizer.state if states is None else states
-    if states or not any(group["params"] for group in optimizer.param_groups) or isinstance(optimizer, LBFGS):
+    if has_states(states) or not any(group["params"] for group in optimizer.param_groups):
+        return False
+    if isinstance(optimizer, LBFGS):
         return False
     first_step(optimizer, states)
     return True
+
+
+def has_states(states: Mapping[Any, Any]) -> bool:
+    """Whether an optimizer has states; a look at a parameter's (`"z" in self.state[p]`) leaves an empty one."""
+    return any(not isinstance(values, dict) or bool(values) for values in states.values())
 
 
 @torch.no_grad()

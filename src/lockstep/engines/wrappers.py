@@ -27,6 +27,8 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
 from lockstep.engines.ddp import listed
+from lockstep.engines.group_settings import settings_of
+from lockstep.engines.modes import switch
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.hooks import Hooks
 from lockstep.run_state import TrainedSet
@@ -287,7 +289,7 @@ class Remade:
     def _record_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         def build(model: nn.Module) -> Optimizer:
             self._optimizer = make(model)
-            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            switch(self._optimizer, training=True)  # or some refuse their first step
             return self._optimizer
 
         return build
@@ -343,10 +345,9 @@ class Remade:
         """Rebuild the engine for the current parameters, with the former engine's states. Collective."""
         state, wrapper, former = self.engine.state_dict() if self._is_active else {}, self.model, self._optimizer
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
-        present = [group["lr"] for group in former.param_groups]
-        for group, rate in zip(former.param_groups, self._rates, strict=False):  # later groups keep theirs
-            group["lr"] = rate
         optimizer = self._choose_optimizer(former, fresh)
+        if optimizer is not former:
+            settings_of(optimizer).load(settings_of(former).changes())
         rule_changes = _rule_changes(former, optimizer)
         drops = {names[key] for key in rule_changes if key in names}
         if not self._is_active:
@@ -357,9 +358,6 @@ class Remade:
         gc.collect()  # hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
         self.engine = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
         self.model = self.engine.model
-        if optimizer is former:
-            for group, rate in zip(former.param_groups, present, strict=True):
-                group["lr"] = rate  # the user's scheduler continues from it
         self._record_build()
         if self._is_active:
             self._load_former_state(state, drops)

@@ -2,8 +2,10 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from typing import Any, final
 
@@ -18,8 +20,10 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
+from lockstep.engines.group_settings import settings_of
+from lockstep.engines.modes import has_modes
 from lockstep.engines.optimizer_step import OptimizerStep, trained
-from lockstep.engines.state_dict import forget, materialise
+from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
 
@@ -43,7 +47,12 @@ class Zero:
         check_launched("zero", world)
         self._module, self._world = model, world
         self._plain = plain = optimizer(model)
+        self._group_settings = settings_of(plain)
         self._zero = _split(plain)
+        if has_modes(plain):  # it has the groups, and none of the states
+            this = weakref.ref(self)
+            for name in ("eval", "train"):
+                setattr(plain, name, partial(_switch_shards, this, name))
         self._zero.register_step_pre_hook(self._run_pre_hooks)
         self._zero.register_step_post_hook(self._run_post_hooks)
         parameters = trained(model, plain)
@@ -71,13 +80,21 @@ class Zero:
     ) -> StepResult:
         self._replicas.finish()
         self._check_groups()
-        if factor is None:
-            self._copy_rates()
-        return self._update(factor, limit, momentum, evaluate)  # collective: the owners broadcast
+        self._group_settings.write(factor, momentum)
+        for own, user in self._groups():
+            _copy_settings(user, own)
+        self._plain._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it never steps
+        return self._update(None, limit, None, evaluate)  # collective: the owners broadcast
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
-        with self._replicas.alone():
-            self._update.rehearse(Alone(loss, self._backward_alone))  # collective: the owners broadcast
+        before = [dict(group) for group in self._plain.param_groups]
+        try:
+            with self._replicas.alone():
+                self._update.rehearse(Alone(loss, self._backward_alone))  # collective: the owners broadcast
+        finally:
+            for group, settings in zip(self._plain.param_groups, before, strict=True):
+                group.clear()
+                group.update(settings)
 
     def _backward_alone(self, loss: Tensor) -> None:
         self._replicas.backward_alone(loss, self._update.scale)
@@ -89,27 +106,20 @@ class Zero:
         if len(self._plain.param_groups) != len(self._zero.param_groups):
             raise LockstepError("--engine zero does not support parameter groups added later; rebuild the engine")
 
-    def _copy_rates(self) -> None:
-        """Copy the rates that a scheduler set in the user's optimizer."""
-        for own, user in self._groups():
-            own["lr"] = user["lr"]
-        self._plain._opt_called = True  # type: ignore[attr-defined]  # or the scheduler warns that it never steps
-
     def _run_pre_hooks(self, *args: Any) -> None:
         """Run the pre-step hooks of the user's optimizer, which may read and set its groups.
 
         That optimizer never steps itself.
         """
         if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
-            pairs = self._groups()
-            for own, user in pairs:
-                user.update({key: value for key, value in own.items() if key != "params"})
             for hook in hooks:
                 hook(self._plain, *args[1:])
-            for own, user in pairs:
-                own.update({key: value for key, value in user.items() if key in own and key != "params"})
+            for own, user in self._groups():
+                _copy_settings(user, own)
 
     def _run_post_hooks(self, *args: Any) -> None:
+        for own, user in self._groups():
+            _copy_settings(own, user)  # an optimizer may count in its groups
         for hook in list(self._plain._optimizer_step_post_hooks.values()):
             hook(self._plain, *args[1:])
 
@@ -117,6 +127,19 @@ class Zero:
         """Pair each group of the split optimizer, whose order differs, with the user's."""
         plain = {id(group["params"][0]): group for group in self._plain.param_groups if group["params"]}
         return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
+
+    def switch(self, name: str) -> None:
+        """Call `eval` or `train` of the optimizer on each owner, which then broadcasts its parameters. Collective."""
+        for own, user in self._groups():
+            _copy_settings(user, own)
+        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(own, inner)
+        getattr(self._zero.optim, name)()
+        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(inner, own)
+        for own, user in self._groups():
+            _copy_settings(own, user)
+        self._zero._sync_params()  # type: ignore[attr-defined]  # collective; private: torch has no other way to it
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
@@ -183,7 +206,7 @@ class Zero:
     def _materialise(self) -> None:
         """Create the optimizer's state if no rank has any, on each for its own. Collective."""
         own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
-        if not any(self._world.gather(bool(own))):  # collective
+        if not any(self._world.gather(has_states(own))):  # collective
             self._update.blank = materialise(self._zero.optim, own) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
@@ -207,6 +230,17 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _switch_shards(engine: "weakref.ref[Zero]", name: str) -> None:
+    """Call `eval` or `train` on the shards of an engine that still exists. Collective."""
+    if zero := engine():
+        zero.switch(name)
+
+
+def _copy_settings(source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Copy a group's settings to its counterpart, without `names`, which are of the user's group alone."""
+    target.update({key: value for key, value in source.items() if key not in ("params", "names")})
 
 
 def _owner(tensor: Tensor) -> int | None:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lockstep.errors import ConfigError
 
 __all__ = [
+    "NONE",
     "cycled_momentum",
     "factor",
     "torch_schedule",
@@ -122,6 +123,7 @@ SHAPES = (
     *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
     *("inverse-sqrt", "step", "one-cycle", "plateau"),
 )
+NONE = "none"  # writes no rate
 _CYCLE_START = 0.04  # one-cycle: the first rate as a fraction of the peak; torch's div_factor is 25
 _MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
 

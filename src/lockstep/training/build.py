@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
+from lockstep.checkpoint.read import EVALUATED
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
@@ -44,11 +45,12 @@ from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
 from lockstep.engines.memory import explained
+from lockstep.engines.modes import evaluation_weights, has_modes, switch
 from lockstep.engines.optimizers import GradientNorms
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError, name_settings
 from lockstep.guards.startup import check_programs, check_weights
 from lockstep.logging.trackers import check
-from lockstep.optim.schedule import cycled_momentum, factor
+from lockstep.optim.schedule import NONE, cycled_momentum, factor
 from lockstep.run_state import Position, RunState, Selection
 from lockstep.seeds import derive
 from lockstep.task import Task, as_task, has_own, has_step_loss, needs_graph, set_detected
@@ -70,6 +72,7 @@ from lockstep.training.build_engine import (
     build_optimizer,
     schedule_factor,
     schedule_momentum,
+    set_groups,
     try_compile,
 )
 from lockstep.training.cutting import check_cuttable, cut_trial, is_additive
@@ -306,7 +309,31 @@ class RunParts:
         These are the engine's state without the adapters' base, and the tensors of task and caller. The task's are the
         same on every rank, and not copies: a resume fills them in place, then passes them to `task.load_state_dict`.
         """
-        return {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
+        tensors = {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
+        return tensors | self._evaluated()
+
+    def _evaluated(self) -> dict[str, Tensor]:
+        """Return copies of the optimizer's weights for evaluation, if it has others for training."""
+        optimizer = self.groups.optimizer
+        if optimizer is None or not has_modes(optimizer):
+            return {}
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        with evaluation_weights(optimizer):
+            return {
+                EVALUATED + name: parameter.detach().clone()
+                for name, parameter in self.model.named_parameters()
+                if id(parameter) in members
+            }
+
+    @property
+    def switched(self) -> Optimizer | None:
+        """The optimizer whose weights for evaluation an evaluation uses."""
+        return self.groups.optimizer if self.task.switches_modes else None
+
+    def end_training(self) -> None:
+        """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
+        if not (self.config.optim.ema or self.task.framework):
+            switch(self.groups.optimizer, training=False)
 
     def all_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of `tensors()` and those of the adapters' base."""
@@ -326,6 +353,8 @@ class RunParts:
         engine, own = {}, dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             group, _, key = name.partition("/")
+            if name.startswith(EVALUATED):
+                continue  # it follows from the rest
             if group in owners:
                 own.setdefault(group, {})[key] = tensor
             else:
@@ -345,7 +374,39 @@ class RunParts:
     @property
     def lr(self) -> float:
         """Base learning rate of the optimizer's first group."""
-        return self.groups.base_rates[0]
+        return self.groups.settings.base_rates[0]
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the optimizer's first group in the last step."""
+        return self.groups.settings.rate
+
+    def store_groups(self) -> None:
+        """Store the changed settings of the optimizer's groups in the run's state."""
+        sets_rates = self.task.live_rates is not None or self.task.own_steps is not None
+        changes = self.groups.settings.changes(rates=sets_rates)
+        self.state.groups = changes if any(changes) else None
+
+    def restore_groups(self) -> None:
+        """Set rates and groups as they were at the run's state, once the tensors are loaded."""
+        if live := self.task.live_rates:
+            live.replay((self.state.hooks or {}).get("watched", []), self.start)
+        self.groups.settings.load(self.state.groups)
+
+    def check_rates(self) -> None:
+        """Try what sets rates and groups, in the first and the last step.
+
+        Raises:
+            ConfigError, DataError: it failed, or gave something else than a rate.
+        """
+        last = self.run_plan.step_plan.steps - 1
+        if live := self.task.live_rates:
+            live.check(last + 1)
+        for step in (0, last):
+            self.lr_factor(step)
+            if has_own(self.task, "set_groups") and self.groups.optimizer is not None:
+                copies = [dict(group) for group in self.groups.optimizer.param_groups]
+                set_groups(self.task, copies, step, last + 1)
 
     @property
     def start(self) -> int:
@@ -374,11 +435,13 @@ class RunParts:
         return min(steps, self.config.stop_at or steps)
 
     @property
-    def lr_factor(self) -> Callable[[int], float]:
-        """The schedule: step -> factor of the base learning rate."""
+    def lr_factor(self) -> Callable[[int], float | None]:
+        """The schedule: step -> factor of the base learning rate; None: the groups' rates are not lockstep's to set."""
+        if self.task.live_rates is not None:
+            return lambda step: None
         optim, steps = self.config.optim, self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
-        configured = lambda step: factor(  # noqa: E731
+        configured: Callable[[int], float | None] = lambda step: factor(  # noqa: E731
             step,
             horizon=horizon,
             warmup=optim.warmup_steps,
@@ -390,6 +453,8 @@ class RunParts:
             gamma=optim.gamma,
             drops=plateau_drops(self.state.selection),
         )
+        if optim.schedule == NONE:
+            configured = lambda step: None  # noqa: E731
         if not has_own(self.task, "schedule"):
             return configured
         return lambda step: schedule_factor(self.task, step, steps, configured)
@@ -401,7 +466,7 @@ class RunParts:
         Only a one-cycle schedule changes it.
         """
         optim, steps = self.config.optim, self.run_plan.step_plan.steps
-        if optim.schedule != "one-cycle":
+        if optim.schedule != "one-cycle" or self.task.live_rates is not None:
             return lambda step: None
         configured = lambda step: cycled_momentum(step, steps, optim.warmup_steps)  # noqa: E731
         if not has_own(self.task, "schedule"):
@@ -592,7 +657,7 @@ def build_together(
         places=facts.places,
     )
     # Errors of the task's own schedule show before step 1.
-    on_all_ranks(world, lambda: [built.lr_factor(step) for step in (0, final.run_plan.step_plan.steps - 1)])
+    on_all_ranks(world, built.check_rates)
     request.check_last(built)
     return built
 
@@ -755,8 +820,9 @@ def announce(built: RunParts) -> None:
     if built.remote:
         each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
         _LOG.info("the run's folder is %s, uploaded to %s%s", built.folder.path, built.remote.url, each)
-    if line := resume.describe_extension(
-        built.state, built.run_plan.step_plan.steps, built.lr * built.lr_factor(built.start)
+    factor_now = built.lr_factor(built.start)
+    if factor_now is not None and (
+        line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)
     ):
         _LOG.info(line)
     run = built.run_plan, built.model, built.task.data_facts, built.world.size

@@ -13,7 +13,8 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +33,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import NOTHING, Engine
 from lockstep.engines.blocks import find_blocks, repeated_layers
+from lockstep.engines.group_settings import ChangeGroups, GroupSettings, settings_of
 from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.engines.registry import check_copies, engine, model_init, name_of, undo_step
@@ -43,7 +45,7 @@ from lockstep.models.quantized import bits_of, keep_unchanged, quantized_layers
 from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
-from lockstep.task import Task, has_own, has_step_loss
+from lockstep.task import Task, current_step, has_own, has_step_loss
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.defaults import batchnorm_names
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
@@ -60,6 +62,7 @@ __all__ = [
     "choose_kernels",
     "schedule_factor",
     "schedule_momentum",
+    "set_groups",
     "try_compile",
 ]
 
@@ -360,7 +363,7 @@ def _fuse_layers(config: Config, model: nn.Module, device: torch.device, sizes_o
 # --- schedule, optimizer and engine
 
 
-def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], float]) -> float:
+def schedule_factor(task: Task, step: int, steps: int, default: Callable[[int], float | None]) -> float | None:
     """Return the factor of the task's `schedule`; `default(step)` if it returns None.
 
     Raises:
@@ -400,6 +403,31 @@ def _call_schedule(task: Task, step: int, steps: int) -> Any:
         raise
     except Exception as error:
         raise blamed("schedule", error, f"step {step + 1} of {steps}") from error
+
+
+def _set_groups(task: Task, steps: int, groups: list[dict[str, Any]]) -> None:
+    set_groups(task, groups, current_step(task), steps)
+
+
+def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) -> None:
+    """Call the task's `set_groups`.
+
+    Raises:
+        ConfigError: it left a rate that is not a finite number of 0 or more.
+        DataError: it failed.
+    """
+    try:
+        task.set_groups(groups, step, steps)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise blamed("set_groups", error, f"step {step + 1} of {steps}") from error
+    for place, group in enumerate(groups):
+        if not (isinstance(group["lr"], float | int) and 0 <= group["lr"] < math.inf):
+            raise ConfigError(
+                f"the task's `set_groups` left group {place} with lr {group['lr']!r} in step {step + 1} of {steps}: "
+                "set a finite number of 0 or more"
+            )
 
 
 def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
@@ -451,27 +479,27 @@ _BASE_MESSAGE = (
 
 @dataclass
 class OptimizerGroups:
-    """An engine's optimizer, the base learning rates of its groups, and its gradient norms."""
+    """An engine's optimizer, the settings of its groups, and its gradient norms.
+
+    Attributes:
+        change: sets what the task wants in the groups in each step; None: nothing.
+    """
 
     optimizer: Optimizer | None = None
-    base_rates: list[float] = field(default_factory=list)
     gradients: GradientNorms = NO_NORMS
+    change: ChangeGroups | None = None
 
     def set_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Store a new optimizer, and its rates as the base rates."""
-        self.optimizer, self.base_rates = optimizer, [float(group["lr"]) for group in optimizer.param_groups]
+        """Store a new optimizer."""
+        self.optimizer = optimizer
+        self.settings.change = self.change
         return optimizer
 
-    def add_rates(self, optimizer: Optimizer) -> None:
-        """Store the base rates of groups that the optimizer has gained."""
-        self.base_rates += [float(group["lr"]) for group in optimizer.param_groups[len(self.base_rates) :]]
-
-    def restore_rates(self, optimizer: Optimizer) -> Optimizer:
-        """Set the optimizer's rates back to the base rates, for a new engine that reads them."""
-        self.add_rates(optimizer)
-        for group, rate in zip(optimizer.param_groups, self.base_rates, strict=True):
-            group["lr"] = rate
-        return optimizer
+    @property
+    def settings(self) -> GroupSettings:
+        """The settings of the optimizer's groups."""
+        assert self.optimizer is not None, "the engine makes the optimizer"
+        return settings_of(self.optimizer)
 
     def replace_optimizer(self, optimizer: Optimizer) -> None:
         """Store another optimizer of the same model, and copy the states to it."""
@@ -521,16 +549,17 @@ def build_engine(
     """
     if task.own_steps:
         check_own_steps(config)
+    if has_own(task, "set_groups"):
+        groups.change = partial(_set_groups, task, batches.step_plan.steps)
 
     def make(engine_model: nn.Module) -> Optimizer:
         if groups.optimizer is not None:
-            return groups.restore_rates(groups.optimizer)
+            return groups.optimizer
         return groups.set_optimizer(build_optimizer(config, task, engine_model))
 
     def remake(engine_model: nn.Module, before: Optimizer) -> Optimizer:
         trained = {id(p) for p in engine_model.parameters() if p.requires_grad}
         if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
-            groups.add_rates(before)
             return before
         return groups.set_optimizer(build_optimizer(config, task, engine_model))
 

@@ -138,6 +138,8 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
         gradients=built.groups.gradients,
+        rate=lambda: built.rate,
+        after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
     )
     parts = (step_loader, exchange, meter, recorder, guards, share_reporter, control, profiling, step_plan)
     components = StepComponents(*parts, step_plan.steps, built.last_step, built.epochs)

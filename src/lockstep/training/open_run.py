@@ -276,6 +276,7 @@ def load_state(built: RunParts) -> None:
     elif built.config.init_from:
         _load_init_weights(built)
     restore_trained_set(built.model, built.state)
+    built.restore_groups()
     _record_bad_at_start(built)  # collective in a new run
 
 

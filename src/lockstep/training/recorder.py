@@ -22,7 +22,7 @@ import torch
 from lockstep import checkpoint
 from lockstep.checkpoint.check import not_finite_line
 from lockstep.checkpoint.layout import Share
-from lockstep.checkpoint.read import AVERAGE
+from lockstep.checkpoint.read import AVERAGE, EVALUATED
 from lockstep.clock import Clock, trace_mark
 from lockstep.diagnose.profile.tracing import peak_memory
 from lockstep.distributed.exchange import SAVE_FAILED, StepExchange
@@ -298,7 +298,7 @@ class RunRecorder:
                 "epoch_progress": place.epoch_progress,
                 "num_batches_remaining": place.num_batches_remaining,
             }
-            self._sinks.arrived({**_known(position), "lr": built.lr * record.factor, **numbers, **repairs})
+            self._sinks.arrived({**_known(position), "lr": record.rate, **numbers, **repairs})
 
     def evaluate(self, done: int) -> EvaluationRecord | None:
         """Evaluate after `done` steps, and update `is_best`. Collective.
@@ -311,7 +311,7 @@ class RunRecorder:
             return None
         self._exchange.progress.at(done, EVALUATING)
         self.saver.order()  # averaged weights replace the model's: a running save must copy those first
-        with self._timeline.during(EVALUATION), averaged(built.engine):
+        with self._timeline.during(EVALUATION), averaged(built.engine, built.switched):
             evaluation = evaluate_all(
                 built.engine,
                 built.task,
@@ -380,6 +380,7 @@ class RunRecorder:
         state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
         store_trained_set(built.engine, state)
+        built.store_groups()
 
     def _begin_save(self, done: int, final: bool) -> None:
         self._update_state(done)
@@ -389,7 +390,7 @@ class RunRecorder:
         state = built.state.copy()  # the saver's thread writes it later
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller, but not these.
-        constant = {name for name in tensors if name.startswith(("optimizer/", AVERAGE))}
+        constant = {name for name in tensors if name.startswith(("optimizer/", AVERAGE, EVALUATED))}
         self.saver.begin(tensors, partial(self._write_share, done, state), done, constant, final=final)  # collective
 
     def _write_share(self, done: int, state: RunState, share: Share, world: World) -> None:
@@ -455,7 +456,7 @@ class RunRecorder:
         elif built.world.is_main and self.saved_step:  # with the evaluation
             _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved_step, ENDING)
-        with averaged(built.engine):
+        with averaged(built.engine, built.switched):
             with eager():  # a user's task too
                 text = on_all_ranks(built.world, self._sample) if sample and not code else ""  # collective
             at_rest(built.engine.model)

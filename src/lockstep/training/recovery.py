@@ -302,6 +302,8 @@ def _restore(
             optimizer.state.clear()  # it may hold states of other parameters
     best = max(sources, key=lambda name: reports[name].evaluated)
     source, newest = generation.members.index(best), reports[best]
+    if built.groups.optimizer is not None:
+        built.store_groups()
     values = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
     built.state = RunState.from_json(values)
     built.state.stream = built.batches.stream_state(newest.steps, world)  # collective for a stream
@@ -323,6 +325,7 @@ def _restore(
     optimizer = built.groups.optimizer
     if newest.steps == 0 and optimizer is not None:
         optimizer.state.clear()  # only a place to load into; the first step makes it
+    built.restore_groups()
 
 
 def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:

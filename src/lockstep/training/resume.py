@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.checkpoint.read import AVERAGE, averages_of, open_tensors
+from lockstep.checkpoint.format import read_manifest
+from lockstep.checkpoint.read import AVERAGE, averages_of, evaluated_of, open_tensors, read_contents
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span, is_url, local_dir
@@ -513,6 +514,8 @@ def load_weights(
         checkpoint.load(source, state, None)
         if ema:
             _load_averages(source, model)
+        elif replaced := evaluated_of(read_contents(source, read_manifest(source))):
+            _load_evaluated(source, model, replaced)
 
 
 def _load_averages(source: Path, model: nn.Module) -> None:
@@ -520,6 +523,14 @@ def _load_averages(source: Path, model: nn.Module) -> None:
     with open_tensors(source) as tensors:
         for name in averages_of(source, tensors.contents):
             parameters[name.removeprefix(AVERAGE)].copy_(tensors.read(name))
+
+
+def _load_evaluated(source: Path, model: nn.Module, names: Mapping[str, str]) -> None:
+    """Load the weights for evaluation of an optimizer that has others for training."""
+    parameters = dict(model.named_parameters())
+    with open_tensors(source) as tensors:
+        for name, stored in names.items():
+            parameters[name.removeprefix("model/")].copy_(tensors.read(stored))
 
 
 def select_checkpoint(path: Path, which: str | int) -> Path:

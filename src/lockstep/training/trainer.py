@@ -551,7 +551,7 @@ def _train_steps(session: Session, built: RunParts) -> Training:
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
-            step = Step(record, ongoing.epochs, built.lr * record.factor, session.read_numbers)
+            step = Step(record, ongoing.epochs, record.rate, session.read_numbers)
             saves, loss = _follow_up(
                 session, built, ongoing, context, step, is_first=record.step == first, ends=is_last
             )
@@ -642,6 +642,7 @@ def _finish(
     recorder.finish()  # collective
     session.status, session.exit_code = finish_run(built, stop_request, recorder.saved_step, recorder.lost_ranks)
     recorder.close(session.exit_code)
+    built.end_training()
 
 
 def _ends_early(

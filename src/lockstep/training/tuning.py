@@ -179,6 +179,7 @@ def _train_losses(built: RunParts) -> list[float]:
     seed = seeder(built.config.seed, "micro", world.device)
     kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
     control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
+    built.groups.settings.overrules = True
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):

@@ -196,6 +196,7 @@ def _training(
         world=built.world,
         micro_batches=step_plan.micro_batches,
         sharing=built.batches.sharing,
+        after_update=live.drive_to if (live := built.task.live_rates) else lambda done: None,
     )
     return steps(engine, built.task, watched, exchange, control)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from lockstep.engines.base import Engine, Evaluate, StepResult
-from lockstep.task import METHODS, VALUES, Task, has_own, items_of_a_sample, user_task
+from lockstep.task import METHODS, VALUES, LiveRates, Task, has_own, items_of_a_sample, user_task
 from lockstep.training.evaluation import sets_by_name
 
 __all__ = ["Disturbed", "EngineWrapper", "PreparedTask", "TaskWrapper", "reversed_steps"]
@@ -30,6 +30,11 @@ class TaskWrapper(Task):
         self.items_per_sample = items_of_a_sample(inner)
         self.framework, self.gathers, self.is_compared = inner.framework, inner.gathers, True
         self.data_facts, self.autocast_scope = inner.data_facts, inner.autocast_scope
+        self.switches_modes = inner.switches_modes
+
+    @property
+    def live_rates(self) -> LiveRates | None:  # type: ignore[override]
+        return self.inner.live_rates
 
     def model(self) -> nn.Module:
         return self.inner.model()

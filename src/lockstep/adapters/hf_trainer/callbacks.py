@@ -200,7 +200,6 @@ class Events(Hooks):
     # Of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
-        self._evaluations.before_run(context, done)
         trainer, self._tries, self._start = self._trainer, False, time.perf_counter()
         stored = context.state.get("trainer", {})
         trainer.state.log_history = list(stored.get("log_history", []))

@@ -1,7 +1,7 @@
-"""Turn a Trainer's scheduler into a schedule: (step, steps) -> factor of the base rates.
+"""Step a copy of a Trainer's scheduler, for the groups of the run's optimizer.
 
     schedule = schedule_of(trainer)     # None: lr_scheduler_type is a plateau, which the config's schedule follows
-    schedule.attach(optimizer)          # a SchedulerReplay sets momenta and the rates of unlike groups too
+    schedule.attach(optimizer)          # whose groups get rates and momenta
     schedule.hooks                      # of a scheduler that follows evaluations, else None
 
 The module does not import transformers.
@@ -22,7 +22,6 @@ from lockstep.adapters.hf_trainer.one_device import one_device
 from lockstep.adapters.rates import EpochPosition, Rates, Scheduler, step_one
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, RunContext
-from lockstep.optim.schedule import TorchSchedule, torch_schedule
 
 __all__ = [
     "SchedulerReplay",
@@ -38,10 +37,10 @@ Make = Callable[[Optimizer, int], Any]
 
 @final
 class SchedulerReplay:
-    """The schedule of a scheduler that the user made: (step, steps) -> factor of the first group's base rate.
+    """A scheduler that the Trainer makes or was given; see `lockstep.task.LiveRates`.
 
-    A copy of the scheduler is stepped as the Trainer does, once per optimizer step or once per evaluation, on an
-    optimizer without parameters of the model. The user's own scheduler and optimizer do not change.
+    A copy of it is stepped as the Trainer does, once per optimizer step or once per evaluation, on an optimizer without
+    parameters of the model. The user's own scheduler and optimizer do not change.
 
     Args:
         trainer: shows one device while its scheduler steps.
@@ -56,61 +55,72 @@ class SchedulerReplay:
         self._trainer = trainer
         self._make, self.metric = make, metric
         self.hooks = _Evaluations(self) if metric else None
-        self._groups: Optimizer | None = None
+        self._optimizer: Optimizer | None = None
+        self._base: list[dict[str, Any]] = []
         self._rates: Rates | None = None
         self._steps = 0
 
-    def __call__(self, step: int, steps: int) -> float:
-        """Return the factor of `step` (0-based) in a plan of `steps`; after the plan's end, that of its last step.
+    def attach(self, optimizer: Optimizer) -> None:
+        """Write into the groups of a new optimizer from now on."""
+        self._optimizer = optimizer
+        self._base = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        if self._rates is not None:  # the run may have made another optimizer for other parameters
+            self._make_rates()
 
-        Raises:
-            ConfigError: the scheduler is not one of torch's, gives no finite rate, or failed, as OneCycleLR does after
-                its `total_steps`.
-        """
-        if self._rates is None or steps != self._steps:
-            self._rates, self._steps = self._initial_rates(steps), steps
+    def check(self, steps: int) -> None:
+        """See `LiveRates.check`; makes the scheduler for a plan of `steps`."""
+        self._steps = steps
+        self._make_rates().check(steps)
+
+    def drive_to(self, done: int) -> None:
+        assert self._rates is not None, "they are checked before the first step"
+        self._rates.drive_to(done)
+
+    def replay(self, watched: list[list[Any]], done: int) -> None:
+        assert self._rates is not None, "they are checked before the first step"
+        named = [[updates, self.metric, number] for updates, number in watched]
+        self._rates.replay(named, done)
+
+    def watch(self, done: int, number: float) -> None:
+        """Step the scheduler with the metric of the evaluation after `done` steps."""
+        assert self._rates is not None, "they are checked before the first step"
+        self._rates.watch(done, self.metric, number)
+
+    def _make_rates(self) -> Rates:
+        assert self._optimizer is not None, "an optimizer is made before rates are asked for"
+        for group, settings in zip(self._optimizer.param_groups, self._base, strict=False):
+            group.update(settings)
         try:
-            return self._rates.factors(min(step, steps - 1))[0]
+            scheduler = self._make(_shadow_of(self._optimizer), self._steps)
         except ConfigError:
             raise
         except Exception as error:
             line = (str(error).strip().splitlines() or [""])[0]
             raise ConfigError(
-                f"from_trainer: the Trainer's scheduler failed in one of the run's {steps} steps: "
-                f"{type(error).__name__}: {line}: make it for {steps} steps"
+                f"from_trainer: the Trainer's scheduler cannot be made for {self._steps} steps: "
+                f"{type(error).__name__}: {line}"
             ) from error
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Set the momenta and the rates of unlike groups of a new optimizer before each of its steps."""
-        self._groups, self._rates = _without_parameters(optimizer, optimizer), None
-        optimizer.register_step_pre_hook(self._before_update)
-
-    def watch(self, done: int, number: float) -> None:
-        """Step the scheduler with the metric of the evaluation after `done` steps."""
-        assert self._rates is not None, "rates are asked for before an evaluation"
-        self._rates.watch(done, self.metric, number)
-
-    def replay(self, watched: list[list[float]], done: int) -> None:
-        """Begin anew, and step the scheduler with each (step, metric) up to `done` steps."""
-        self._rates = self._initial_rates(self._steps)
-        for at, number in watched:
-            self._rates.watch(int(at), self.metric, number)
-        self._rates.drive_to(done)
-
-    def _initial_rates(self, steps: int) -> Rates:
-        assert self._groups is not None, "an optimizer is made before rates are asked for"
-        scheduler = self._make(copy.deepcopy(self._groups), steps)
         served = [Scheduler(scheduler, interval="step", monitor=self.metric or None)]
-        base = [float(group["lr"]) for group in self._groups.param_groups]  # a scheduler sets its own initial_lr
-        return Rates(scheduler.optimizer, served, _each_step, self._step, caller="from_trainer", base=base)
+        own = {"caller": "from_trainer", "shadow": scheduler.optimizer}
+        self._rates = Rates(self._optimizer, served, _each_step, self._step, **own)
+        return self._rates
 
     def _step(self, scheduler: Any, value: float | None) -> None:
         with one_device(self._trainer):  # a LambdaLR may read the number of processes
             step_one(scheduler, value)
 
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._rates is not None:
-            self._rates.apply(optimizer)
+
+def _shadow_of(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same groups, without parameters of the model."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "names")}
+        groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
+    shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))
+    shadow.defaults = dict(optimizer.defaults)  # by which schedulers choose between momentum and betas
+    return shadow
 
 
 @final
@@ -120,9 +130,6 @@ class _Evaluations(Hooks):
     def __init__(self, schedule: SchedulerReplay) -> None:
         self._schedule = schedule
 
-    def before_run(self, context: RunContext, done: int) -> None:
-        self._schedule.replay(context.state.get("watched", []), done)
-
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
         number = float(metrics[self._schedule.metric])  # the metric of the best model, which a run has checked
         self._schedule.watch(done, number)
@@ -130,8 +137,8 @@ class _Evaluations(Hooks):
         return False
 
 
-def schedule_of(trainer: Any) -> SchedulerReplay | TorchSchedule | None:
-    """Return the Trainer's schedule; None if `lr_scheduler_type` is a plateau, which the config's schedule is.
+def schedule_of(trainer: Any) -> SchedulerReplay | None:
+    """Return the Trainer's scheduler; None if `lr_scheduler_type` is a plateau, which the config's schedule is.
 
     Raises:
         ConfigError: the Trainer has a scheduler that is not served, or that has been stepped.
@@ -152,7 +159,7 @@ def schedule_of(trainer: Any) -> SchedulerReplay | TorchSchedule | None:
             trainer.optimizer, trainer.lr_scheduler = former, None
 
     if type(trainer).create_scheduler.__module__.startswith(("transformers.", "trl.")):
-        return torch_schedule(make, lr=float(trainer.args.learning_rate) or 1.0)  # one factor for all groups
+        return SchedulerReplay(make)
 
     def make_own(optimizer: Optimizer, steps: int) -> Any:
         scheduler = make(optimizer, steps)

@@ -33,7 +33,7 @@ from lockstep.adapters.hf_trainer.data import (
     samples_of,
 )
 from lockstep.adapters.hf_trainer.one_device import one_device
-from lockstep.adapters.hf_trainer.schedule import SchedulerReplay, describe_scheduler, schedule_of
+from lockstep.adapters.hf_trainer.schedule import describe_scheduler, schedule_of
 from lockstep.config.schema import Config
 from lockstep.data.sampler import Sequential
 from lockstep.errors import ConfigError
@@ -74,7 +74,8 @@ class TrainerTask(Task):
         self.trainer, self._batching, self._training = trainer, batching, training
         self._evaluates = evaluates
         self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
-        self.hooks = self._schedule.hooks if isinstance(self._schedule, SchedulerReplay) else None
+        self.live_rates = self._schedule
+        self.hooks = self._schedule.hooks if self._schedule else None
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
         settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
@@ -152,14 +153,11 @@ class TrainerTask(Task):
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
         self.trainer.optimizer = optimizer
-        if isinstance(self._schedule, SchedulerReplay):
+        if self._schedule:
             self._schedule.attach(optimizer)
         if self.events:
             self.events.planned(config, optimizer)
         return optimizer
-
-    def schedule(self, step: int, steps: int) -> float | None:
-        return None if self._schedule is None else self._schedule(step, steps)
 
     def order(self, samples: int, seed: int) -> Order | None:
         """Return the Trainer's sample order: a permutation per epoch, the order of the data, or its own sampler's."""

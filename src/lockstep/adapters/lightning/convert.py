@@ -193,12 +193,6 @@ class ManualTask(LightningTask):
         loss, metrics = super().evaluate(model, batch)
         return loss * batch.samples, metrics
 
-    def schedule(self, step: int, steps: int) -> float | None:
-        """Return the factor that the module's own schedulers have applied to the first group's rate."""
-        group = self.trainer.optimizers[0].param_groups[0] if self.trainer.optimizers else {"lr": 1.0}
-        base = group.get("initial_lr", group["lr"])
-        return float(group["lr"] / base) if base else 1.0
-
     def state_dict(self) -> dict[str, Tensor]:
         return self._manual.state()
 

@@ -277,8 +277,6 @@ class Life(Hooks):
         self.start()
         epoch = step * self._size // self._samples
         if slot == 0:
-            if self.rates is not None and self.rates.watched:
-                self.rates.drive_to(step)
             self.start_epoch(None, epoch)
         turns = trainer.accumulate_grad_batches
         before = (step - -(-epoch * self._samples // self._size)) * turns
@@ -341,6 +339,8 @@ class Life(Hooks):
 
     def after_update(self) -> None:
         self.trainer.global_step += 1
+        if self.rates is not None:
+            self.rates.drive_to(self.trainer.global_step)  # before the batch's end, as in Lightning
         for output, batch, ends in self._pending_ends:
             for batch_idx in ends:
                 self.hook("on_train_batch_end", output, batch, batch_idx)
@@ -352,12 +352,7 @@ class Life(Hooks):
     def before_run(self, context: RunContext, done: int) -> None:
         self.trainer.global_step, self._tries, self._log_freq = done, False, context.log_freq
         self.trainer.strategy.gather = context.gather
-        rates, state = self.rates, context.state
-        if rates is not None:
-            for at, name, value in state.get("watched", []):
-                rates.watch(int(at), name, float(value))
-            if rates.watched:
-                rates.drive_to(done)
+        state = context.state
         self._load(state)
         if "datamodule" in state and written(self.trainer.datamodule, "load_state_dict"):
             self.trainer.datamodule.load_state_dict(unpacked(state["datamodule"]))

@@ -172,6 +172,7 @@ class LightningTask(Task):
     """
 
     framework = "Lightning"
+    switches_modes = False  # the module's hooks do, as in Lightning
     autocast_scope = "forward"  # which is the `training_step`, without its hooks
     reduction: Literal["auto", "sum", "mean", "micro-batch"] = "micro-batch"
     item_name = "samples"
@@ -314,16 +315,17 @@ class LightningTask(Task):
 
     def _build_optimizer(self, configuration: Configured) -> Optimizer:
         """Return the optimizer that the engine steps."""
-        optimizers, schedulers = configuration.optimizers, configuration.schedulers
-        self.life.rates = Rates(optimizers[0], schedulers, self.place, self._step_scheduler)
         optimizer = configuration.optimizers[0]
+        self.life.rates = Rates(optimizer, configuration.schedulers, self.place, self._step_scheduler)
         self.trainer.optimizers, self.trainer.lr_scheduler_configs = [optimizer], configuration.schedulers
         self.trainer.strategy._lightning_optimizers = [optimizer]
         optimizer.register_step_pre_hook(self._before_update)
         return optimizer
 
-    def schedule(self, step: int, steps: int) -> float | None:
-        return None if self.life.rates is None else self.life.rates.factors(step)[0]
+    @property
+    def live_rates(self) -> Rates | None:  # type: ignore[override]
+        """The module's schedulers, which the hooks step."""
+        return self.life.rates
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return Lightning's name of what was logged; the numbers of a set itself are `SET/loss` and `SET/items`."""
@@ -474,9 +476,6 @@ class LightningTask(Task):
                 step_one(scheduler, value)
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Set per-group rates and momenta just before the optimizer steps."""
-        assert self.life.rates is not None, "they were made with the optimizer"
-        self.life.rates.apply(optimizer)
         self.life.before_update(optimizer)
 
 

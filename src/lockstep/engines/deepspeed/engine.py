@@ -29,10 +29,10 @@ from lockstep.engines.base import (
     Settings,
     StepResult,
     set_extra,
-    set_momentum,
 )
 from lockstep.engines.ddp import check_launched
 from lockstep.engines.deepspeed.config import DeepSpeedSettings, merged, read_config
+from lockstep.engines.group_settings import settings_of
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.optimizer_step import LossScale, OptimizerStep
 from lockstep.engines.state_dict import begin, first_step
@@ -430,7 +430,7 @@ class _ZeroStep:
 
     def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
         self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
-        self._groups = [(group, float(group["lr"])) for group in self._zero.param_groups]
+        self._group_settings = settings_of(self._zero.optimizer)
         self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         self._limit, self._last_norm = math.inf, math.nan
         method = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # DeepSpeed calls it before it updates
@@ -442,11 +442,7 @@ class _ZeroStep:
         self, factor: float | None, limit: float, momentum: float | None = None, evaluate: Evaluate | None = None
     ) -> StepResult:
         """Update once, without a closure. Waits, since DeepSpeed checks for gradients that are not finite."""
-        if factor is not None:
-            for group, rate in self._groups:
-                group["lr"] = rate * factor
-        for group, _ in self._groups:
-            set_momentum(group, momentum)
+        self._group_settings.write(factor, momentum)
         self._limit, self._last_norm = limit, math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
