@@ -117,7 +117,7 @@ def test_the_id_and_name_of_the_environment_go_before(tmp_path, monkeypatch):
     lockstep.train(settings(tmp_path, wandb=True), Ragged())
     assert ids(tmp_path / "r") == ["agentrun1"]
     [folder] = (tmp_path / "r" / "wandb").glob("offline-run-*")
-    assert next(each.run for each in wandb_records(folder) if each.HasField("run")).display_name == "theirs"
+    assert next(each.run for each in ended(folder) if each.HasField("run")).display_name == "theirs"
 
 
 # --- MLflow, a server on loopback

@@ -64,9 +64,10 @@ class MLflow:
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        active = mlflow.active_run()
+        api: Any = mlflow  # which has no types for all of it
+        active = api.active_run()
         # An id names a run or an experiment of MLflow's own store; `mlflow.set_experiment` puts its id there.
-        is_named = active or mlflow.is_tracking_uri_set() or any(map(os.environ.get, _IDS))
+        is_named = active or api.is_tracking_uri_set() or any(map(os.environ.get, _IDS))
         uri = mlflow.get_tracking_uri() if is_named else self._local_uri
         client = mlflow.MlflowClient(tracking_uri=uri)
         tags = {name: mask(value) for name, value in resolve_tags({_RUN_TAG: self._run_id}).items()}

@@ -89,7 +89,9 @@ class WandB:
     """
 
     def __init__(self, folder: Path, experiment: str, run_id: str, *, project: str = "", resume_step: int = 0) -> None:
-        self._options = {  # W&B itself reads the environment once in a process, but an agent sets it for each run
+        self._options: dict[
+            str, Any
+        ] = {  # W&B itself reads the environment once in a process, but an agent sets it for each run
             "project": project or os.environ.get("WANDB_PROJECT") or "lockstep",
             "dir": os.environ.get("WANDB_DIR") or str(folder),
             "name": os.environ.get("WANDB_NAME") or experiment,

@@ -471,7 +471,7 @@ def build_together(
         of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
         of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
     is_open = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
-    options = {"note": of_model.append, "fixed_cut": fixed_cut, "keeps_double": is_open}
+    options: dict[str, Any] = {"note": of_model.append, "fixed_cut": fixed_cut, "keeps_double": is_open}
     model = build_model(of_ranks, task, world, state, say, **options)
     if is_open and is_double(model):
         say("the model is in double precision: trained as it is, with --precision float64")

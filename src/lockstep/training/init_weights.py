@@ -44,8 +44,8 @@ def check_init_from(built: RunParts) -> None:
     is_given = is_url(name) or Path(name).expanduser().exists()
     if any(world.gather(on_all_ranks(world, lambda: _check_foreign(built, is_given)))):  # collective
         return
-    built.init_source = find_weights(built.config, world, notify(world))  # collective
-    await_all_ranks(world, lambda: _check_run(built, built.init_source[0]))  # collective
+    built.init_source = source, _ = find_weights(built.config, world, notify(world))  # collective
+    await_all_ranks(world, lambda: _check_run(built, source))  # collective
 
 
 def load_init_from(built: RunParts) -> None:
