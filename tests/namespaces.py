@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["CABLE", "Node", "cluster"]
+__all__ = ["CABLE", "Node", "cluster", "in_mount_namespace"]
 
 CABLE = "wire"  # the network interface of each node
 _NUMBERS = itertools.count()
@@ -156,3 +156,14 @@ def _parent(pid):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+def in_mount_namespace(words, folder, path):
+    """The words of a command for which `path` is another folder, as on a machine of its own.
+
+    The test is skipped where mount namespaces cannot be made.
+    """
+    shift = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(folder), str(path)]
+    if not shutil.which("unshare") or subprocess.run([*shift, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces can be made as root alone")
+    return [*shift, *map(str, words)]

@@ -306,6 +306,7 @@ class RunState:
         running: sums over the steps since the last training record.
         selection: the best evaluation so far, and counts since.
         evaluation_due: the checkpoint was written before its step's evaluation.
+        run_id: drawn at the run's first start; its run in a tracker has it. None: of an older version.
         plan: option -> value, which must be unchanged in a resume. {}: nothing was saved.
         origin: step and sample position since which steps have their current size.
         extended: the last extension of the plan.
@@ -336,6 +337,7 @@ class RunState:
     running: RunningSums = field(default_factory=RunningSums, metadata=_FLAT)
     selection: Selection = field(default_factory=Selection, metadata=_FLAT)
     evaluation_due: bool = field(default=False, metadata={"absent": False})
+    run_id: str | None = None
     plan: dict[str, Any] = field(default_factory=dict, metadata={"absent": {}})
     origin: tuple[int, int] | None = None
     extended: Extension | None = None

@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -15,7 +16,12 @@ from torch.utils.data._utils import worker
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["collate_samples", "copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite"]
+__all__ = ["collate_samples", "copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite", "reaches"]
+
+
+def reaches(pattern: str, name: str) -> bool:
+    """Whether a pattern with `*`, `?`, `[...]` matches a tensor's or module's name, or equals its last parts."""
+    return fnmatchcase(name, pattern) or name.endswith(f".{pattern}")
 
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

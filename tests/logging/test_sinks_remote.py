@@ -97,10 +97,10 @@ import json, sys
 from pathlib import Path
 from lockstep.logging.trackers import WandB
 step = int(sys.argv[1])
-sink = WandB(Path("."), "E 1", resume_step=step)
+sink = WandB(Path("."), "E 1", "ab12", resume_step=step)
 sink.start(json.loads(sys.argv[2]))
 sink.log({"global_step": step + 1, "running_loss": 0.25})
-sink.close({})
+sink.close({"complete": True})
 """
 
 
@@ -111,11 +111,11 @@ def test_an_offline_wandb_run_is_written_and_resumed(tmp_path):
     for step in ("0", "3"):
         subprocess.run([sys.executable, "mine.py", step, json.dumps(info)], cwd=tmp_path, check=True, env=environ)
         time.sleep(1.1)  # W&B names its folder after the second in which a run starts
-    folders = sorted((tmp_path / "wandb").glob("offline-run-*-E-1"))
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*-ab12"))
     for folder, step in zip(folders, (1, 4), strict=True):
         records = wandb_records(folder)
         run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
-        assert (run.run_id, run.display_name, run.project) == ("E-1", "E 1", "lockstep")
+        assert (run.run_id, run.display_name, run.project) == ("ab12", "E 1", "lockstep")
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert {key: config[key] for key in info} == info
         [line] = history(records)
@@ -125,8 +125,8 @@ def test_an_offline_wandb_run_is_written_and_resumed(tmp_path):
 
 def test_the_project_is_the_flags_or_the_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert WandB(tmp_path, "E")._project == "theirs"
-    assert WandB(tmp_path, "E", "ours")._project == "ours"
+    assert WandB(tmp_path, "E", "ab12")._options["project"] == "theirs"
+    assert WandB(tmp_path, "E", "ab12", project="ours")._options["project"] == "ours"
 
 
 def settings(folder, **changes):
@@ -140,7 +140,7 @@ def test_a_run_with_both(tmp_path):
     assert len(list(lockstep.Run(settings(tmp_path, tensorboard=True, wandb=True), Ragged()))) == 4
     folder = tmp_path / "r"
     assert [step for step, _ in scalars(folder / "tensorboard")["running_loss"]] == [2, 4]
-    [kept] = (folder / "wandb").glob("offline-run-*-r")
+    [kept] = (folder / "wandb").glob("offline-run-*")
     records = wandb_records(kept)
     assert [line["global_step"] for line in history(records) if "lr" in line] == [2, 4]
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
@@ -157,10 +157,10 @@ def test_no_secret_reaches_a_sink(tmp_path, monkeypatch):
     info = masked({"args": {"dataset_name": url, "hub_token": PLANTED}, "note": PLANTED, "number": 1})
     assert info["number"] == 1
     assert PLANTED not in str(info)
-    sinks = Sinks([TensorBoard(tmp_path / "tensorboard"), WandB(tmp_path, "E")])
+    sinks = Sinks([TensorBoard(tmp_path / "tensorboard"), WandB(tmp_path, "E", "ab12")])
     sinks.start(info)
     sinks.log({"global_step": 1, "running_loss": 1.0, "note": url})
-    sinks.close({})
+    sinks.close({"complete": True})
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if path.suffix == ".wandb"]
     assert not [path for path in files if PLANTED.encode() in path.read_bytes()]
@@ -188,7 +188,7 @@ def test_a_package_that_is_missing_ends_it_before_anything_is_written(tmp_path, 
         with pytest.raises(ConfigError):
             list(lockstep.Run(config, Ragged()))
     assert not list(tmp_path.glob("r"))
-    assert remote_sinks(settings(tmp_path), tmp_path, 0) == []
+    assert remote_sinks(settings(tmp_path), tmp_path, 0, "ab12") == []
 
 
 def rows(folder):
@@ -232,10 +232,10 @@ def test_mlflow_goes_on_in_the_same_run_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lockstep", "train", "--hub-token", PLANTED])
     info = masked({"experiment": "E", "args": {"lr": 0.5, "hub_token": PLANTED}, "note": f"https://me:{PLANTED}@host"})
     for step in (0, 3):
-        sink = MLflow(tmp_path, "E", where="/runs/E", resume_step=step)
+        sink = MLflow(tmp_path, "E", "ab12")
         sink.start(info)
         sink.log({"global_step": step + 1, "running_loss": 0.25, "a(b)": 1, "note": "text", "evaluation/loss": None})
-        sink.close({} if step else None)
+        sink.close({"complete": True} if step else None)
     client = __import__("mlflow").MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     [run] = client.search_runs([client.get_experiment_by_name("lockstep").experiment_id])
     assert (run.info.run_name, run.info.status, run.data.params["lr"]) == ("E", "FINISHED", "0.5")
@@ -250,11 +250,11 @@ def test_a_server_of_mlflow_that_fails_is_reported_once(tmp_path, monkeypatch, c
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/missing/folder/mlflow.db?me={PLANTED}")
     monkeypatch.setenv("SOME_PASSWORD", PLANTED)
-    sinks = Sinks([MLflow(tmp_path, "E", where="/runs/E")])
+    sinks = Sinks([MLflow(tmp_path, "E", "ab12")])
     sinks.start({})
     for step in (1, 2):
         sinks.log({"global_step": step, "running_loss": 1.0})
-    sinks.close({})
+    sinks.close({"complete": True})
     assert len(re.findall(r"MLflow failed\b", caplog.text)) == 1
 
 

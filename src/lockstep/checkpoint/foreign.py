@@ -30,6 +30,7 @@ from torch import Tensor
 from lockstep.checkpoint.files import parse_json, printable, read_file, refusal_error
 from lockstep.checkpoint.format import CODES, JSON_LIMIT, MANIFEST, dtype_name
 from lockstep.checkpoint.layout import block_of
+from lockstep.checkpoint.read import Differences, advise_drop, list_names
 from lockstep.errors import CheckpointError
 from lockstep.tensors import local_of
 
@@ -423,54 +424,77 @@ def _prefixes(names: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
 
 
-def match_names(weights: ForeignWeights, model: Mapping[str, Tensor], ties: Mapping[str, str]) -> NameMatch:
+def match_names(
+    weights: ForeignWeights,
+    model: Mapping[str, Tensor],
+    ties: Mapping[str, str],
+    leave: Callable[[str], bool] = lambda name: False,
+) -> NameMatch:
     """Find the file's tensor of each tensor of a model, by the rules above.
 
     Args:
         model: by name; only dtypes and shapes matter.
         ties: second name of a tied tensor of the model -> its first; the file may have either, or both if equal.
+        leave: whether a tensor of the model or the file is not wanted, by its name without the prefix.
 
     Raises:
         CheckpointError: tensors are missing, ambiguous, left over in a part of the model, or have another shape or a
-            narrower dtype; up to three are named.
+            narrower dtype; up to three of each are named.
     """
     names, label = _plain_names(weights), printable(str(weights.path))
+    model = {name: tensor for name, tensor in model.items() if not leave(name)}
     missing_by = {prefix: _missing(names, model, ties, prefix) for prefix in _prefixes(names)}
     complete = [prefix for prefix, missing in missing_by.items() if not missing]
-    if not complete:
-        prefix, missing = min(missing_by.items(), key=lambda item: len(item[1]))
-        removed = f", with the prefix {prefix!r} removed," if prefix else ""
-        raise CheckpointError(
-            f"{label} ({weights.kind}){removed} has {len(model) - len(missing)} of the model's {len(model)} "
-            f"tensors, and no "
-            f"{_listing(missing)}; its names begin with {_listing(sorted(names)[:1])}"
-        )
     if len(complete) > 1:
         raise CheckpointError(
             f"{label} has every tensor of the model under each of the prefixes "
             f"{', '.join(map(repr, complete))}; choose one "
             "with `lockstep checkpoint import --prefix`"
         )
-    prefix = complete[0]
+    prefix = min(missing_by, key=lambda prefix: len(missing_by[prefix]))
     source = {}
     for name in model:
         partner = name if f"{prefix}{name}" in names else _partner(name, names, ties, prefix)
-        source[name] = names[f"{prefix}{partner}"]
-    _check_forms(weights, model, source)
-    _check_ties(weights, source, ties)
+        if partner is not None:
+            source[name] = names[f"{prefix}{partner}"]
     used = {f"{prefix}{name}" for name in model}
-    parts = {prefix or name.partition(".")[0] for name in model}
     rest = sorted(names.keys() - used)
-    within = [name for name in rest if (name.startswith(prefix) if prefix else name.partition(".")[0] in parts)]
-    if within:
+    found = _differences(weights, model, source, missing_by[prefix], _within(rest, model, prefix, leave))
+    if any(found):
+        removed = f", with the prefix {prefix!r} removed," if prefix else ""
         raise CheckpointError(
-            f"{label} also has {_listing(within)}, which the model does not have; give the model that was "
-            f"saved, or leave "
-            "them out with `lockstep checkpoint import --drop`"
+            f"{label} ({weights.kind}){removed} has {len(source)} of the model's {len(model)} tensors, {found}; its "
+            f"names begin with {list_names(sorted(names)[:1])}; {advise_drop(found, len(model))}"
         )
+    _check_ties(weights, source, ties)
     forms = weights.tensors
     widened = [name for name, tensor in model.items() if forms[source[name]].dtype != dtype_name(tensor.dtype)]
     return NameMatch(source, prefix, rest + weights.others, widened)
+
+
+def _within(rest: list[str], model: Mapping[str, Tensor], prefix: str, leave: Callable[[str], bool]) -> list[str]:
+    """Return the names, without the prefix, that belong to a part of the model and are wanted."""
+    parts = {name.partition(".")[0] for name in model}
+    inside = [name.removeprefix(prefix) for name in rest if name.startswith(prefix)]
+    return [name for name in inside if (prefix or name.partition(".")[0] in parts) and not leave(name)]
+
+
+def _differences(
+    weights: ForeignWeights,
+    model: Mapping[str, Tensor],
+    source: Mapping[str, str],
+    missing: list[str],
+    extra: list[str],
+) -> Differences:
+    """Compare dtypes and shapes; a file may have a narrower dtype, all of whose values the model's has."""
+    forms, shapes = dict[str, str](), list[str]()
+    for name in sorted(source):
+        tensor = model[name]
+        form, wanted = weights.tensors[source[name]], TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
+        if form.shape != wanted.shape or wanted.dtype not in (form.dtype, *_WIDER.get(form.dtype, ())):
+            forms[name] = f"{form}, not {wanted}"
+            shapes += [name] * (form.shape != wanted.shape)
+    return Differences(missing, extra, forms, shapes)
 
 
 def _missing(names: Mapping[str, str], model: Mapping[str, Tensor], ties: Mapping[str, str], prefix: str) -> list[str]:
@@ -482,19 +506,6 @@ def _partner(name: str, names: Mapping[str, str], ties: Mapping[str, str], prefi
     first = ties.get(name, name)
     group = [first, *(second for second, original in ties.items() if original == first)]
     return next((each for each in group if each != name and f"{prefix}{each}" in names), None)
-
-
-def _check_forms(weights: ForeignWeights, model: Mapping[str, Tensor], source: Mapping[str, str]) -> None:
-    differing = []
-    for name, tensor in model.items():
-        form, wanted = weights.tensors[source[name]], TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
-        if form.shape != wanted.shape or wanted.dtype not in (form.dtype, *_WIDER.get(form.dtype, ())):
-            differing.append(f"{name} ({form}, not {wanted})")
-    if differing:
-        raise CheckpointError(
-            f"{printable(str(weights.path))} differs in {_listing(differing)}; give the model and precision "
-            f"that were saved"
-        )
 
 
 def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mapping[str, str]) -> None:
@@ -514,11 +525,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _listing(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(printable(name, 150) for name in names[:3]) + more
-
-
 def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor]) -> None:
     """Fill tensors in place, each with its part of the file's tensor.
 
@@ -526,7 +532,8 @@ def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor
         tensors: by the model's names; plain ones, or DTensors of any mesh.
     """
     with torch.no_grad():
-        for name, tensor in tensors.items():
+        for name in match.source:
+            tensor = tensors[name]
             block = block_of(tensor)
             if block is not None:
                 cut = tuple(slice(begin, begin + size) for begin, size in zip(block.offsets, block.shape, strict=True))

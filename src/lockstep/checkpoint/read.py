@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -43,11 +43,16 @@ from lockstep.tensors import local_of
 __all__ = [
     "AVERAGE",
     "EVALUATED",
+    "Differences",
     "FullTensors",
+    "advise_drop",
     "averages_of",
+    "check_fits",
+    "differences",
     "evaluated_of",
     "fingerprint",
     "fingerprint_of",
+    "list_names",
     "load",
     "open_tensors",
 ]
@@ -56,7 +61,14 @@ AVERAGE = "average/"  # prefix of the names of averaged weights
 EVALUATED = "evaluated/"  # prefix of the names of an optimizer's weights for evaluation
 
 
-def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, verified: bool = False) -> None:
+def load(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    world: World | None,
+    *,
+    verified: bool = False,
+    leave: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Fill `tensors` in place from the checkpoint folder `path`. Collective.
 
     A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of each of its groups:
@@ -70,20 +82,25 @@ def load(path: Path, tensors: dict[str, torch.Tensor], world: World | None, *, v
         world: its ranks divide the checking of the files; None: this process is alone and checks what it reads.
         verified: `find_newest` or `find_resume` has just checked the data's checksums: they are not read again.
             Those of a store neither: of a file that the folder lacks, only the needed bytes are read.
+        leave: whether a tensor of the checkpoint is not wanted, by its name; it is not in `tensors`.
 
     Raises:
         CheckpointError: damaged files; names, dtypes or shapes differ (up to three are named). Nothing was filled.
         PeerError: the same on another rank.
     """
     everybody = world or World()
-    contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified))  # collective
+    contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave))  # collective
     if world and any(world.gather(attached(path) is not None)):  # collective
         _fetch_whole(path, tensors, contents, world)  # collective
     await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
 
 def _check_files(
-    path: Path, tensors: dict[str, torch.Tensor], world: World | None, verified: bool
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    world: World | None,
+    verified: bool,
+    leave: Callable[[str], bool],
 ) -> dict[str, StoredTensor]:
     manifest = read_manifest(path)
     source = attached(path)
@@ -94,7 +111,10 @@ def _check_files(
     contents = read_contents(path, manifest)
     for name in _names_without_state(tensors, contents):
         del tensors[name]
-    _match(path, tensors, contents)
+    if any(found := differences(tensors, contents, leave)):
+        raise CheckpointError(
+            f"the checkpoint {printable(path.name)} {found}; use the model and optimizer that wrote it"
+        )
     if verified or source:
         return contents
     if world is None:
@@ -118,26 +138,76 @@ def _names_without_state(tensors: dict[str, torch.Tensor], contents: dict[str, S
     return [name for name in optimizer_names if stepped and name.rpartition("/")[0] not in stepped]
 
 
-def _match(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> None:
+class Differences(NamedTuple):
+    """Names of tensors that differ between a model and what is stored for it.
+
+    Attributes:
+        missing: the model's, which are not stored.
+        extra: those stored, which the model lacks.
+        forms: name -> how its dtype or shape differs.
+        shapes: those of `forms` whose shape differs.
+    """
+
+    missing: list[str]
+    extra: list[str]
+    forms: dict[str, str]
+    shapes: list[str]
+
+    def __str__(self) -> str:
+        forms = [f"{name} ({form})" for name, form in self.forms.items()]
+        parts = (("has no", self.missing), ("also has", self.extra), ("differs in", forms))
+        return ", ".join(f"{verb} {list_names(names)}" for verb, names in parts if names)
+
+
+def differences(
+    tensors: Mapping[str, torch.Tensor], contents: Mapping[str, StoredTensor], leave: Callable[[str], bool]
+) -> Differences:
+    """Compare names, dtypes and shapes with those of a checkpoint, of the groups that `tensors` has."""
     groups = {name.partition("/")[0] for name in tensors}
-    names = {name for name in contents if name.partition("/")[0] in groups}
-    _raise_mismatch(path, "has no", sorted(tensors.keys() - names))
-    _raise_mismatch(path, "also has", sorted(names - tensors.keys()))
-    differing = [
-        f"{name} ({source.dtype} {list(source.shape)}, not {dtype_name(tensor.dtype)} {list(tensor.shape)})"
-        for name, tensor in sorted(tensors.items())
-        if ((source := contents[name]).dtype, source.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape))
-    ]
-    _raise_mismatch(path, "differs in", differing)
+    names = {name for name in contents if name.partition("/")[0] in groups and not leave(name)}
+    forms, shapes = dict[str, str](), list[str]()
+    for name in sorted(tensors.keys() & names):
+        source, tensor = contents[name], tensors[name]
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        if (source.dtype, source.shape) != (dtype, shape):
+            forms[name] = f"{source.dtype} {list(source.shape)}, not {dtype} {list(shape)}"
+            shapes += [name] * (source.shape != shape)
+    return Differences(sorted(tensors.keys() - names), sorted(names - tensors.keys()), forms, shapes)
 
 
-def _raise_mismatch(path: Path, verb: str, names: list[str]) -> None:
-    if names:
-        listing = ", ".join(printable(name, 150) for name in names[:3])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint {printable(path.name)} {verb} {listing}{more}; use the model and optimizer that wrote it"
-        )
+def check_fits(
+    label: str,
+    tensors: Mapping[str, torch.Tensor],
+    contents: Mapping[str, StoredTensor],
+    leave: Callable[[str], bool],
+) -> None:
+    """Raise CheckpointError, with the flag that helps, if weights to begin with do not fit the model."""
+    if any(found := differences(tensors, contents, leave)):
+        raise CheckpointError(f"{label} {found}; {advise_drop(found, len(tensors))}")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """List up to three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(printable(name, 150) for name in names[:3]) + more
+
+
+def advise_drop(found: Differences, count: int) -> str:
+    """Return the flag that begins with other weights in spite of the differences.
+
+    Args:
+        count: the model's tensors; if none would be loaded, no flag helps.
+    """
+    names = [name.removeprefix("model/") for name in (*found.missing, *found.extra, *found.shapes)]
+    if len(found.missing) + len(found.shapes) >= count:
+        return "give weights of this model"
+    if not names:
+        return "give the --precision that wrote them"
+    patterns = list(dict.fromkeys(f"{parent}.*" if (parent := name.rpartition(".")[0]) else name for name in names))
+    return (
+        f"give weights of this model, or begin with its own values there: --init-drop '{','.join(patterns[:4])}"
+        f"{',...' if len(patterns) > 4 else ''}'"
+    )
 
 
 def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor], world: World) -> None:

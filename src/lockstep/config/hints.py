@@ -46,6 +46,7 @@ FOREIGN: dict[str, str] = {
     "pretrained_path": "{init_from}",
     "init_checkpoint": "{init_from}",
     "load_from_checkpoint": "{init_from}",
+    "ignore_mismatched_sizes": "{init_drop}",
     # length and batch size
     "epochs": "{num_epochs}",
     "num_train_epochs": "{num_epochs}",

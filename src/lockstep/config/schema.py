@@ -309,6 +309,11 @@ class Config:
     init_from: str = option(
         "", "run, checkpoint, or weights in another format, from which a new run starts; see docs/checkpoints.md"
     )
+    init_drop: str = option(
+        "",
+        "patterns of tensors or modules that --init-from leaves as the model initialises them, such as 'head.*'; "
+        "separated by commas (default: the task's untrained())",
+    )
     resume_anyway: bool = option(False, "resume although the plan differs, and log what changes")
     preset: str = option(
         "auto",
@@ -368,6 +373,7 @@ class Config:
         check_load_in(self.model, self.lora, self.precision, self.engine, self.engine_options)
         check_unsaved(self.checkpoint, self.guards)
         check_gradients(self.weight_copies, self.grad_dtype)
+        _check_init_drop(self)
         parse_shares(self.shares)
         parse_profile(self.profile)
         _check_metrics(self)
@@ -529,6 +535,12 @@ def _check_tokens(step: int, micro_batch: int) -> None:
             FieldName("batch_tokens"),
             f", {step}, must be a multiple of it",
         )
+
+
+def _check_init_drop(config: Config) -> None:
+    if config.init_drop and not config.init_from:
+        advice = ", the weights to begin with: set it, or remove this"
+        raise FieldError(FieldName("init_drop"), " needs ", FieldName("init_from"), advice)
 
 
 def _check_on_oom(config: Config) -> None:

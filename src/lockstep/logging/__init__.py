@@ -37,7 +37,7 @@ class Sink(Protocol):
     def close(self, summary: dict[str, Any] | None) -> None:
         """End the run; `summary` is None if it failed.
 
-        Called once, also after an error of `start` or `log`.
+        Its `complete` is False if steps are left for a resume. Called once, also after an error of `start` or `log`.
         """
 
 

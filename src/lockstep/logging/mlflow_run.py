@@ -1,11 +1,12 @@
 """Log to MLflow: `--mlflow`. Only this file imports the package.
 
-sink = MLflow(folder, "digits", where="outputs/digits", resume_step=500)
+sink = MLflow(folder, "digits", run_id)
 sink.start(info)
 sink.log({"global_step": 510, "running_loss": 2.5})
 
-The server is $MLFLOW_TRACKING_URI, else a SQLite file in the run's folder; the experiment is $MLFLOW_EXPERIMENT_NAME,
-else lockstep.
+The program's active run gets the records. Else the run is $MLFLOW_RUN_ID, the one with this run's id in its tag, or a
+new one. The experiment is the program's (`mlflow.set_experiment`), $MLFLOW_EXPERIMENT_NAME, or lockstep; the server the
+program's, $MLFLOW_TRACKING_URI, or a SQLite file in the run's folder.
 """
 
 import logging
@@ -15,7 +16,7 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from lockstep.config.secrets import mask
 
@@ -25,12 +26,14 @@ __all__ = [
 
 _FINISH_TIMEOUT = 120.0  # seconds to wait for the server at the end of a run
 _RUN_TAG = "lockstep.run"  # by which a resumed run finds its MLflow run
+_RUN_VARIABLE, _EXPERIMENT_VARIABLE = "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"
+_IDS = (_RUN_VARIABLE, _EXPERIMENT_VARIABLE)
 _MOST_PARAMS, _MOST_CHARACTERS = 100, 500  # of a batch, and of a value; what every server takes
 
 
 @final
 class MLflow:
-    """Sink for a run of MLflow that a resume continues.
+    """Sink for the program's active run of MLflow, or for one that a resume continues.
 
     A thread talks to the server, so that a slow one delays nothing. A later `log`, or `close`, raises its errors.
     Records of steps that run again after a resume are logged again, with the same numbers.
@@ -38,13 +41,12 @@ class MLflow:
     Args:
         folder: the run's.
         experiment: the run's name.
-        where: SAVE_DIR/EXPERIMENT_NAME; a resume looks for the MLflow run with this tag.
-        resume_step: steps trained before; above 0 the run with the tag goes on, if there is one.
+        run_id: see `RunState`; the MLflow run has it as a tag, by which a resume finds it.
     """
 
-    def __init__(self, folder: Path, experiment: str, *, where: str, resume_step: int = 0) -> None:
-        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').absolute()}"
-        self._experiment, self._where, self._resume_step = experiment, mask(where), resume_step
+    def __init__(self, folder: Path, experiment: str, run_id: str) -> None:
+        self._local_uri = f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+        self._experiment, self._run_id = experiment, run_id
         self._artifacts = (folder / "mlflow").absolute().as_uri()
         self._queue: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()  # records, then a status
         self._thread: threading.Thread | None = None
@@ -56,11 +58,21 @@ class MLflow:
         Raises:
             ImportError: the package is missing.
         """
-        from mlflow import MlflowClient  # imported here, since loader processes may fork while the thread works
+        # Imported here, since loader processes may fork while the thread works. The active run is this thread's alone.
+        import mlflow
+        from mlflow.tracking.context.registry import resolve_tags
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        self._thread = threading.Thread(target=self._work, args=(MlflowClient, info), daemon=True, name="mlflow")
+        api: Any = mlflow  # which has no types for all of it
+        active = api.active_run()
+        # An id names a run or an experiment of MLflow's own store; `mlflow.set_experiment` puts its id there.
+        is_named = active or api.is_tracking_uri_set() or any(map(os.environ.get, _IDS))
+        uri = mlflow.get_tracking_uri() if is_named else self._local_uri
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        tags = {name: mask(value) for name, value in resolve_tags({_RUN_TAG: self._run_id}).items()}
+        target = _Target(client, active.info.run_id if active else "", tags, is_local=uri == self._local_uri)
+        self._thread = threading.Thread(target=self._work, args=(target, info), daemon=True, name="mlflow")
         self._thread.start()
 
     def log(self, record: dict[str, Any]) -> None:
@@ -73,7 +85,7 @@ class MLflow:
         self._raise_error()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """End the run, as failed without a summary. Waits two minutes at most.
+        """End an own run: as failed without a summary, as killed if steps are left. Waits two minutes at most.
 
         Raises:
             TimeoutError: the server did not take all records in time.
@@ -81,7 +93,8 @@ class MLflow:
         """
         if self._thread is None:
             return
-        self._queue.put("FAILED" if summary is None else "FINISHED")
+        ended = "FINISHED" if summary and summary["complete"] else "KILLED"
+        self._queue.put("FAILED" if summary is None else ended)
         self._thread.join(_FINISH_TIMEOUT)
         self._raise_error()
         if self._thread.is_alive():
@@ -92,10 +105,11 @@ class MLflow:
             self._error = None
             raise error
 
-    def _work(self, client_type: Any, info: dict[str, Any]) -> None:
+    def _work(self, target: "_Target", info: dict[str, Any]) -> None:
+        client = target.client
         try:
-            client = client_type(tracking_uri=self._uri)
-            run = self._open(client, info)
+            run = target.active or self._open(target)
+            _log_params(client, run, info)
         except Exception as error:  # any error of a third party's service
             self._error = error
             return
@@ -105,28 +119,59 @@ class MLflow:
             except Exception as error:  # the next record may get through
                 self._error = error
         try:
-            client.set_terminated(run, status=item)
+            if not target.active:
+                client.set_terminated(run, status=item)
         except Exception as error:
             self._error = error
 
-    def _open(self, client: Any, info: dict[str, Any]) -> str:
-        """Return the id of the run to log to."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lockstep"
-        found = client.get_experiment_by_name(name)
-        local = {"artifact_location": self._artifacts} if self._uri.startswith("sqlite:") else {}
-        experiment = found.experiment_id if found else client.create_experiment(name, **local)
-        if self._resume_step:
-            where = self._where.replace("'", "")
-            earlier = client.search_runs([experiment], f"tags.`{_RUN_TAG}` = '{where}'", max_results=1)  # the newest
-            if earlier:
-                client.update_run(earlier[0].info.run_id, status="RUNNING")
-                return str(earlier[0].info.run_id)
-        tags = {_RUN_TAG: self._where.replace("'", "")}
-        run = str(client.create_run(experiment, run_name=self._experiment, tags=tags).info.run_id)
-        params = _params(info)
-        for at in range(0, len(params), _MOST_PARAMS):
-            client.log_batch(run, params=params[at : at + _MOST_PARAMS])
+    def _open(self, target: "_Target") -> str:
+        """Return the id of an own run to log to, which is running."""
+        client = target.client
+        run = os.environ.get(_RUN_VARIABLE, "")
+        if not run:
+            experiment = self._find_experiment(target)
+            chosen = f"tags.`{_RUN_TAG}` = '{self._run_id}'"
+            found = client.search_runs([experiment], chosen, max_results=1)
+            if not found:
+                return str(client.create_run(experiment, run_name=self._experiment, tags=target.tags).info.run_id)
+            run = str(found[0].info.run_id)
+        client.update_run(run, status="RUNNING")
         return run
+
+    def _find_experiment(self, target: "_Target") -> str:
+        """Return the id of the experiment, which is made if there is none of its name."""
+        if experiment := os.environ.get(_EXPERIMENT_VARIABLE):
+            return experiment
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lockstep"
+        if found := target.client.get_experiment_by_name(name):
+            return str(found.experiment_id)
+        options = {"artifact_location": self._artifacts} if target.is_local else {}
+        return str(target.client.create_experiment(name, **options))
+
+
+class _Target(NamedTuple):
+    """Where records go.
+
+    Attributes:
+        client: of the server.
+        active: id of the program's own run; "": there is none.
+        tags: of a new run.
+        is_local: the server is a file in the run's folder.
+    """
+
+    client: Any
+    active: str
+    tags: dict[str, str]
+    is_local: bool
+
+
+def _log_params(client: Any, run: str, info: dict[str, Any]) -> None:
+    """Log the parameters that the run lacks: MLflow refuses to change one."""
+    data = client.get_run(run).data
+    prefix = "" if _RUN_TAG in data.tags else "lockstep."  # the program's own parameters have the plain names
+    params = [each for each in _params(info, prefix) if each.key not in data.params]
+    for at in range(0, len(params), _MOST_PARAMS):
+        client.log_batch(run, params=params[at : at + _MOST_PARAMS])
 
 
 def _name(name: str) -> str:
@@ -147,7 +192,7 @@ def _params(info: dict[str, Any], prefix: str = "") -> list[Any]:
     params: list[Any] = []
     for name, value in info.items():
         if isinstance(value, dict):
-            params += _params(value, "" if name == "args" else f"{prefix}{name}.")
+            params += _params(value, prefix if name == "args" else f"{prefix}{name}.")
         else:
             params.append(Param(_name(prefix + name), str(value)[:_MOST_CHARACTERS]))
     return params

@@ -6,12 +6,10 @@ sinks = remote_sinks(config, folder, start=500)
 
 import json
 import os
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import is_secret_name, mask
 from lockstep.errors import ConfigError
@@ -75,25 +73,40 @@ _START_TIMEOUT, _FINISH_TIMEOUT = 60.0, 120.0  # seconds to wait for the service
 
 @final
 class WandB:
-    """Sink for a W&B run with the experiment's name as its name and id.
+    """Sink for the program's active W&B run, or for one of lockstep's own.
 
-    So a resumed run continues the same curves; if W&B does not know the run, it starts a new one. W&B accepts each step
-    once, so it drops records of steps that run again after a resume; their numbers are the same.
+    A run that the program has begun gets the records, and is left to the program. An own one has the experiment's name,
+    and its id is the run's: a resume on any machine continues its curves. What the environment sets (WANDB_RUN_ID of a
+    sweep's agent, WANDB_NAME) goes before. W&B accepts each step once, so it drops records of steps that an own run has
+    already; their numbers are the same.
 
     Args:
         folder: the run's; W&B creates its own, `wandb`, in it.
         experiment: the run's name.
+        run_id: see `RunState`.
         project: "": $WANDB_PROJECT, or "lockstep".
         resume_step: steps trained before; above 0 the run of this id is resumed if it exists.
     """
 
-    def __init__(self, folder: Path, experiment: str, project: str = "", resume_step: int = 0) -> None:
-        self._folder, self._experiment, self._resume_step = folder, experiment, resume_step
-        self._project = project or os.environ.get("WANDB_PROJECT") or "lockstep"
+    def __init__(self, folder: Path, experiment: str, run_id: str, *, project: str = "", resume_step: int = 0) -> None:
+        self._options: dict[
+            str, Any
+        ] = {  # W&B itself reads the environment once in a process, but an agent sets it for each run
+            "project": project or os.environ.get("WANDB_PROJECT") or "lockstep",
+            "dir": os.environ.get("WANDB_DIR") or str(folder),
+            "name": os.environ.get("WANDB_NAME") or experiment,
+            "id": os.environ.get("WANDB_RUN_ID") or run_id,
+            "resume": os.environ.get("WANDB_RESUME") or ("allow" if resume_step else None),
+        }
         self._run: Any = None
+        self._is_own = True
+        self._known_steps = 0  # of an own run before this start
+        self._names = {"global_step"}  # of records so far, in the program's run
 
     def start(self, info: dict[str, Any]) -> None:
         """Start or resume the run, with the program's code and `info` as its configuration.
+
+        The program's run has `info` under `lockstep` in its configuration.
 
         Raises:
             ImportError: the package is missing.
@@ -101,31 +114,34 @@ class WandB:
         """
         import wandb
 
+        self._run, self._is_own = wandb.run, wandb.run is None
+        if self._run is not None:
+            self._run.config.update({"lockstep": info}, allow_val_change=True)
+            return
         # W&B's own metadata has the unmasked command line, and the console output may have secrets: neither is sent.
         # The run's arguments are in `info`, masked.
         settings = wandb.Settings(
             x_disable_meta=True, console="off", silent=True, init_timeout=_START_TIMEOUT, finish_timeout=_FINISH_TIMEOUT
         )
-        self._run = wandb.init(
-            project=self._project,
-            dir=self._folder,
-            name=self._experiment,
-            id=re.sub(r"[^\w.-]", "-", self._experiment)[:128],
-            resume="allow" if self._resume_step else None,
-            save_code=True,
-            config=info,
-            settings=settings,
-        )
+        self._run = wandb.init(save_code=True, config=info, settings=settings, **self._options)
+        self._known_steps = self._run.starting_step
 
     def log(self, record: dict[str, Any]) -> None:
         """Queue the record; the package sends it from its own process."""
         masked = {name: mask(value) if isinstance(value, str) else value for name, value in record.items()}
-        self._run.log(masked, step=int(record["global_step"]))
+        for name in () if self._is_own else sorted(masked.keys() - self._names):
+            self._names.add(name)
+            if "*" not in name:
+                self._run.define_metric(name, step_metric="global_step")
+        # W&B drops a step below its own, which the program may have raised by what it logged.
+        step = int(record["global_step"])
+        is_behind = step >= self._known_steps and self._run.step > step
+        self._run.log(masked, **({} if is_behind else {"step": step}))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """End the run, as failed without a summary. Waits two minutes at most."""
-        if self._run is not None:
-            self._run.finish(exit_code=1 if summary is None else 0)
+        """End an own run: as failed unless it is complete. Waits two minutes at most."""
+        if self._run is not None and self._is_own:
+            self._run.finish(exit_code=0 if summary and summary["complete"] else 1)
 
 
 def check(config: Config) -> None:
@@ -135,12 +151,13 @@ def check(config: Config) -> None:
             raise ConfigError(f"--{name} needs {name}: install the extra {name} of torch-lockstep")
 
 
-def remote_sinks(config: Config, folder: Path, start: int, *, evaluated: bool = True) -> list[Sink]:
+def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evaluated: bool = True) -> list[Sink]:
     """Build the sinks that `config` selects, not started yet.
 
     Args:
         folder: the run's.
         start: steps trained before.
+        run_id: see `RunState`.
         evaluated: False if the evaluation of step `start` will run again.
     """
     chosen: list[Sink] = []
@@ -149,11 +166,10 @@ def remote_sinks(config: Config, folder: Path, start: int, *, evaluated: bool = 
     if config.tensorboard:
         chosen.append(TensorBoard(folder / "tensorboard", start))
     if config.wandb:
-        chosen.append(WandB(folder, config.experiment_name, config.wandb_project, start))
+        name, project = config.experiment_name, config.wandb_project
+        chosen.append(WandB(folder, name, run_id, project=project, resume_step=start))
     if config.mlflow:
-        name, base = config.experiment_name, config.save_dir
-        base = base if is_url(base) else str(Path(base).expanduser().resolve())
-        chosen.append(MLflow(folder, name, where=f"{base.rstrip('/')}/{name}", resume_step=start))
+        chosen.append(MLflow(folder, config.experiment_name, run_id))
     return chosen
 
 

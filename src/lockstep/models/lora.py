@@ -15,7 +15,6 @@ import difflib
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.errors import ConfigError
 from lockstep.models.quantized import dequantize, is_transposed, quantized_layers, quiet, scales
 from lockstep.run_state import AdapterState
+from lockstep.tensors import reaches
 from lockstep.transforms.determinism import keep_fastpath_off
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "chosen_targets",
     "exported_name",
     "inject",
+    "is_within",
     "merge",
     "write_config",
 ]
@@ -103,7 +104,7 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
             hint = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(modules)[:8])}"
             raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {hint}")
         reached.update(names)
-    outer = [name for name in modules if name in reached and not _within(name.rpartition(".")[0], reached)]
+    outer = [name for name in modules if name in reached and not is_within(name.rpartition(".")[0], reached)]
     for name in outer:
         _check_own(model, name)
     return outer
@@ -112,13 +113,13 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
 def _check_own(model: nn.Module, name: str) -> None:
     owned = {id(parameter) for parameter in model.get_submodule(name).parameters()}
     for base_name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in owned and not _within(base_name, {name}):
+        if id(parameter) in owned and not is_within(base_name, {name}):
             raise ConfigError(
                 f"--lora.modules-to-save: '{name}' shares its weight with '{base_name}' of the base; remove '{name}'"
             )
 
 
-def _within(name: str, modules: Collection[str]) -> bool:
+def is_within(name: str, modules: Collection[str]) -> bool:
     """Whether the module or parameter is one of these modules, or inside one."""
     parts = name.split(".")
     return any(".".join(parts[:k]) in modules for k in range(1, len(parts) + 1))
@@ -136,7 +137,7 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
     """
-    linear = {name: module for name, module in _linear(model).items() if not _within(name, full)}
+    linear = {name: module for name, module in _linear(model).items() if not is_within(name, full)}
     names = list(dict.fromkeys(name for part in _parts(patterns) for name in _matched(model, part, linear)))
     if not patterns.strip():
         heads = _heads(model)
@@ -208,7 +209,7 @@ def _lasts(names: Iterable[str]) -> list[str]:
 
 
 def _reached(names: Iterable[str], pattern: str) -> list[str]:
-    return [name for name in names if name and (fnmatchcase(name, pattern) or name.endswith(f".{pattern}"))]
+    return [name for name in names if name and reaches(pattern, name)]
 
 
 def _as_peft(names: list[str], modules: list[str]) -> list[str] | str:
@@ -282,7 +283,7 @@ def base_names(model: nn.Module, full: Collection[str]) -> list[str]:
 
 
 def _is_trained(name: str, full: Collection[str]) -> bool:
-    return bool(_ADAPTER.search(name)) or _within(name, full)
+    return bool(_ADAPTER.search(name)) or is_within(name, full)
 
 
 def plain_name(name: str) -> str:
@@ -292,7 +293,7 @@ def plain_name(name: str) -> str:
 
 def exported_name(name: str, full: Collection[str]) -> str:
     """Return a trained tensor's name in a file of peft; "" for the base."""
-    if _within(name, full):
+    if is_within(name, full):
         return f"base_model.model.{name}"
     return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
 

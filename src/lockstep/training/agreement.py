@@ -342,6 +342,7 @@ class FirstFacts(NamedTuple):
         places: [host, device] by rank.
         token: None: there is none.
         micro_batch: the smallest micro-batch size that a rank's folder records, with --on-oom smaller; 0: none.
+        run_id: that rank 0's folder records, else a new one.
     """
 
     config: Config
@@ -349,6 +350,7 @@ class FirstFacts(NamedTuple):
     places: list[list[str]]
     token: Token | None
     micro_batch: int
+    run_id: str
 
 
 def exchange_first_facts(
@@ -378,17 +380,19 @@ def exchange_first_facts(
                 token = stack.enter_context(_token(RunFolder(config.local_dir, name)))
             except LockstepError as error:  # reported below, after a difference of the configurations
                 errors.append(error)
-        recorded = RunFolder(config.local_dir, name).read_micro_batch() if config.on_oom == "smaller" else 0
-        return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded]
+        folder = RunFolder(config.local_dir, name)
+        recorded = folder.read_micro_batch() if config.on_oom == "smaller" else 0
+        run_id = (folder.read_id() or secrets.token_hex(8)) if world.is_main else ""
+        return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded, run_id]
 
     world.check_same("configuration", values)  # collective
     ranks = await_results(world, own_facts)  # collective
     if errors:
         raise errors[0]
-    names, fast, places, tokens, sizes = zip(*ranks, strict=True)
+    names, fast, places, tokens, sizes, ids = zip(*ranks, strict=True)
     config = dataclasses.replace(config, experiment_name=names[0])
     smallest = min((size for size in sizes if size), default=0)
-    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]), smallest)
+    return FirstFacts(config, list(fast), list(places), tokens[0] and Token(*tokens[0]), smallest, ids[0])
 
 
 def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:

@@ -84,6 +84,7 @@ from lockstep.training.defaults import (
     describe_optimizer,
     describe_step,
     find_largest_micro_batch,
+    is_device_default,
     plan_warnings,
 )
 from lockstep.training.evaluation import build_evaluation_batches
@@ -115,7 +116,7 @@ from lockstep.training.task_check import (
 from lockstep.training.trainable import base_tensor_names, check_in_optimizer, restore_initial_set
 from lockstep.transforms.batchnorm import resolve_batchnorm
 from lockstep.transforms.determinism import check_precision, pin
-from lockstep.transforms.precision import task_in_precision
+from lockstep.transforms.precision import is_double, task_in_precision
 
 __all__ = [
     "BuildRequest",
@@ -252,6 +253,7 @@ class RunParts:
         uploader: of the first rank of each local folder.
         places: [host, device] by rank.
         lock_facts: what the ranks exchanged with the lock, until the first steps use it.
+        init_source: the checkpoint of --init-from, and whether it was verified; None: not found yet, or not lockstep's.
     """
 
     config: Config
@@ -279,6 +281,7 @@ class RunParts:
     uploader: Uploader | None = None
     places: list[list[str]] = field(default_factory=list)
     lock_facts: LockFacts | None = None
+    init_source: tuple[Path, bool] | None = None
 
     def keep(self, name: str, user_object: Any) -> None:
         """Store the caller's own object in the checkpoints.
@@ -544,6 +547,7 @@ def build_together(
             else:
                 find_folders(folder, world)  # collective
             source, state = _find_checkpoint(folder, world, remote)  # collective
+        state.run_id = state.run_id or facts.run_id
     start = StartFacts(
         fast=all_devices_fast(requested, world, facts.fast),
         checkpoint=checkpoint_facts(state),
@@ -568,7 +572,13 @@ def build_together(
     if joining and not fixed_cut:  # this process builds alone, and the run that it joins has several ranks
         of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
         of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
-    model = build_model(of_ranks, task, world, state, say, note=of_model.append, fixed_cut=fixed_cut)
+    is_open = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
+    options: dict[str, Any] = {"note": of_model.append, "fixed_cut": fixed_cut, "keeps_double": is_open}
+    model = build_model(of_ranks, task, world, state, say, **options)
+    if is_open and is_double(model):
+        say("the model is in double precision: trained as it is, with --precision float64")
+        start = dataclasses.replace(start, double=True)
+        task = task_in_precision(task, "float64", world.device.type, say)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings, run_plan = resolved.config, resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))

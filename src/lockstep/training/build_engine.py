@@ -52,7 +52,7 @@ from lockstep.training.trainable import add_adapters, add_empty_adapters, base_t
 from lockstep.training.trial_state import preserve_state
 from lockstep.transforms import Transforms, prepare
 from lockstep.transforms.batchnorm import resolve_batchnorm
-from lockstep.transforms.precision import eager, uncompiled
+from lockstep.transforms.precision import eager, is_double, uncompiled
 
 __all__ = [
     "OptimizerGroups",
@@ -166,7 +166,7 @@ def _compile_backward_at_once() -> Any:
 Say = Callable[[str], None]
 
 
-def build_model(
+def build_model(  # noqa: PLR0913
     config: Config,
     task: Task,
     world: World,
@@ -175,6 +175,7 @@ def build_model(
     sizes_only: bool = False,
     note: Say | None = None,
     fixed_cut: bool = True,
+    keeps_double: bool = False,
 ) -> nn.Module:
     """Make the model and prepare it for training. Collective.
 
@@ -187,6 +188,7 @@ def build_model(
         sizes_only: do not read weights, as in `lockstep plan`.
         note: called with a line for the log alone; None: `say`.
         fixed_cut: the number of ranks does not decide how a step is cut; see `resolve_batchnorm`.
+        keeps_double: a model that is in double precision stays so, whatever the configuration's precision is.
 
     Raises:
         ConfigError: the model does not fit the configuration, or has lazy or meta tensors.
@@ -206,6 +208,8 @@ def build_model(
     with collect_new_modules() as new:
         model = on_all_ranks(world, make)
     check_not_lazy(model)
+    if keeps_double and is_double(model):
+        config = dataclasses.replace(config, precision="float64")
     if not sizes_only:
         _check_quantized(config, model, world)
     differing = 0 if sizes_only else copy_from_rank0(model, new, world)  # collective

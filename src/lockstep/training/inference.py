@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.checkpoint.check import StoredTensor
+from lockstep.checkpoint.check import StoredTensor, read_contents
 from lockstep.checkpoint.export import choose_checkpoint as export_chosen
 from lockstep.checkpoint.export import export
-from lockstep.checkpoint.format import dtype_name
+from lockstep.checkpoint.format import dtype_name, read_manifest
 from lockstep.checkpoint.read import FullTensors
 from lockstep.checkpoint.stored import open_run
 from lockstep.config import cli
@@ -55,7 +55,7 @@ from lockstep.training.run_dir import RunFolder, read_sources
 from lockstep.training.task_check import restore_findings
 from lockstep.training.trainable import base_tensor_names, load_with_adapters
 from lockstep.transforms.determinism import check_precision, pin
-from lockstep.transforms.precision import is_fast, task_in_precision
+from lockstep.transforms.precision import PARAMETERS, is_fast, parameters_in, task_in_precision
 
 __all__ = [
     "ExportRequest",
@@ -437,7 +437,8 @@ def load(
 ) -> nn.Module:
     """Load a finished run's model for inference, in eval mode.
 
-    Any engine and world may have written it. For a checkpoint of adapters, `task.model()` makes the base.
+    Any engine and world may have written it. For a checkpoint of adapters, `task.model()` makes the base. The model has
+    the dtypes of the run.
 
     Args:
         path: a run's folder, or a checkpoint's; or the URL of one.
@@ -458,5 +459,18 @@ def load(
         model = as_task(task).model()
         if state.lora:
             load_with_adapters(model, state.lora)
+        _convert_as_stored(model, source, state)
         load_weights(source, model.to(device), without=base_tensor_names(model, state), ema=ema)
         return model.eval()
+
+
+def _convert_as_stored(model: nn.Module, source: Path, state: RunState) -> None:
+    """Convert the model as the run's --precision did, and each tensor to the dtype that the checkpoint has."""
+    precision = state.plan.get("precision")
+    if precision in PARAMETERS and not state.lora:
+        parameters_in(model, PARAMETERS[precision], mixes=True)
+    contents = read_contents(source, read_manifest(source))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored = contents.get(f"model/{name}")
+        if stored is not None and tensor.is_floating_point() and stored.dtype.startswith(("float", "bfloat")):
+            tensor.data = tensor.data.to(getattr(torch, stored.dtype))

@@ -10,22 +10,19 @@ Tensors that are not finite when a run starts are recorded, so that later checks
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint.files import await_all_ranks, await_results
-from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.upload import Uploader
 from lockstep.config import cli
-from lockstep.config.fields import is_url
 from lockstep.distributed.progress import rank_label
-from lockstep.distributed.world import World, on_all_ranks
+from lockstep.distributed.world import World
 from lockstep.engines.ema import without_average
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.files import clean, retry_io, storage_error
 from lockstep.logging import Sinks
 from lockstep.logging.console import Console
@@ -35,14 +32,13 @@ from lockstep.run_state import LauncherState, RunState
 from lockstep.tensors import local_of, not_finite
 from lockstep.training import run_dir
 from lockstep.training.build import RunParts, notify
-from lockstep.training.resume import find_weights
+from lockstep.training.init_weights import load_init_from
 from lockstep.training.run_dir import describe_owner, has_ended
 from lockstep.training.selection import abbreviate_best
 from lockstep.training.session import Session
 from lockstep.training.trainable import restore_trained_set
 
 __all__ = [
-    "check_init_from",
     "close_uploads",
     "count_restarts",
     "describe_ranks",
@@ -230,12 +226,14 @@ def _make_sinks(built: RunParts) -> Sinks:
     for each in (folder.path, folder.checkpoints):
         clean(each)
     folder.remove_end()
+    run_id = built.state.run_id or ""
+    folder.write_id(run_id)
     folder.write("config.toml", cli.to_toml(config, own_task=built.own_task))
     run_dir.write_description(folder.environment, run_dir.describe_process() | {"sources": dict(built.task.sources)})
     evaluated = not built.state.evaluation_due
     metrics = retry_io(lambda: JsonLines(folder.metrics, built.start, evaluated=evaluated))
     earlier = retry_io(lambda: read(folder.metrics)) if built.start else []
-    remote = remote_sinks(config, folder.path, built.start, evaluated=evaluated)
+    remote = remote_sinks(config, folder.path, built.start, run_id, evaluated=evaluated)
     sinks = Sinks([metrics, Console(built.last_step, built.start, built.task.item_name, earlier), *remote])
     sinks.start(_run_metadata(built))
     sinks.best(abbreviate_best(built.state.selection.best))
@@ -271,78 +269,8 @@ def load_state(built: RunParts) -> None:
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)
         _LOG.info("resumed from %s, step %d of %d", built.source, built.start, built.run_plan.step_plan.steps)
-    elif built.config.init_from and any(world.gather(_foreign_path(built) is not None)):  # collective
-        _load_foreign_weights(built)
     elif built.config.init_from:
-        _load_init_weights(built)
+        load_init_from(built)  # collective
     restore_trained_set(built.model, built.state)
     built.restore_groups()
     _record_bad_at_start(built)  # collective in a new run
-
-
-def check_init_from(built: RunParts) -> None:
-    """Check --init-from, and that the model fits weights of another library. On each rank, before anything is written.
-
-    Raises:
-        ConfigError: there is no such file or folder.
-        CheckpointError: the weights cannot be read, or do not fit.
-    """
-    name = "" if built.source else built.config.init_from
-    if name and not is_url(name) and not Path(name).expanduser().exists():
-        raise ConfigError(f"--init-from {name} does not exist; give a run's folder, a checkpoint, or a file of weights")
-    if path := _foreign_path(built):
-        with open_foreign(path) as source:
-            match_names(source, _model_tensors(built.engine.state_dict()), _ties_of(built))
-
-
-def _foreign_path(built: RunParts) -> Path | None:
-    """Return the --init-from of a new run if another library wrote it."""
-    config = built.config
-    if built.source or not config.init_from or is_url(config.init_from):
-        return None
-    path = Path(config.init_from).expanduser()
-    return path if is_foreign(path) else None
-
-
-def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
-
-
-def _load_foreign_weights(built: RunParts) -> None:
-    """Load weights that another library saved, each rank its part. Collective."""
-    state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
-
-    def load() -> str:
-        with open_foreign(path) as source:
-            match = match_names(source, _model_tensors(state), _ties_of(built))
-            fill(source, match, _model_tensors(state))
-            return f"{source.kind}: {match}"
-
-    line = await_all_ranks(built.world, load)  # collective
-    built.engine.load_state_dict(without_average(state))
-    _LOG.info("a new run with the weights of %s, %s", path, line)
-
-
-def _ties_of(built: RunParts) -> dict[str, str]:
-    """Return the second names of the model's tied tensors, each with the first."""
-    named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(each), name) for name, each in named}
-    return {name: original for name, original in names.items() if name != original}
-
-
-def _load_init_weights(built: RunParts) -> None:
-    path = built.config.init_from
-    source, verified = find_weights(built.config, built.world, _LOG.warning)  # collective
-    has_adapters = on_all_ranks(built.world, lambda: checkpoint.read_run_state(source).lora is not None)  # collective
-    if has_adapters and not built.base_names:
-        raise CheckpointError(
-            f"--init-from {path} has only adapters: give --lora.rank too, or the folder that `lockstep export --format "
-            "hf --merge` makes of them"
-        )
-    if has_adapters or not built.base_names:  # otherwise these are the base's weights, which are loaded already
-        state = built.engine.state_dict()
-        weights = {name: t for name, t in state.items() if name.startswith("model/") and name not in built.base_names}
-        checkpoint.load(source, weights, built.world, verified=verified)  # collective
-        built.engine.load_state_dict(without_average(state))
-    _LOG.info("a new run with the weights of %s", source)

@@ -451,6 +451,8 @@ class RunRecorder:
                 sharded model needs them all.
         """
         built = self._built
+        steps = built.run_plan.step_plan.steps
+        complete = self.saved_step >= steps or out_of_patience(built.config, built.state.selection)
         if built.world.leads_folder and self.is_best:  # the evaluation came after the save had begun
             self._write_state_and_prune(built.state)
         elif built.world.is_main and self.saved_step:  # with the evaluation
@@ -466,6 +468,7 @@ class RunRecorder:
         self._sinks.close(
             {
                 "experiment": built.config.experiment_name,
+                "complete": complete,
                 **_known(dataclasses.asdict(built.place(self.saved_step))),
                 "seconds": time.perf_counter() - self._start,
                 "world_size": built.world.size,

@@ -112,6 +112,7 @@ class StartFacts:
         ranks: that share a step; a cut that nothing fixes has a micro-batch for each.
         cut: BY_RANKS: an earlier build of this run chose the micro-batch size; FIXED: cut as with `--exact`; "": the
             configuration decides.
+        double: the task made its whole model in double precision.
     """
 
     fast: bool = False
@@ -122,6 +123,7 @@ class StartFacts:
     micro_batch: int = 0
     ranks: int = 1
     cut: str = ""
+    double: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +209,12 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 
 
 def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
-    """Choose precision and compile by the weakest device, or as in the checkpoint."""
+    """Choose precision and compile by the weakest device, as in the checkpoint, or as a double model is."""
     names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before, fast = facts.checkpoint, facts.fast
     defaults = {"precision": "bf16" if fast else "float32", "compile": fast}
+    if facts.double:
+        defaults["precision"] = "float64"
     values = _select(defaults, names)
     if before and before.plan:  # a run from before these defaults existed used float32 without compile
         stored = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}

@@ -495,6 +495,7 @@ def load_weights(
     own: Mapping[str, Tensor] | None = None,
     *,
     without: Collection[str] = (),
+    leave: Callable[[str], bool] = lambda name: False,
     ema: bool = False,
 ) -> None:
     """Load a checkpoint's weights into a model, and the task's own tensors into `own`.
@@ -502,16 +503,17 @@ def load_weights(
     Args:
         source: the checkpoint's folder.
         without: `model/NAME` of tensors to leave as they are: the base of adapters.
+        leave: whether to leave a tensor as it is that the checkpoint may have, by its name.
         ema: load averages for the parameters that have one.
 
     Raises:
         CheckpointError: it is damaged, of another model, or lacks the averaged weights of `ema`.
     """
-    state = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=False).items()}
-    state = {name: tensor for name, tensor in state.items() if name not in without}
+    tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=False).items() if not leave(name)}
+    state = {f"model/{name}": tensor for name, tensor in tensors.items() if f"model/{name}" not in without}
     state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}
     with torch.no_grad():
-        checkpoint.load(source, state, None)
+        checkpoint.load(source, state, None, leave=lambda name: leave(name.removeprefix("model/")))
         if ema:
             _load_averages(source, model)
         elif replaced := evaluated_of(read_contents(source, read_manifest(source))):

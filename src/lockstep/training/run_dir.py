@@ -385,6 +385,7 @@ def has_ended(owner: str) -> bool:
 
 _END = "ended.json"
 _EVALUATED = "checkpoints/evaluated.json"  # removed together with the checkpoints
+_ID = "checkpoints/run.json"
 _MICRO_BATCH = "micro-batch.json"
 
 
@@ -528,6 +529,16 @@ class RunFolder:
         """Read the last record of `write_evaluated`; its step is -1 if there is none."""
         record = self._read(_EVALUATED)
         return record.get("step", -1), Selection.from_json(record)
+
+    def write_id(self, run_id: str) -> None:
+        """Record the run's id, which its checkpoints have too. Raises OSError or StorageError."""
+        if self.read_id() != run_id:
+            self.write(_ID, json.dumps({"id": run_id}) + "\n")
+
+    def read_id(self) -> str:
+        """Read the record of `write_id`; "" if there is none."""
+        run_id = self._read(_ID).get("id", "")
+        return run_id if isinstance(run_id, str) else ""
 
     def write_micro_batch(self, size: int, line: str) -> None:
         """Record that the run continues with micro-batches of at most `size` samples. Raises OSError or StorageError.

@@ -20,6 +20,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.foreign import is_foreign
 from lockstep.checkpoint.format import read_manifest
+from lockstep.checkpoint.read import check_fits
 from lockstep.config.fields import is_url
 from lockstep.config.schema import Config
 from lockstep.config.secrets import printable
@@ -29,11 +30,12 @@ from lockstep.engines.ddp import listed
 from lockstep.engines.registry import trained_set
 from lockstep.engines.wrappers import set_trained
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
-from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject
+from lockstep.models.lora import Adapters, base_names, chosen_modules, chosen_targets, inject, is_within
 from lockstep.models.quantized import quantized_layers, scales
 from lockstep.run_state import AdapterState, RunState, TrainedSet
 from lockstep.seeds import derive
 from lockstep.task import Task
+from lockstep.training.init_drop import init_drop
 from lockstep.training.resume import find_weights, load_weights
 from lockstep.transforms.precision import AUTOCAST, PARAMETERS
 
@@ -91,9 +93,14 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
     if not base.base:
         _check_trained(config, task, source, say)
     if source:
-        on_all_ranks(world, lambda: _load_base(model, Path(source)))
+        modules, drop = base.modules_to_save, init_drop(config, task)
+        # Modules that an earlier start trained are in its checkpoint.
+        leave = lambda name: is_within(name, modules) or (not stored and drop.matches(name))  # noqa: E731
+        label = "" if stored else f"--init-from {config.init_from}"
+        on_all_ranks(world, lambda: _load_base(model, Path(source), leave, label))
     on_all_ranks(world, lambda: _check_half_precision(config, model))
     adapters = on_all_ranks(world, lambda: _resolve_adapters(config, task, model, base))
+    on_all_ranks(world, lambda: _check_left(config, task, model, adapters))
     digest = on_all_ranks(world, lambda: _digest(model, adapters.modules_to_save) if world.is_main else "")
     adapters = dataclasses.replace(adapters, base=world.gather(digest)[0], base_from=source)  # collective
     if base.base:
@@ -125,7 +132,7 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
         CheckpointError: the model has another base.
     """
     if adapters.base_from:
-        _load_base(model, Path(adapters.base_from))
+        _load_base(model, Path(adapters.base_from), lambda name: is_within(name, adapters.modules_to_save))
     _check_same_base(adapters.base, _digest(model, adapters.modules_to_save), CheckpointError)
     inject(model, Adapters.of(adapters), getattr(torch, adapters.dtype))
     return model
@@ -220,8 +227,25 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
     return AdapterState(base, base_from, modules)
 
 
-def _load_base(model: nn.Module, source: Path) -> None:
-    """Load the base's weights in their stored dtypes; under `meta_init` on rank 0 alone."""
+def _check_left(config: Config, task: Task, model: nn.Module, adapters: AdapterState) -> None:
+    """Raise ConfigError if --init-drop leaves a layer as initialised that nothing trains."""
+    drop = init_drop(config, task)
+    names = [name for name, _ in model.named_parameters() if config.init_from and drop.matches(name)]
+    lost = [name for name in names if not is_within(name, adapters.modules_to_save)]
+    if lost:
+        raise ConfigError(
+            f"{drop.origin}: {listed(lost)} would keep their initial values, since adapters leave the base unchanged: "
+            "name their module in --lora.modules-to-save too"
+        )
+
+
+def _load_base(model: nn.Module, source: Path, leave: Callable[[str], bool], label: str = "") -> None:
+    """Load the base's weights in their stored dtypes; under `meta_init` on rank 0 alone.
+
+    Args:
+        leave: whether a tensor keeps its value, by its name.
+        label: of a new run, for an error.
+    """
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     if any(True for _ in quantized_layers(model)):
@@ -232,10 +256,13 @@ def _load_base(model: nn.Module, source: Path) -> None:
     if not (source / "manifest.json").is_file():
         raise CheckpointError(f"the adapters' base is missing: {printable(str(source))}; restore that checkpoint")
     tensors = read_contents(source, read_manifest(source))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if f"model/{name}" in tensors:
-            tensor.data = tensor.data.to(getattr(torch, tensors[f"model/{name}"].dtype))
-    load_weights(source, model)
+    wanted = {f"model/{name}": each for name, each in model.state_dict(keep_vars=True).items() if not leave(name)}
+    for name, tensor in wanted.items():
+        if name in tensors:
+            tensor.data = tensor.data.to(getattr(torch, tensors[name].dtype))
+    if label:
+        check_fits(label, wanted, tensors, lambda name: leave(name.removeprefix("model/")))
+    load_weights(source, model, leave=leave)
 
 
 def _digest(model: nn.Module, modules: Collection[str]) -> str:

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
-from lockstep.checkpoint.files import await_all_ranks, await_results
+from lockstep.checkpoint.files import await_results
 from lockstep.checkpoint.store import list_steps
 from lockstep.distributed import failures
 from lockstep.distributed.exchange import CONTINUE, REGROUP, STOP
@@ -53,8 +53,8 @@ from lockstep.training.components import (
     save_and_evaluate,
 )
 from lockstep.training.guards import name_and_memory, skips_file
+from lockstep.training.init_weights import check_init_from
 from lockstep.training.open_run import (
-    check_init_from,
     close_uploads,
     count_restarts,
     load_state,
@@ -354,7 +354,7 @@ def _check_before_lock(built: RunParts) -> None:
     if not _is_over(built):
         on_all_ranks(built.world, lambda: check_range(built))
         if built.config.init_from:
-            await_all_ranks(built.world, lambda: check_init_from(built))  # collective
+            check_init_from(built)  # collective
 
 
 def _lock(session: Session, built: RunParts) -> None:

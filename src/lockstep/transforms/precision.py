@@ -27,6 +27,7 @@ __all__ = [
     "checkpointed",
     "compiled",
     "eager",
+    "is_double",
     "is_fast",
     "parameters_in",
     "task_in_precision",
@@ -150,6 +151,13 @@ PARAMETERS = {
 }
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DEFAULTS = (torch.float32, torch.complex64)  # dtypes of tensors created without a dtype: they follow the precision
+_DOUBLE = (torch.float64, torch.complex128)
+
+
+def is_double(model: nn.Module) -> bool:
+    """Whether all parameters that are not integers are in double precision."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    return bool(dtypes) and dtypes <= {*_DOUBLE}
 
 
 def parameters_in(
@@ -187,6 +195,10 @@ def parameters_in(
     }
     tables = {name: b for name, b in _tables(model).items() if b not in exempt} if dtype is torch.bfloat16 else {}
     unchanged = {*frozen.values(), *tables.values(), *exempt}
+    if dtype is not torch.float64:
+        named = [*model.named_parameters(), *model.named_buffers()]
+        double = [name for name, each in named if each.dtype in _DOUBLE and each not in unchanged]
+        _report_narrowed(double, dtype, say)
     wide = torch.complex128 if dtype is torch.float64 else torch.complex64
 
     def cast(tensor: Tensor) -> Tensor:
@@ -213,6 +225,12 @@ def _tables(model: nn.Module) -> dict[str, Tensor]:
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point()
     }
+
+
+def _report_narrowed(names: list[str], dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        say(f"{names[0]}{more} of the model are float64 and become {_name(dtype)}: --precision float64 keeps them")
 
 
 def _report_dtypes(kind: str, tensors: dict[str, Tensor], dtype: torch.dtype, say: Callable[[str], None]) -> None:

@@ -1,0 +1,63 @@
+"""Choose the tensors that --init-from leaves as the model initialises them, such as another head.
+
+drop = init_drop(config, task)              # --init-drop, else what the task's untrained() names
+drop.check(model_names, file_names)
+weights = {name: tensor for name, tensor in state.items() if not drop.matches(name)}
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lockstep.config.schema import Config
+from lockstep.errors import ConfigError
+from lockstep.task import Task, user_task
+from lockstep.tensors import reaches
+
+__all__ = ["InitDrop", "init_drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class InitDrop:
+    """Patterns of tensors and modules that keep their initial values.
+
+    Attributes:
+        patterns: as `reaches` takes them.
+        origin: the flag or method that they come from.
+    """
+
+    patterns: tuple[str, ...]
+    origin: str
+
+    def matches(self, name: str) -> bool:
+        """Whether a pattern means the tensor, or a module around it."""
+        return any(_means(pattern, name) for pattern in self.patterns)
+
+    def check(self, *names: Collection[str]) -> None:
+        """Raise ConfigError if a pattern matches none of these tensors."""
+        for pattern in self.patterns:
+            if not any(_means(pattern, name) for each in names for name in each):
+                raise ConfigError(
+                    f"{self.origin}: '{pattern}' matches no tensor of the model or of --init-from; correct or remove it"
+                )
+
+
+def _means(pattern: str, name: str) -> bool:
+    parts = name.split(".")
+    return any(reaches(pattern, ".".join(parts[:count])) for count in range(len(parts), 0, -1))
+
+
+def init_drop(config: Config, task: Task) -> InitDrop:
+    """Return the patterns of --init-drop; without the flag those of the user's `untrained`.
+
+    A built-in task names the modules that the hub's weights lack, which --init-from may have.
+    """
+    if config.init_drop:
+        return InitDrop(tuple(split_patterns(config.init_drop)), "--init-drop")
+    method = getattr(type(user_task(task)), "untrained", None)
+    is_own = method is not None and not method.__module__.startswith("lockstep.")
+    return InitDrop(tuple(task.untrained()) if is_own else (), "the task's `untrained`")
+
+
+def split_patterns(patterns: str) -> list[str]:
+    """Split comma-separated patterns."""
+    return [part.strip() for part in patterns.split(",") if part.strip()]

@@ -1,0 +1,162 @@
+"""Begin a run with the weights of another, or of a file: --init-from, --init-drop.
+
+check_init_from(built)      # before anything is written
+load_init_from(built)
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.checkpoint.check import read_contents
+from lockstep.checkpoint.files import await_all_ranks
+from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
+from lockstep.checkpoint.format import read_manifest
+from lockstep.checkpoint.read import check_fits, list_names
+from lockstep.config.fields import is_url
+from lockstep.distributed.world import on_all_ranks
+from lockstep.engines.ema import without_average
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.training.build import RunParts, notify
+from lockstep.training.init_drop import InitDrop, init_drop
+from lockstep.training.resume import find_weights
+
+__all__ = ["check_init_from", "load_init_from"]
+
+_LOG = logging.getLogger("lockstep")
+_GROUP = "model/"
+
+
+def check_init_from(built: RunParts) -> None:
+    """Check that the weights of --init-from are there and fit the model. Collective; before anything is written.
+
+    Raises:
+        ConfigError: there is no such file or folder, or --init-drop matches nothing.
+        CheckpointError: the weights cannot be read, or do not fit.
+    """
+    name, world = built.config.init_from, built.world
+    if built.source:
+        return
+    is_given = is_url(name) or Path(name).expanduser().exists()
+    if any(world.gather(on_all_ranks(world, lambda: _check_foreign(built, is_given)))):  # collective
+        return
+    built.init_source = source, _ = find_weights(built.config, world, notify(world))  # collective
+    await_all_ranks(world, lambda: _check_run(built, source))  # collective
+
+
+def load_init_from(built: RunParts) -> None:
+    """Load the weights of --init-from into a new run. Collective."""
+    if any(built.world.gather(_foreign_path(built) is not None)):  # collective
+        _load_foreign(built)
+    else:
+        _load_run(built)
+
+
+def _foreign_path(built: RunParts) -> Path | None:
+    """Return the path of --init-from if another library wrote it."""
+    config = built.config
+    path = Path(config.init_from).expanduser()
+    return path if not is_url(config.init_from) and is_foreign(path) else None
+
+
+def _check_foreign(built: RunParts, is_given: bool) -> bool:
+    """Check weights of another library, and return whether they are such."""
+    if not is_given:
+        raise ConfigError(
+            f"--init-from {built.config.init_from} does not exist; give a run's folder, a checkpoint, or a file of "
+            "weights"
+        )
+    path = _foreign_path(built)
+    if path is None:
+        return False
+    drop, model = init_drop(built.config, built.task), _model_tensors(built.engine.state_dict())
+    with open_foreign(path) as source:
+        match = match_names(source, model, _ties_of(built), drop.matches)
+        drop.check(model, [name.removeprefix(match.prefix) for name in source.tensors])
+    return True
+
+
+def _check_run(built: RunParts, source: Path) -> None:
+    """Check that a checkpoint of lockstep fits the model.
+
+    Raises:
+        CheckpointError: names the tensors that do not, and the way out.
+    """
+    drop, state = init_drop(built.config, built.task), built.engine.state_dict()
+    contents = read_contents(source, read_manifest(source))
+    stored = [name.removeprefix(_GROUP) for name in contents if name.startswith(_GROUP)]
+    drop.check(_model_tensors(state), stored)
+    wanted = _tensors_to_load(built, source, state)
+    check_fits(f"--init-from {built.config.init_from}", wanted, contents, partial(_is_left, drop))
+
+
+def _is_left(drop: InitDrop, name: str) -> bool:
+    return drop.matches(name.removeprefix(_GROUP))
+
+
+def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint of lockstep fills; {} for the base of adapters, which is loaded already.
+
+    Raises:
+        CheckpointError: it has only adapters, and the run has none.
+    """
+    has_adapters = checkpoint.read_run_state(source).lora is not None
+    if has_adapters and not built.base_names:
+        raise CheckpointError(
+            f"--init-from {built.config.init_from} has only adapters: give --lora.rank too, or the folder that "
+            "`lockstep export --format hf --merge` makes of them"
+        )
+    if built.base_names and not has_adapters:
+        return {}
+    drop = init_drop(built.config, built.task)
+    names = [name for name in state if name.startswith(_GROUP) and name not in built.base_names]
+    return {name: state[name] for name in names if not drop.matches(name.removeprefix(_GROUP))}
+
+
+def _load_run(built: RunParts) -> None:
+    source, verified = built.init_source or find_weights(built.config, built.world, _LOG.warning)  # collective
+    drop, state = init_drop(built.config, built.task), built.engine.state_dict()
+    weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state))  # collective
+    if weights:
+        checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
+        built.engine.load_state_dict(without_average(state))
+    _LOG.info("a new run with the weights of %s%s", source, _describe_left(built, state))
+
+
+def _load_foreign(built: RunParts) -> None:
+    """Load weights that another library saved, each rank its part. Collective."""
+    state, path = built.engine.state_dict(), Path(built.config.init_from).expanduser()
+    drop = init_drop(built.config, built.task)
+
+    def load() -> str:
+        with open_foreign(path) as source:
+            match = match_names(source, _model_tensors(state), _ties_of(built), drop.matches)
+            fill(source, match, _model_tensors(state))
+            return f"{source.kind}: {match}"
+
+    line = await_all_ranks(built.world, load)  # collective
+    built.engine.load_state_dict(without_average(state))
+    _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(built, state))
+
+
+def _describe_left(built: RunParts, state: Mapping[str, Tensor]) -> str:
+    """Describe the tensors that keep their initial values; "" for none."""
+    drop = init_drop(built.config, built.task)
+    left = [name for name in _model_tensors(state) if drop.matches(name)]
+    return f"; {drop.origin} leaves {len(left)} tensors as initialised: {list_names(left)}" if left else ""
+
+
+def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_GROUP): each for name, each in state.items() if name.startswith(_GROUP)}
+
+
+def _ties_of(built: RunParts) -> dict[str, str]:
+    """Return the second names of the model's tied tensors, each with the first."""
+    named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(each), name) for name, each in named}
+    return {name: original for name, original in names.items() if name != original}
