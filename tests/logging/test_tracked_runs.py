@@ -129,9 +129,11 @@ def server(tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     address = f"http://127.0.0.1:{port}"
     store = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--default-artifact-root", str(folder / "files")]
+    # Its runner of jobs, which nobody needs here, restarts a failing process for ever.
+    settings = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false")
     words = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen([*words, *store], stdout=log, stderr=log, env=environment(), start_new_session=True)
+        process = subprocess.Popen([*words, *store], stdout=log, stderr=log, env=settings, start_new_session=True)
     try:
         until = time.monotonic() + 240
         while True:

@@ -23,7 +23,7 @@ from lockstep.data.loader import generators_kept
 from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
-from lockstep.task import Task, inner_task, user_task
+from lockstep.task import Task, has_own, inner_task, user_task
 
 __all__ = [
     "describe_marks",
@@ -248,12 +248,15 @@ def describe_marks(names: Collection[str], micro_batches: int, world_size: int) 
 def unsaved_marks(names: Collection[str], model: nn.Module, task: Task) -> list[str]:
     """Return the names of what a loss leaves behind and no checkpoint has, sorted.
 
+    What a task with a `state_dict` of its own has is its author's to store, under any names.
+
     Args:
         names: as `marks_of` finds them.
         model: the plain model.
     """
-    saved = {f"model.{name}" for name in model.state_dict()} | {f"task.{name}" for name in task.state_dict()}
-    return sorted({*names} - saved)
+    saved = {f"model.{name}" for name in model.state_dict()}
+    stores_itself = has_own(task, "state_dict")
+    return sorted(name for name in {*names} - saved if not (stores_itself and name.startswith("task.")))
 
 
 def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], *, resumes: bool) -> str:
