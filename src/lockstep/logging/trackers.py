@@ -1,7 +1,7 @@
 """Sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
 
 check(config)                                       # before anything is written
-sinks = remote_sinks(config, folder, start=500)
+sinks = remote_sinks(config, folder, start=500, run_id="3f2a")
 """
 
 import json
