@@ -3,6 +3,7 @@
 import importlib.util
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from ranks import run
@@ -12,6 +13,8 @@ from torch import nn
 
 import lockstep
 from lockstep.config.sections import Optim
+from lockstep.engines.group_settings import settings_of
+from lockstep.engines.wrappers import _carry_settings
 from lockstep.errors import ConfigError
 
 STEPS, SIZE = 10, 8
@@ -173,6 +176,39 @@ def test_a_rate_set_once_stays_after_a_resume(tmp_path):
     trained(tmp_path / "parts", Written(), once, NONE, stop_at=6)
     again, *_ = trained(tmp_path / "parts", Written(), once, NONE, start=6)
     assert torch.equal(again, found)
+
+
+def cycled(optimizer, step):
+    """Step a torch optimizer's settings as a one-cycle schedule and a `set_groups` of the momentum do."""
+    settings = settings_of(optimizer)
+    settings.change = lambda groups: groups[0].update(momentum=0.1 * step)
+    settings.write(0.5, momentum=0.9)
+    return [group["momentum"] for group in optimizer.param_groups]
+
+
+def test_set_groups_may_set_a_momentum_that_a_cycle_sets_too():
+    made = torch.optim.SGD(groups_of(network(torch.float64)), lr=0.1, momentum=0.8)
+    assert [cycled(made, step) for step in (1, 2, 3)] == [[0.1 * step, 0.9] for step in (1, 2, 3)]
+
+
+def test_rates_are_written_into_the_groups_of_a_loaded_optimizer():
+    made = torch.optim.SGD(groups_of(network(torch.float64)), lr=0.1)
+    settings = settings_of(made)
+    made.load_state_dict(made.state_dict())  # it has other groups now
+    settings.write(0.5)
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.05]
+    made.param_groups[1]["weight_decay"] = np.float32(0.5)
+    assert settings.changes() == [{}, {"weight_decay": 0.5}]
+
+
+def test_settings_follow_the_parameters_into_the_groups_of_another_optimizer():
+    model = network(torch.float64)
+    head = torch.optim.SGD([{"params": list(model[2].parameters())}], lr=0.1)
+    settings_of(head).write(None)
+    head.param_groups[0].update(lr=0.01, weight_decay=0.3)
+    whole = torch.optim.SGD(groups_of(model), lr=0.1)
+    _carry_settings(head, whole)
+    assert [(group["lr"], group["weight_decay"]) for group in whole.param_groups] == [(0.2, 0), (0.01, 0.3)]
 
 
 class Wrong(Written):

@@ -151,6 +151,12 @@ def test_evaluations_the_best_load_export_and_the_end_have_the_weights_for_evalu
     close(flat(exported), wanted[STEPS][0])
 
 
+def test_another_run_begins_with_the_weights_for_evaluation(tmp_path):
+    trained(tmp_path)
+    begun, _ = trained(tmp_path, experiment_name="new", init_from=str(tmp_path / "r"), max_steps=1, lr=0.0)
+    close(flat(begun.model), by_hand()[STEPS][0])
+
+
 def test_a_resume_and_evaluations_leave_the_bits_of_training(tmp_path):
     trained(tmp_path / "whole")
     trained(tmp_path / "rare", eval_freq=0)
@@ -165,8 +171,9 @@ def test_an_average_is_of_the_weights_for_evaluation(tmp_path):
     decay = 0.6
     wanted = by_hand(decay=decay)
     optim = Optim(clip=0.0, schedule="constant", warmup_steps=0, ema=decay)
-    _, losses = trained(tmp_path, optim=optim)
+    begun, losses = trained(tmp_path, optim=optim)
     check(losses, wanted)
+    close(flat(begun.model), by_hand()[STEPS][0])
     close(of_run(tmp_path, ema=True), wanted[STEPS][0])
     close(of_run(tmp_path), by_hand()[STEPS][0])
 

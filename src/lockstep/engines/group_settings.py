@@ -13,8 +13,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -64,12 +65,18 @@ class GroupSettings:
         rate: of the first group in the step of the last write.
     """
 
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = ref(optimizer)
         self._rows: list[_Row] = []
         self.change: ChangeGroups | None = None
         self.rate, self.overrules = 0.0, False
         self._take()
+
+    @property
+    def _groups(self) -> list[Group]:
+        """The optimizer's groups; its `load_state_dict` replaces the list."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
 
     @property
     def base_rates(self) -> list[float]:
@@ -108,7 +115,11 @@ class GroupSettings:
         if self.change is not None:
             self.change(groups)
             for group, row in zip(groups, self._rows, strict=True):
+                if self.overrules:
+                    group["lr"] = row.rate
                 row.rate = group["lr"]
+                if row.written_momentum is not None:
+                    row.written_momentum = group[_momentum_name(group)]
         self.rate = float(groups[0]["lr"]) if groups else 0.0
 
     def changes(self, *, rates: bool = False) -> list[Group]:
@@ -144,8 +155,8 @@ class GroupSettings:
 
 def _write_momentum(place: int, group: Group, row: _Row, momentum: float | None) -> None:
     """Write the momentum under the name that the optimizer uses, if it has one."""
-    name = next((name for name in ("betas", "momentum") if name in group), None)
-    if name is None:
+    name = _momentum_name(group)
+    if not name:
         return
     if row.written_momentum is None:
         row.momentum = group[name]
@@ -155,6 +166,10 @@ def _write_momentum(place: int, group: Group, row: _Row, momentum: float | None)
     if momentum is not None:
         value = (momentum, *row.momentum[1:]) if name == "betas" else momentum
     group[name] = row.written_momentum = value
+
+
+def _momentum_name(group: Group) -> str:
+    return next((name for name in ("betas", "momentum") if name in group), "")
 
 
 def _foreign_error(place: int, name: str, value: Any, written: Any) -> ConfigError:
@@ -177,6 +192,8 @@ def _own_settings(group: Group) -> Group:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
     return list(value) if isinstance(value, list) else value
 
 
@@ -208,6 +225,5 @@ def settings_of(optimizer: Optimizer) -> GroupSettings:
     """Return the settings of an optimizer's groups; the same object for the same optimizer."""
     found = _SETTINGS.get(optimizer)
     if found is None:
-        found = _SETTINGS[optimizer] = GroupSettings(optimizer.param_groups)
-    found._groups = optimizer.param_groups  # `load_state_dict` replaces the list
+        found = _SETTINGS[optimizer] = GroupSettings(optimizer)
     return found

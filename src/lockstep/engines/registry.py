@@ -31,6 +31,7 @@ from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
 from lockstep.engines.model_init import init_context
 from lockstep.engines.moving import OwnState
+from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
 from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
 from lockstep.errors import ConfigError
@@ -54,6 +55,7 @@ __all__ = [
     "kinds",
     "least_held",
     "leave_groups",
+    "load_weights",
     "model_init",
     "name_of",
     "options_for",
@@ -316,6 +318,21 @@ def undo_step(engine: Engine) -> None:
         inner = engine.engine
     if isinstance(inner, EMAEngine | Buffered):
         inner.undo_step()
+
+
+def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
+    """Load a state of the engine's own with other weights; a first step still creates the optimizer's states of them.
+
+    Some optimizers keep copies of the weights, such as schedule-free ones.
+    """
+    inner: Any = engine
+    while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
+        inner = wrapped
+    update = getattr(inner, "_update", None)
+    blank = isinstance(update, OptimizerStep) and update.blank
+    engine.load_state_dict(state)
+    if blank:
+        update.blank = True
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:

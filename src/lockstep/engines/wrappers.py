@@ -347,7 +347,7 @@ class Remade:
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
         optimizer = self._choose_optimizer(former, fresh)
         if optimizer is not former:
-            settings_of(optimizer).load(settings_of(former).changes())
+            _carry_settings(former, optimizer)
         rule_changes = _rule_changes(former, optimizer)
         drops = {names[key] for key in rule_changes if key in names}
         if not self._is_active:
@@ -396,6 +396,19 @@ def _parameter_of(name: str) -> str:
 def _groups_by_parameter(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """Map the ids of the optimizer's parameters to their groups."""
     return {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _carry_settings(former: Optimizer, optimizer: Optimizer) -> None:
+    """Give each group the changed settings of the former group that had its parameters."""
+    changes: dict[int, dict[str, Any]] = {}
+    for group, change in zip(former.param_groups, settings_of(former).changes(), strict=True):
+        changes |= {id(parameter): change for parameter in group["params"]}
+    settings_of(optimizer).load(
+        [
+            next((changes[id(parameter)] for parameter in group["params"] if id(parameter) in changes), {})
+            for group in optimizer.param_groups
+        ]
+    )
 
 
 def _rule_changes(before: Optimizer, after: Optimizer) -> set[int]:

@@ -335,7 +335,7 @@ class RunParts:
 
     def end_training(self) -> None:
         """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
-        if not (self.config.optim.ema or self.task.framework):
+        if not self.task.framework:
             switch(self.groups.optimizer, training=False)
 
     def all_tensors(self) -> dict[str, Tensor]:

@@ -16,10 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -427,7 +428,7 @@ def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) 
     except Exception as error:
         raise blamed("set_groups", error, f"step {step + 1} of {steps}") from error
     for place, group in enumerate(groups):
-        if not (isinstance(group["lr"], float | int) and 0 <= group["lr"] < math.inf):
+        if not (isinstance(group["lr"], Real | Tensor) and 0 <= float(group["lr"]) < math.inf):
             raise ConfigError(
                 f"the task's `set_groups` left group {place} with lr {group['lr']!r} in step {step + 1} of {steps}: "
                 "set a finite number of 0 or more"

@@ -16,10 +16,11 @@ from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.foreign import fill, is_foreign, match_names, open_foreign
 from lockstep.checkpoint.format import read_manifest
-from lockstep.checkpoint.read import check_fits, list_names
+from lockstep.checkpoint.read import check_fits, evaluated_of, list_names
 from lockstep.config.fields import is_url
 from lockstep.distributed.world import on_all_ranks
 from lockstep.engines.ema import without_average
+from lockstep.engines.registry import load_weights
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.training.build import RunParts, notify
 from lockstep.training.init_drop import InitDrop, init_drop
@@ -123,8 +124,20 @@ def _load_run(built: RunParts) -> None:
     weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state))  # collective
     if weights:
         checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
-        built.engine.load_state_dict(without_average(state))
+        _load_evaluated(built, source, weights)
+        load_weights(built.engine, without_average(state))
     _LOG.info("a new run with the weights of %s%s", source, _describe_left(built, state))
+
+
+def _load_evaluated(built: RunParts, source: Path, weights: Mapping[str, Tensor]) -> None:
+    """Fill the weights with those for evaluation, of an optimizer that has others for training. Collective."""
+    replaced = on_all_ranks(built.world, lambda: evaluated_of(read_contents(source, read_manifest(source))))
+    tensors = {stored: weights[name] for name, stored in replaced.items() if name in weights}
+    if tensors:
+        wanted = frozenset(tensors)
+        checkpoint.load(
+            source, tensors, built.world, verified=True, leave=lambda name: name not in wanted
+        )  # collective
 
 
 def _load_foreign(built: RunParts) -> None:
@@ -139,7 +152,7 @@ def _load_foreign(built: RunParts) -> None:
             return f"{source.kind}: {match}"
 
     line = await_all_ranks(built.world, load)  # collective
-    built.engine.load_state_dict(without_average(state))
+    load_weights(built.engine, without_average(state))
     _LOG.info("a new run with the weights of %s, %s%s", path, line, _describe_left(built, state))
 
 

@@ -66,8 +66,8 @@ class SchedulerReplay:
         self._base = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        if self._rates is not None:  # the run may have made another optimizer for other parameters
-            self._make_rates()
+        if before := self._rates:  # the run may have made another optimizer for other parameters
+            self._make_rates().replay([list(entry) for entry in before.history], before.position)
 
     def check(self, steps: int) -> None:
         """See `LiveRates.check`; makes the scheduler for a plan of `steps`."""
