@@ -78,7 +78,11 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
         late: large tensors are copied when they are written, see `ObjectState`.
     """
     roots, skip = _roots(inner_task(task))
-    roots |= {"model": model, "task.state_dict()": task.state_dict()}
+    roots["model"] = model
+    if task.framework:
+        roots["task.state_dict()"] = task.state_dict()
+    else:  # the names that checkpoints have
+        roots |= {f"task.{name}": tensor for name, tensor in task.state_dict().items()}
     fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
     return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
@@ -143,8 +147,9 @@ def marks_of(
     at_rest(model)
     grown = {id(each) for each, length in lists if len(each) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
+    stored = {} if task.framework else {id(tensor): f"task.{name}" for name, tensor in task.state_dict().items()}
     return {
-        name: _digest_of(value)
+        stored.get(id(value), name): _digest_of(value)  # a tensor in place of another has the other's name
         for name, value in second.changed().items()
         if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
     }
