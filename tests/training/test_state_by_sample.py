@@ -211,11 +211,20 @@ def refused(world, folder, kind, changes):
     ("kind", "ranks", "name"), [(Undeclared, 2, "bank"), (Statistic, 2, "bank"), (Unknown, 1, "queue")]
 )
 def test_what_is_not_by_sample_is_named_in_the_first_step(tmp_path, kind, ranks, name):
-    changes = {"reduction": "mean"} if False else {}
-    for message in run(refused, ranks, tmp_path, kind, changes):
+    for message in run(refused, ranks, tmp_path, kind, {}):
         assert name in message
         assert "sample_state" in message
 
 
-def test_statistics_are_named_on_one_rank_too(tmp_path):
-    assert "bank" in refused(World(), tmp_path, Statistic, {"micro_batch_size": 2})
+class Reshaped(Memory):
+    """Puts a tensor of the micro-batch in place of the bank."""
+
+    def loss(self, model, batch):
+        loss = model(batch[1]).square().mean()
+        model.bank = loss.detach() * batch[1]
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Statistic, Reshaped])
+def test_statistics_and_other_shapes_are_named_on_one_rank_too(tmp_path, kind):
+    assert "bank" in refused(World(), tmp_path, kind, {"micro_batch_size": 2})
