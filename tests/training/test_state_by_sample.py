@@ -1,5 +1,7 @@
 """State with rows by sample or stream is that of a plain loop on any number of ranks: `Task.sample_state`."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,30 @@ class Truncated(Base):
 
     def state(self, model):
         return self.hidden
+
+
+class Held(Truncated):
+    """The state hangs on an object of the task."""
+
+    sample_state = ("state",)
+
+    def __init__(self):
+        self.memory = types.SimpleNamespace(hidden=torch.zeros(1, STREAMS, 6, dtype=torch.float64))
+
+    def state_dict(self):
+        return {"state": self.memory.hidden}
+
+    def load_state_dict(self, state):
+        self.memory.hidden.copy_(state["state"])
+
+    def loss(self, model, batch):
+        which, rows, target = batch
+        out, hidden = model(rows, self.memory.hidden[:, which].clone())
+        self.memory.hidden[:, which] = hidden.detach()
+        return F.mse_loss(out, target)
+
+    def state(self, model):
+        return self.memory.hidden
 
 
 class Bank(nn.Module):
@@ -177,6 +203,11 @@ def test_it_is_a_plain_loops_however_a_step_is_cut(tmp_path, kind):
     changes = {"micro_batch_size": 2, "exact": True}
     for found in run(exactly, 2, tmp_path / "exact", kind, changes):
         assert found == cut
+
+
+def test_an_object_of_the_task_may_have_it(tmp_path):
+    changes = {"micro_batch_size": 2, "exact": True}
+    close(trained(World(), tmp_path, Held, (3, 0), **changes), plainly(Held))
 
 
 def exactly(world, folder, kind, changes):

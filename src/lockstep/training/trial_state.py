@@ -147,9 +147,8 @@ def marks_of(
     at_rest(model)
     grown = {id(each) for each, length in lists if len(each) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
-    stored = {} if task.framework else {id(tensor): f"task.{name}" for name, tensor in task.state_dict().items()}
     return {
-        stored.get(id(value), name): _digest_of(value)  # a tensor in place of another has the other's name
+        name: _digest_of(value)
         for name, value in second.changed().items()
         if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
     }
