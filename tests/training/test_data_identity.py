@@ -13,6 +13,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 import lockstep
 from lockstep.errors import ResumeError
+from lockstep.run_state import RunState
+from lockstep.training.resume import accept_contents
 
 SIZE = 50
 
@@ -152,3 +154,11 @@ def test_other_data_of_the_same_length_are_refused_by_name(tmp_path, world_size)
         # The next resume compares with the data that were accepted.
         with lockstep.Run(small_runs.config(tmp_path, experiment_name=f"r-{change}"), Listed(change)) as again:
             assert list(again) == []
+
+
+def test_a_rollback_keeps_the_digests_of_the_first_start(tmp_path):
+    first, changed = ["0", [], []], ["1", [], []]
+    state = RunState(contents={"sample 0": first})
+    found = {"sample 0": changed, "sample 9": changed, "sample 5": None}
+    assert accept_contents(tmp_path, state, small_runs.config(tmp_path), found, compares=False) == []
+    assert state.contents == {"sample 0": first, "sample 9": changed}

@@ -1,6 +1,7 @@
 """A checkpoint has what the body of its step wrote: a stop and resume at any step gives the undisturbed run's bits."""
 
 import signal
+import types
 
 import pytest
 import torch
@@ -129,6 +130,24 @@ class Forgetful(Domains):
         return super().loss(model, batch)
 
 
+class Kept(Forgetful):
+    """Checkpoints have both under other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = types.SimpleNamespace(rows=torch.zeros(2, dtype=torch.float64))
+
+    def state_dict(self):
+        return {"moving": self.weights, "queue": self.memory.rows}
+
+    def load_state_dict(self, state):
+        self.weights, self.memory.rows = state["moving"], state["queue"]
+
+    def loss(self, model, batch):
+        self.memory.rows.add_(1)
+        return super().loss(model, batch)
+
+
 @pytest.mark.parametrize("stop", [3, 0])
 def test_what_no_checkpoint_has_is_named(tmp_path, capsys, stop):
     optim = Optim(clip=0.0)
@@ -138,8 +157,10 @@ def test_what_no_checkpoint_has_is_named(tmp_path, capsys, stop):
         said = capsys.readouterr().err
         assert said.count("task.weights") == 1
         assert "state_dict" in said
-    lockstep.train(config(tmp_path, experiment_name="other", batch_size=16, optim=optim, max_steps=2), Domains())
-    assert "task.weights" not in capsys.readouterr().err
+    settings = {"batch_size": 16, "micro_batch_size": 0, "optim": optim, "max_steps": 2}
+    for kind in (Domains, Kept):
+        lockstep.train(config(tmp_path, experiment_name=kind.__name__, **settings), kind())
+        assert "state_dict" not in capsys.readouterr().err
 
 
 class Moving(Hooks):

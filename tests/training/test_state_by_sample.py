@@ -1,5 +1,7 @@
 """State with rows by sample or stream is that of a plain loop on any number of ranks: `Task.sample_state`."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -86,6 +88,30 @@ class Truncated(Base):
 
     def state(self, model):
         return self.hidden
+
+
+class Held(Truncated):
+    """The state hangs on an object of the task."""
+
+    sample_state = ("state",)
+
+    def __init__(self):
+        self.memory = types.SimpleNamespace(hidden=torch.zeros(1, STREAMS, 6, dtype=torch.float64))
+
+    def state_dict(self):
+        return {"state": self.memory.hidden}
+
+    def load_state_dict(self, state):
+        self.memory.hidden.copy_(state["state"])
+
+    def loss(self, model, batch):
+        which, rows, target = batch
+        out, hidden = model(rows, self.memory.hidden[:, which].clone())
+        self.memory.hidden[:, which] = hidden.detach()
+        return F.mse_loss(out, target)
+
+    def state(self, model):
+        return self.memory.hidden
 
 
 class Bank(nn.Module):
@@ -179,6 +205,11 @@ def test_it_is_a_plain_loops_however_a_step_is_cut(tmp_path, kind):
         assert found == cut
 
 
+def test_an_object_of_the_task_may_have_it(tmp_path):
+    changes = {"micro_batch_size": 2, "exact": True}
+    close(trained(World(), tmp_path, Held, (3, 0), **changes), plainly(Held))
+
+
 def exactly(world, folder, kind, changes):
     return trained(world, folder, kind, (4, 0), **changes)
 
@@ -211,11 +242,20 @@ def refused(world, folder, kind, changes):
     ("kind", "ranks", "name"), [(Undeclared, 2, "bank"), (Statistic, 2, "bank"), (Unknown, 1, "queue")]
 )
 def test_what_is_not_by_sample_is_named_in_the_first_step(tmp_path, kind, ranks, name):
-    changes = {"reduction": "mean"} if False else {}
-    for message in run(refused, ranks, tmp_path, kind, changes):
+    for message in run(refused, ranks, tmp_path, kind, {}):
         assert name in message
         assert "sample_state" in message
 
 
-def test_statistics_are_named_on_one_rank_too(tmp_path):
-    assert "bank" in refused(World(), tmp_path, Statistic, {"micro_batch_size": 2})
+class Reshaped(Memory):
+    """Puts a tensor of the micro-batch in place of the bank."""
+
+    def loss(self, model, batch):
+        loss = model(batch[1]).square().mean()
+        model.bank = loss.detach() * batch[1]
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Statistic, Reshaped])
+def test_statistics_and_other_shapes_are_named_on_one_rank_too(tmp_path, kind):
+    assert "bank" in refused(World(), tmp_path, kind, {"micro_batch_size": 2})

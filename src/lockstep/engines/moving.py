@@ -228,9 +228,15 @@ class Moving:
 
         Args:
             last: it is this rank's last one in the step.
+
+        Raises:
+            ConfigError: it changes its shape.
         """
         if self._by_sample:
             self._refresh()
+            for place in self._forward:
+                if place.name in self._by_sample:
+                    self._check_shape(place)
             self._rows.end_slot(last)
 
     @torch.no_grad()
@@ -341,12 +347,16 @@ class Moving:
             ):
                 raise self._inexact_error(place)
 
-    def _check_own(self, place: _MovingTensor) -> None:
+    @staticmethod
+    def _check_shape(place: _MovingTensor) -> None:
         if place.step_value is not None and not place.fits:
             raise ConfigError(
                 f"{place.description}, changed its shape from {list(place.step_value.shape)} to "
                 f"{list(place.now.shape)}: allocate it at full size, and write into it in place"
             )
+
+    def _check_own(self, place: _MovingTensor) -> None:
+        self._check_shape(place)
         if self._own and self._own.is_copy(place):
             raise ConfigError(
                 f"{place.description}, is a copy in the task's state_dict(): return the tensor itself, to be restored"

@@ -603,14 +603,15 @@ def build_together(
         say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
-    if not task.framework:  # it begins its first epoch once it has an optimizer
-        on_all_ranks(world, lambda: batches.start_epoch(first))
+    _start_epoch(task, batches, world)  # the samples of the first epoch are compared
     check_programs(world, task, batches.samples(first, 0))
     # A dataset that this process has trained on may have changed with the epochs.
     contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
     notes = check_samples(
         settings, training.dataset, evaluation_sets, world, batches, contents_check
     )  # grows with the next gather
+    if first:
+        _start_epoch(task, batches, world, first)
     notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     cut = is_cut(settings, batches)
@@ -670,6 +671,13 @@ def build_together(
     on_all_ranks(world, built.check_rates)
     request.check_last(built)
     return built
+
+
+def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
+    """Begin the epoch of a step, or the first one; not of a framework, which needs an optimizer first. Collective."""
+    if (starts := batches.epoch_starts) and not task.framework:
+        epoch = 0 if step is None else starts.epoch(batches.step_plan, step)
+        on_all_ranks(world, partial(starts.call, epoch))
 
 
 def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_task: Any) -> StartFacts:

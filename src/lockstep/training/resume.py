@@ -336,7 +336,7 @@ def accept_contents(
     Args:
         path: the run's folder.
         digests: of this start, by label; see `guards.contents`.
-        compares: False: only store them.
+        compares: False: only store those of which there are none yet.
 
     Returns:
         A line if a change is accepted.
@@ -345,14 +345,18 @@ def accept_contents(
         ResumeError: a sample has changed, without --resume-anyway.
     """
     before = state.contents or {}
-    changed = first_difference(before, digests) if compares else ""
+    steady = {label: each for label, each in digests.items() if each is not None}
+    if not compares:
+        state.contents = steady | before
+        return []
+    changed = first_difference(before, digests)
     if changed and not config.resume_anyway:
         raise ResumeError(
             f"{path} was started with another {changed}: the data are as many as before, but reordered or replaced, so "
             "samples would be lost or repeated; to resume, give the data as they were (sort what lists files); to "
             "start a new run, use another --experiment-name; to resume with the change, add --resume-anyway"
         )
-    state.contents = before | {label: each for label, each in digests.items() if each is not None}
+    state.contents = before | steady
     return [f"--resume-anyway continues with other data: another {changed}"] if changed else []
 
 

@@ -78,7 +78,11 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
         late: large tensors are copied when they are written, see `ObjectState`.
     """
     roots, skip = _roots(inner_task(task))
-    roots |= {"model": model, "task.state_dict()": task.state_dict()}
+    roots["model"] = model
+    if task.framework:
+        roots["task.state_dict()"] = task.state_dict()
+    else:  # the names that checkpoints have
+        roots |= {f"task.{name}": tensor for name, tensor in task.state_dict().items()}
     fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
     return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
