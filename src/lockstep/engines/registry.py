@@ -329,10 +329,10 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
     while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
         inner = wrapped
     update = getattr(inner, "_update", None)
-    blank = isinstance(update, OptimizerStep) and update.blank
+    is_blank = isinstance(update, OptimizerStep) and update.blank
     engine.load_state_dict(state)
-    if blank:
-        update.blank = True
+    if isinstance(update, OptimizerStep):
+        update.blank = is_blank
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
+from lockstep.checkpoint.check import read_contents
 from lockstep.checkpoint.format import read_manifest
-from lockstep.checkpoint.read import AVERAGE, averages_of, evaluated_of, open_tensors, read_contents
+from lockstep.checkpoint.read import AVERAGE, averages_of, evaluated_of, open_tensors
 from lockstep.checkpoint.remote import RemoteRun
 from lockstep.config import cli
 from lockstep.config.fields import in_batches, is_span, is_url, local_dir

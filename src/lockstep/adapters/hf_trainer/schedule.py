@@ -159,7 +159,7 @@ def schedule_of(trainer: Any) -> SchedulerReplay | None:
             trainer.optimizer, trainer.lr_scheduler = former, None
 
     if type(trainer).create_scheduler.__module__.startswith(("transformers.", "trl.")):
-        return SchedulerReplay(make)
+        return SchedulerReplay(trainer, make)
 
     def make_own(optimizer: Optimizer, steps: int) -> Any:
         scheduler = make(optimizer, steps)
