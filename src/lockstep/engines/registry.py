@@ -331,8 +331,8 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
     update = getattr(inner, "_update", None)
     is_blank = isinstance(update, OptimizerStep) and update.blank
     engine.load_state_dict(state)
-    if isinstance(update, OptimizerStep):
-        update.blank = is_blank
+    if is_blank and isinstance(update, OptimizerStep):
+        update.blank = True
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
