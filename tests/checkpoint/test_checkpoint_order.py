@@ -117,7 +117,9 @@ def kept_steps(folder, mode):
     prints = {
         step: [checkpoint.fingerprint(path, kind) for kind in ("model/", "optimizer/")] for step, path in paths.items()
     }
-    return {step: (checkpoint.read_state(path), prints[step]) for step, path in paths.items()}
+    states = {step: checkpoint.read_state(path) for step, path in paths.items()}
+    assert len({state.pop("run_id") for state in states.values()}) == 1  # drawn for each run
+    return {step: (states[step], prints[step]) for step in paths}
 
 
 def test_a_save_holds_state_and_tensors_of_its_own_step_though_the_writer_is_slow(tmp_path, monkeypatch):
