@@ -29,6 +29,7 @@ from lockstep.config.task_options import LANGUAGE, kind_of
 from lockstep.distributed.world import World
 from lockstep.engines.registry import name_of
 from lockstep.models.gpt import PRESETS
+from lockstep.optim.schedule import NONE
 from lockstep.task import DataFacts, Task, user_task
 from lockstep.training.resume import RunPlan
 from lockstep.transforms.batchnorm import Synchronised
@@ -163,13 +164,13 @@ def describe_optimizer(run_plan: RunPlan) -> str:
     """Return a line about the configured optimizer, such as `adamw: lr 0.001, cosine to 0.1 after 3 of 60 ...`."""
     config, optim = run_plan.config, run_plan.config.optim
     to = "" if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau") else f" to {optim.floor:.3g}"
+    rates = f"{optim.schedule}{to} after {optim.warmup_steps} of {run_plan.step_plan.steps} steps of warm-up"
+    if optim.schedule == NONE:
+        rates = "a rate that lockstep never writes"
     numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
     if optim.name == "muon":
         numbers += f"; matrices: lr {optim.muon_lr or config.lr:g}, momentum {optim.muon_momentum:g}"
-    return (
-        f"{optim.name}: lr {config.lr:g}, {optim.schedule}{to} after {optim.warmup_steps} of "
-        f"{run_plan.step_plan.steps} steps of warm-up, weight decay {optim.weight_decay:g}, {numbers}"
-    )
+    return f"{optim.name}: lr {config.lr:g}, {rates}, weight decay {optim.weight_decay:g}, {numbers}"
 
 
 def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None = None, ranks: int = 1) -> list[str]:
@@ -185,7 +186,7 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
         epochs = -(-_MIN_STEPS * config.batch_size // max(1, run_plan.samples))
         more = f"--max-steps {_MIN_STEPS}" if config.max_steps else f"--num-epochs {max(epochs, config.num_epochs + 1)}"
         lines.append(f"the run has {steps} step{'s' * (steps > 1)}, few to learn an answer from: give {more} or more")
-    if config.optim.warmup_steps >= steps:
+    if config.optim.warmup_steps >= steps and config.optim.schedule != NONE:
         lines.append(
             f"--optim.warmup-steps {config.optim.warmup_steps} is longer than the plan of {steps} "
             f"step{'s' * (steps > 1)}, so the rate never reaches --lr {config.lr:g}; leave it out for "
