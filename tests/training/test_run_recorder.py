@@ -20,7 +20,7 @@ from toys import taken
 import lockstep
 from lockstep import checkpoint
 from lockstep.config.schema import Config
-from lockstep.config.sections import Checkpoint, Optim
+from lockstep.config.sections import Checkpoint, Data, Optim
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.progress import ENDING, EVALUATING, SAVING, Progress
 from lockstep.errors import LockstepError, PeerError
@@ -351,7 +351,9 @@ def test_the_end_is_written_by_rank_0_alone_and_sampled_by_all(code, is_main, is
         engine=SimpleNamespace(model=model),
         task=task,
         state=RunState(),
-        config=SimpleNamespace(experiment_name="r", report=False, data=SimpleNamespace(workers=2)),
+        switched=None,
+        config=Config(experiment_name="r", report=False, data=Data(workers=2)),
+        run_plan=SimpleNamespace(step_plan=SimpleNamespace(steps=4)),
         place=Position,
         folder=SimpleNamespace(
             write_state=lambda state: wrote.append("state"), path=RunFolder("a", "r").path, metrics=0
