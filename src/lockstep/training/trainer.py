@@ -572,6 +572,7 @@ def _train_steps(session: Session, built: RunParts) -> Training:
                 raise loss
             if saves:
                 save(ongoing, step.global_step, final=is_last)
+                exchange.progress.at(record.step, COMPUTING)  # a save may take longer than a step without a word
             if spent := profiler.after(step.global_step):  # collective, if a trace ends
                 ongoing.meter.pause(spent)
             if is_last or _ends_early(session, built, ongoing, step, heartbeats):
