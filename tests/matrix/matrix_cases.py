@@ -84,7 +84,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
         *("quantized", "trainer"),
     ),
     # The loss, what is trained, and how often a step evaluates; tests/training/test_step_property.py mixes these.
-    "step": ("sum", "mean", "weighted", "drawn", "counted", "whole", "rows", "unfrozen", "frozen", "closure"),
+    "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }
 assert tuple(FACTORS) == Case._fields
 

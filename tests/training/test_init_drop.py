@@ -158,7 +158,9 @@ def test_adapters_train_a_new_head_whole(base, tmp_path):
         begin(tmp_path, base, lora={"rank": 2, "targets": "body.0"}, init_drop="head.*")
     with refuses(CheckpointError, "head.weight", "--init-drop 'head.*'"):
         begin(tmp_path, base, lora={"rank": 2, "targets": "body.0"})
-    tensors = begin(tmp_path, base, Headless(3), lora={"rank": 2, "targets": "body.0"}, stop_at=1, max_steps=2)
+    tensors = begin(
+        tmp_path, base, Headless(3), init_drop="head.*", lora={"rank": 2, "targets": "body.0"}, stop_at=1, max_steps=2
+    )
     assert tensors["head.weight"].shape == (3, 5)
-    again = begin(tmp_path, base, Headless(3), lora={"rank": 2, "targets": "body.0"}, max_steps=2)
+    again = begin(tmp_path, base, Headless(3), init_drop="head.*", lora={"rank": 2, "targets": "body.0"}, max_steps=2)
     assert torch.equal(again["head.weight"], tensors["head.weight"])

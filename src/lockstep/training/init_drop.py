@@ -55,7 +55,9 @@ def init_drop(config: Config, task: Task) -> InitDrop:
         return InitDrop(tuple(split_patterns(config.init_drop)), "--init-drop")
     method = getattr(type(user_task(task)), "untrained", None)
     is_own = method is not None and not method.__module__.startswith("lockstep.")
-    return InitDrop(tuple(task.untrained()) if is_own else (), "the task's `untrained`")
+    # With adapters `untrained` says what is trained whole, which a run with adapters has trained already.
+    names = tuple(task.untrained()) if is_own and not config.lora.rank else ()
+    return InitDrop(names, "the task's `untrained`")
 
 
 def split_patterns(patterns: str) -> list[str]:
