@@ -167,8 +167,7 @@ def build_batches(
     if full_order is None:
         if has_own(task, "start_epoch") and not task.framework:
             raise ConfigError(
-                "the task has `start_epoch`, and its training set is a stream without an index: give the dataset a "
-                "method set_epoch(epoch) in its place"
+                "the task has `start_epoch`, but its training set is a stream: give that a method set_epoch(epoch)"
             )
         balancer = balancer_of(config, world, None, state)
         step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
@@ -199,10 +198,8 @@ def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -
             seed_everything(derive(config.seed, "epoch", epoch))
             try:
                 task.start_epoch(dataset, epoch)
-            except LockstepError:
-                raise
             except Exception as error:
-                if task.framework:  # a hook of the user's, whose error is the user's too
+                if task.framework or isinstance(error, LockstepError):  # a framework's hook is the user's own
                     raise
                 raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
         if len(dataset) != length:
