@@ -27,7 +27,7 @@ SCHEDULERS = {
 
 
 def writes(groups, step):
-    """What a callback writes before step `step`: a decay each time, a rate and a momentum once."""
+    """Write a decay before each step, and a rate and a momentum once."""
     groups[0]["weight_decay"] = 0.01 * (1 + step)
     if step == 2:
         groups[0]["lr"] *= 3.0

@@ -1,4 +1,4 @@
-"""Which run of a tracker gets the records: the program's, or one that no other run has and a resume continues."""
+"""Choice of a tracker's run: the program's own, or a new one that a resume continues."""
 
 import contextlib
 import json

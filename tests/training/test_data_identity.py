@@ -1,4 +1,4 @@
-"""What data are: a split drawn in `dataset` is one split, and a resume on other samples is refused by name."""
+"""Data keep their identity: a random split is drawn once, and a resume on other samples is refused."""
 
 import dataclasses
 import random
@@ -124,7 +124,7 @@ class Listed(lockstep.Task):
 
 
 def resumed(world, folder):
-    """What a resume of each changed folder comes to, with and without --resume-anyway."""
+    """Return the outcome of a resume on each changed dataset, with and without --resume-anyway."""
     found = {}
     for change in CHANGES:
         config = small_runs.config(folder, experiment_name=f"r-{change}")

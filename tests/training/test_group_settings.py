@@ -1,4 +1,4 @@
-"""What a program writes into its optimizer's groups: as in plain PyTorch on every engine, after a resume too."""
+"""Settings that a program writes into optimizer groups hold as in plain PyTorch, on every engine and after a resume."""
 
 import importlib.util
 import warnings
@@ -78,7 +78,7 @@ class Written(lockstep.Task):
 
 
 def decayed(groups, step):
-    """What a program writes in its loop: a decay by step, another key once, a count that it restarts."""
+    """Write a decay each step, another key once, and restart a count."""
     groups[0]["weight_decay"] = 0.5 + 0.1 * step
     if step == 3:
         groups[1]["scale"], groups[0]["taken"] = 0.25, 1

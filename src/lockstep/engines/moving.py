@@ -38,7 +38,7 @@ Own = Callable[[], Mapping[str, Tensor]]
 
 
 class OwnState(NamedTuple):
-    """What a task has of its own that forwards may write.
+    """Tensors of a task that forwards may write.
 
     Attributes:
         tensors: returns the task's own tensors by name; None: it has none.

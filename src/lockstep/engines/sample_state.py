@@ -43,7 +43,7 @@ class Place(Protocol):
 
 
 class _Merged:
-    """What the micro-batches of this rank wrote to one tensor so far in the step.
+    """The writes of this rank's micro-batches to one tensor in the present step.
 
     Attributes:
         values: of the elements that were written; elsewhere those from the beginning of the step.
