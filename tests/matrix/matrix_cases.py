@@ -18,6 +18,7 @@ from matrix_subject import BITS
 __all__ = [
     "FACTORS",
     "SEED",
+    "UNDECLARED",
     "Case",
     "covering",
     "everything",
@@ -84,8 +85,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
         *("quantized", "trainer"),
     ),
     # The loss, what is trained, and how often a step evaluates; tests/training/test_step_property.py mixes these.
-    "step": ("sum", "mean", "weighted", "whole", "rows", "unfrozen", "frozen", "closure"),
+    "step": ("sum", "mean", "weighted", "drawn", "counted", "whole", "rows", "unfrozen", "frozen", "closure"),
 }
+UNDECLARED = ("mean", "weighted", "drawn", "counted")  # of FACTORS["step"]: losses whose reduction is to be proved
 assert tuple(FACTORS) == Case._fields
 
 
@@ -103,6 +105,8 @@ def refusal(case: Case) -> str:
         return "buffer"
     if case.exact and case.task == "own":  # whose loss writes its tensors
         return "task/"
+    if case.exact and case.engine == "fsdp" and case.step in UNDECLARED:  # there a loss cannot be weighed
+        return "reduction"
     if case.step == "closure" and case.engine in ("zero", "fsdp"):
         return f"--engine {case.engine}"
     if case.step == "closure" and case.precision == "fp16":

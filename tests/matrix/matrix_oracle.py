@@ -27,6 +27,7 @@ from matrix_subject import (
     Samples,
     change,
     collate,
+    drawn_sum,
     evaluates,
     loss_sum,
     make,
@@ -35,7 +36,9 @@ from matrix_subject import (
     quantize,
     seeded,
     seeded_collation,
+    seeded_micro,
     steps_of,
+    warmed,
     weights_of,
     whole_loss,
 )
@@ -121,10 +124,10 @@ def oracle(
 
         seen = []  # the micro-batches' losses, summed over samples
 
-        def passed(seen=seen, micro=micro, items=items, begin=begins[step] * scale):
+        def passed(seen=seen, micro=micro, items=items, begin=begins[step] * scale, step=step):
             """Fills the gradients, clipped; their norm."""
             net.zero_grad()
-            for part, index in _losses(net, micro, items, precision, kind):
+            for part, index in _losses(net, micro, items, precision, kind, step):
                 kept = _copies(net)
                 seen.append(part(begin))
                 if model == "buffer" and index >= moved:
@@ -174,7 +177,11 @@ def oracle(
         return Wanted(
             *({_inside(name): tensor for name, tensor in all.items()} for all in (state, _copies(net))), evaluations
         )
-    return Wanted(state | (_seen(taken) if task == "own" else {}), _copies(net), evaluations)
+    if task == "own":
+        state |= _seen(taken)
+    if kind == "counted":
+        state["task/updates"] = torch.tensor(steps)  # the hook runs after a step that is left out too
+    return Wanted(state, _copies(net), evaluations)
 
 
 def _inside(name):
@@ -245,23 +252,28 @@ def _learn(averages, net, task):
                 held.add_(share * (parameter.detach() - held))
 
 
-def _losses(net, micro, items, precision, kind):
+def _losses(net, micro, items, precision, kind, step):
     """What fills the gradients of a step, by micro-batch: (begin -> None, index)."""
     found = []
 
-    def alone(begin, batch):
+    def alone(begin, batch, index):
+        seeded_micro(step, index)
         with _autocast(precision):
             if kind == "weighted":
                 error = net(batch["x"], batch["token"]).float() - batch["target"]
                 weights = weights_of(batch)
                 loss = 0.05 * (error.square() * weights).sum()
                 share = 1 / sum(float(weights_of(each).sum()) for each in micro)
+            elif kind == "drawn":
+                loss, share = drawn_sum(net, batch, step), 1 / items
+            elif kind == "counted":
+                loss, share = loss_sum(net, batch) * warmed(step), 1 / items
             else:
                 loss, share = loss_sum(net, batch), 1 / items
         (loss * (begin * share)).backward()
         return float(loss.detach()) / SHARE
 
-    def together(begin, batch):
+    def together(begin, batch, index):
         with _autocast(precision):
             found.append(net(batch["x"], batch["token"]).float())
         if batch is micro[-1]:
@@ -269,7 +281,7 @@ def _losses(net, micro, items, precision, kind):
             (whole_loss(torch.cat(found), every) * begin).backward()
 
     each = together if kind in ("whole", "rows") else alone
-    return [(partial(each, batch=batch), index) for index, batch in enumerate(micro)]
+    return [(partial(each, batch=batch, index=index), index) for index, batch in enumerate(micro)]
 
 
 def _optimizers(net, task, model, kind):

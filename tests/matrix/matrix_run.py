@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 import warm
-from matrix_cases import Case
+from matrix_cases import UNDECLARED, Case
 from matrix_lightning import LIGHTNING, lightning_task
 from matrix_oracle import (
     ALPHA,
@@ -133,6 +133,8 @@ def starts(case: Case) -> list[Start]:
     whole = case.task == "quantized" and BITS[case.model] == "8bit"
     other = "ddp" if case.task == "manual" or case.step == "closure" or whole else _ANOTHER[case.engine]
     there = (_BEFORE[case.world], other) if moves else here
+    if other == "fsdp" and case.exact and case.step in UNDECLARED:
+        other = "zero"
     found = [(*here, 0, False)]
     if case.resume == "after":
         found.insert(0, (*there, _STOPS["after"], False))

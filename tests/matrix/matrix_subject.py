@@ -52,8 +52,10 @@ __all__ = [
     "quantize",
     "seeded",
     "seeded_collation",
+    "seeded_micro",
     "steps_of",
     "subject",
+    "warmed",
     "weights_of",
     "whole_loss",
 ]
@@ -128,6 +130,11 @@ def seeded(sample, epoch=0):
 def seeded_collation(step, index):
     """Seeds every generator as the collation of a micro-batch finds it."""
     _seed(derive(0, "collate", step, index))
+
+
+def seeded_micro(step, index):
+    """Seeds every generator as the forward of a micro-batch finds it."""
+    _seed(derive(0, "micro", step, index))
 
 
 def _seed(key):
@@ -244,6 +251,18 @@ def loss_sum(model, batch):
         raise torch.OutOfMemoryError("more memory than there is")
     error = model(batch["x"], batch["token"]).float() - batch["target"]
     return 0.05 * (error.square() * batch["kept"]).sum()
+
+
+def drawn_sum(model, batch, step):
+    """The summed square error with a share that each sample draws, warmed up over four steps."""
+    error = model(batch["x"], batch["token"]).float() - batch["target"]
+    share = torch.rand(len(batch["x"]), 1) * warmed(step)
+    return 0.05 * (error.square() * share * batch["kept"]).sum()
+
+
+def warmed(steps):
+    """The factor of a loss that is warmed up over four steps."""
+    return min(1.0, (steps + 1) / 4)
 
 
 def weights_of(batch):
@@ -432,6 +451,45 @@ class Weighted(Subject):
         return 0.05 * (error.square() * weights).sum() / weights.sum()
 
 
+class Drawn(Subject):
+    """Its loss is a mean that draws random numbers, and knows the step."""
+
+    reduction = "auto"
+
+    def loss(self, model, batch):
+        return drawn_sum(model, batch, self.step) / batch["kept"].sum()
+
+
+class Counted(Subject):
+    """Its loss is warmed up by its own count of steps, a plain number that a hook moves."""
+
+    reduction = "auto"
+
+    def __init__(self, model, fault, folder):
+        super().__init__(model, fault, folder)
+        self.updates = 0
+        self.hooks = Counting(self)
+
+    def loss(self, model, batch):
+        return warmed(self.updates) * loss_sum(model, batch) / batch["kept"].sum()
+
+    def state_dict(self):
+        return {"updates": torch.tensor(self.updates)}
+
+    def load_state_dict(self, state):
+        self.updates = int(state["updates"])
+
+
+class Counting(Hooks):
+    """Counts a task's steps."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def after_update(self):
+        self.task.updates += 1
+
+
 class Whole(Subject):
     """A loss over the whole step."""
 
@@ -604,6 +662,8 @@ class Own(Subject):
 _STEPS = {
     "mean": Mean,
     "weighted": Weighted,
+    "drawn": Drawn,
+    "counted": Counted,
     "whole": Whole,
     "rows": Rows,
     "unfrozen": partial(Changed, frozen=True),

@@ -1,13 +1,18 @@
 """The proof of a loss is repeated later in a run, and sees before step 1 what large weights change."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from ranks import RankError, run
 from small_runs import config
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, UsageError
 
 
@@ -30,9 +35,17 @@ class Classes(lockstep.Task):
 class Coupled(Classes):
     """A mean until the fourth step, whose samples depend on each other from then on."""
 
+    first = 3
+
     def loss(self, model, batch):
         out = model(batch[0])
-        return F.cross_entropy(out, batch[1]) + (out.mean(0).square().sum() if self.step >= 3 else 0.0)
+        return F.cross_entropy(out, batch[1]) + (out.mean(0).square().sum() if self.step >= self.first else 0.0)
+
+
+class Freezing(Coupled):
+    """A mean until the third step."""
+
+    first = 2
 
 
 class Hinge(Classes):
@@ -77,3 +90,46 @@ def test_a_check_leaves_the_bits_of_the_run(tmp_path):
 def test_a_mean_over_hard_samples_is_refused_before_any_is_easy(tmp_path):
     with pytest.raises(UsageError, match="neither a sum nor a mean"):
         lockstep.train(settings(tmp_path, 0), Hinge())
+
+
+class Failing(torch.autograd.Function):
+    """An operation without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("no gradient")
+
+
+class Fragile(Classes):
+    """A mean whose backward fails at the halves of the later check, which have other sizes than the run's."""
+
+    def loss(self, model, batch):
+        out = model(batch[0])
+        return super().loss(lambda x: out if len(x) == 4 or self.step < 2 else Failing.apply(out), batch)
+
+
+def trained(world, folder, kind, first, engine="fsdp"):
+    """The weights of a run that freezes a layer after two steps; the later check begins at the step `first`."""
+    made_config = replace(settings(folder, first), engine=engine)
+    with lockstep.Run(made_config, kind(), world) as made:
+        for step in made:
+            made.model[0].requires_grad_(step.global_step < 2)
+        weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in made.model.parameters()]
+        return [each.tolist() for each in weights]
+
+
+@pytest.mark.parametrize("kind", [Classes, Fragile])
+def test_a_check_under_fsdp_leaves_the_run_whether_it_fails_or_follows_a_change_of_what_is_trained(kind, tmp_path):
+    wanted = trained(World(), tmp_path / "one", kind, 0, "single")
+    for found in run(trained, 2, tmp_path / "two", kind, 3):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-12)
+
+
+def test_a_check_after_a_change_of_what_is_trained_weighs_the_loss_under_fsdp(tmp_path):
+    with pytest.raises(RankError, match=r"step 3: .*no longer a mean"):
+        run(trained, 2, tmp_path, Freezing, 3)

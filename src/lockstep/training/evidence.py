@@ -292,6 +292,10 @@ class _Weighing:
             stack.enter_context(_exact_arithmetic(self._model))
             stack.enter_context(_own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
+            if self.is_sharded:
+                # A changed set of trained parameters rebuilds the engine now, before its backward is taken.
+                self.trial.engine.accumulate(True, False)
+                undo_step(self.trial.engine)
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
             yield self
 

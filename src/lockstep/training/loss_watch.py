@@ -12,7 +12,7 @@ from typing import final
 
 from lockstep.data.batches import MicroBatch
 from lockstep.errors import LockstepError
-from lockstep.task import has_step_loss
+from lockstep.task import has_step_loss, set_step
 from lockstep.training.build import RunParts
 from lockstep.training.evidence import HalvedSamples, halve, weigh
 from lockstep.training.loss_check import Trial, is_cut
@@ -55,6 +55,7 @@ class LossWatch:
             return
         built, task = self._built, self._built.task
         batch = next((each for each in micro if each.weight), micro[0])
+        set_step(task, step)
         place = halve(batch, task) if batch.weight else _empty_place(batch)
         trial = Trial(built.engine, built.model, task, built.world, built.config, lambda line: None)
         verdict = weigh(trial, [place], seed=step)  # collective

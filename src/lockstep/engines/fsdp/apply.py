@@ -6,6 +6,7 @@ which ranks used different parameters.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "UsageCheck",
     "again",
     "check",
+    "discard_iteration",
     "leave_groups",
     "replica_size",
     "shard",
@@ -219,8 +221,7 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
         return []
     if watching := vars(model).pop(WATCH, None):  # it keeps the engine, and with it a group
         watching.remove()
-    if units[0]._get_fsdp_state()._is_root:  # set by the first forward
-        units[0].reset_iter_state()
+    discard_iteration(units)
     groups = dict[dist.ProcessGroup, None]()
     for unit in units:
         unit.reshard()
@@ -235,6 +236,30 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
                     setattr(part.mesh_info, name, None)
             part.mesh_info.mesh._pg_registry.clear()
     return [*groups]
+
+
+def discard_iteration(units: Sequence[Any]) -> None:
+    """Discard what a failed forward or backward left in FSDP's units; the root comes first.
+
+    Otherwise FSDP believes that a backward is still running, and exchanges no gradient in the next ones.
+    """
+    root = units[0]._get_fsdp_state()
+    if not root._is_root:  # set by the first forward
+        return
+    if CAN_RESET:
+        units[0].reset_iter_state()
+        return
+    # Older torch has no public way: what `reset_iter_state` does, in the names of torch 2.11 and 2.12.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    root._state_ctx.post_backward_final_callback_queued = False
+    root._state_ctx.iter_forward_root = None
+    root._comm_ctx.post_forward_order.clear()
+    for unit in units:
+        unit._get_fsdp_state()._training_state = TrainingState.IDLE
+        unit.reshard()
+        for group in _parameter_groups(unit):
+            group._training_state = TrainingState.IDLE
 
 
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")  # of FSDP's mesh_info

@@ -22,7 +22,7 @@ from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackwa
 from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
-from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, shard
+from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
 from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError
@@ -253,6 +253,10 @@ class FSDP:
         self._in_backward = True
         try:
             loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
+        except BaseException:  # a check of the loss goes on after its own failures
+            if self._tree is None:
+                discard_iteration(self._units)
+            raise
         finally:
             self._in_backward = False
 
