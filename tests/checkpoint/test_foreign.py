@@ -208,7 +208,7 @@ def test_names_follow_rules_and_what_does_not_fit_is_named(tmp_path):
         match({"block.bias": torch.ones(6, dtype=torch.bfloat16)})
     with refuses(CheckpointError, "block.bias", "float32", "bfloat16"):  # would lose digits
         match({"block.bias": torch.ones(5)})
-    with refuses(CheckpointError, "block.7.weight", "--drop"):  # a part of the model that the model lacks
+    with refuses(CheckpointError, "block.7.weight", "--init-drop"):  # a part of the model that the model lacks
         match({"block.7.weight": torch.ones(1)})
     with refuses(CheckpointError, "''", "'model.'", "--prefix"):
         match({f"model.{name}": each for name, each in state().items()})

@@ -22,23 +22,23 @@ def second_save(folder, cuda, **changes):
         config(folder, **GIVEN | changes), Ragged(dropout=0.1, dtype=torch.float32), World(device=DEVICE)
     )
     for step in run:
-        if step.global_step == 5:
+        if step.global_step == 6:  # which is saved after its body
             del cuda.to_host[:], cuda.waits[:]
-        if step.global_step == 6:
+        if step.global_step == 7:
             copies, waits = list(cuda.to_host), [wait for wait in cuda.waits if wait.file.startswith("checkpoint/")]
             parameters = sum(parameter.nbytes for parameter in run.model.parameters())
     return parameters, [size for stream, size in copies if stream == 0], copies, waits
 
 
 def waits_of_a_step(folder, free):
-    """Events for which the computing stream waits in a step with a save, before the body; those of batches too."""
+    """Events for which the computing stream waits in a save and the next step; those of batches too."""
     with FakeCuda(fast=False) as cuda:
         cuda.free = free
         run = lockstep.Run(config(folder, **GIVEN), Ragged(dtype=torch.float32), World(device=DEVICE))
         for step in run:
-            if step.global_step == 2:
-                begin = len(cuda.log)
             if step.global_step == 3:
+                begin = len(cuda.log)
+            if step.global_step == 4:
                 asked = cuda.log[begin:]
     return sum(line.startswith("stream 0 waits for event") for line in asked)
 

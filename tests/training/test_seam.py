@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run
+from refusals import refuses
 from torch import nn
 from torch.nn import functional as F
 from toys import taken
@@ -324,8 +325,12 @@ def test_ones_own_rates_stay_and_a_factor_sets_them():
         scheduler.step()
         assert before - model[1].weight.item() == pytest.approx(rate)
     made.backward(model[1].weight.sum())
+    optimizer[0].param_groups[0]["lr"] = 0.5
     made.step(0.25)
     assert optimizer[0].param_groups[0]["lr"] == 0.125
+    optimizer[0].param_groups[0]["lr"] = 0.5
+    with refuses(ConfigError, "lr", 0.5, "--optim.schedule none"):
+        made.step(0.25)
 
 
 @pytest.mark.parametrize("exact", [0, 1])

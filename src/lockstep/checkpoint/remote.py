@@ -38,7 +38,7 @@ __all__ = ["RECORDS", "RemoteRun", "Say"]
 # The files beside the checkpoints that a run continues from on another machine.
 RECORDS = (
     *("config.toml", "environment.json", "state.json", "metrics.jsonl", "metrics.csv", "timeline.jsonl"),
-    "checkpoints/evaluated.json",
+    *("checkpoints/evaluated.json", "checkpoints/run.json"),
 )
 
 Say = Callable[[str], None]

@@ -26,6 +26,7 @@ __all__ = [
     "LossScale",
     "OptimizerStep",
     "combined",
+    "in_model_order",
     "norms_of",
     "total_norm",
     "trained",
@@ -204,7 +205,7 @@ class OptimizerStep:
         norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank.
         norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
         local: returns the plain tensor behind a gradient; None: gradients are plain.
-        order: of the parameters in the norm, which decides its bits; None: the optimizer's.
+        order: of the parameters in the norm, which decides its bits; None: see `in_model_order`.
         cleared: parameters whose gradients a step clears, see `trained`; None: the optimizer's.
         fixed: only gradients of `cleared` are exchanged, so a group added later may have no other parameters.
         exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
@@ -254,7 +255,8 @@ class OptimizerStep:
         self.blank = self._by_kernel = False
         self._group_settings = settings_of(optimizer)
         self._groups: list[dict[str, Any]] = []
-        self.parameters: list[Tensor] = list(order or [])
+        self.parameters: list[Tensor] = order or []
+        self._is_ordered = order is not None
         self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
         self._take_groups()
         self._scaler: LossScale | DeviceLossScale | None = None
@@ -271,15 +273,14 @@ class OptimizerStep:
     def _take_groups(self) -> None:
         """Add the optimizer's new groups."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
-        present = set(self.parameters)
-        parameters = [p for group in fresh for p in group["params"] if p not in present]
-        if self._fixed and not self._cleared.keys() >= set(parameters):
+        held = self.parameters if self._is_ordered else in_model_order(self.model, self.optimizer)
+        if self._fixed and not self._cleared.keys() >= set(held):
             raise LockstepError(
                 "a parameter group was added whose parameters did not require gradients when the engine was built, so "
                 "their gradients are not exchanged; unfreeze them, then rebuild the engine"
             )
         self._groups += fresh
-        self.parameters += parameters
+        self.parameters = held
         self._cleared |= dict.fromkeys(self.parameters)
         before = self._by_kernel
         self._on_device = self._device_decides()
@@ -514,6 +515,13 @@ def _init_momentum(optimizer: SGD) -> None:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Return the optimizer's parameters in the model's order, in which `clip_grad_norm_(model.parameters())` adds."""
+    held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+    members = dict.fromkeys(p for p in model.parameters() if p in held)
+    return [*members, *(p for p in held if p not in members)]
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
