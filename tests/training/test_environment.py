@@ -223,7 +223,8 @@ def test_variables_are_kept_by_name_and_masked():
     environ = {
         "NCCL_DEBUG": "INFO",
         "TORCH_HUB_URL": "https://me:pass@host/x",
-        "TORCHELASTIC_RUN_ID": PLANTED,
+        "TORCHELASTIC_ERROR_FILE": PLANTED,
+        "TORCHELASTIC_RUN_ID": "which others need not know",
         "CUDA_LICENSE_KEY": "short",
         "RANK": "0",
         "HF_TOKEN": PLANTED,
@@ -235,10 +236,10 @@ def test_variables_are_kept_by_name_and_masked():
         "CUDA_LICENSE_KEY": "***",
         "NCCL_DEBUG": "INFO",
         "RANK": "0",
-        "TORCHELASTIC_RUN_ID": "***",
+        "TORCHELASTIC_ERROR_FILE": "***",
         "TORCH_HUB_URL": "https://***@host/x",
     }
-    assert others == ["HF_TOKEN", "HOME", "NCCL"]
+    assert others == ["HF_TOKEN", "HOME", "NCCL", "TORCHELASTIC_RUN_ID"]
 
 
 def test_the_file_holds_the_machine_and_no_secret(tmp_path):

@@ -33,7 +33,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousStateError,
+)
 
 from lockstep.distributed.cpus import bind
 from lockstep.distributed.descriptors import descriptors_of, ensure_descriptors
@@ -151,6 +156,11 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         signal_error = LockstepError(f"ended by {signal.Signals(error.sigval).name}, and the processes with it")
         signal_error.exit_code = 128 + error.sigval
         raise signal_error from error
+    except RendezvousStateError as error:
+        raise LockstepError(
+            f"at {job.endpoint} lies a state that no launcher of this run has signed: another run, or somebody else, "
+            "uses this address; give all launchers the same --rdzv-secret-file, and this run a --rdzv-id of its own"
+        ) from error
     except (RendezvousError, DistError) as error:
         raise LockstepError(
             f"the nodes did not meet at {job.endpoint} ({type(error).__name__}); check --nnodes, the address, and that "
@@ -235,8 +245,8 @@ class _Agent(LocalElasticAgent):
             raise error from None
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
-            store.set(_ROUND, secrets.token_hex(8))
-        os.environ[ROUND_VARIABLE] = store.get(_ROUND).decode()
+            store.set(_ROUND, self._job.secret.sign("round", secrets.token_hex(8)).decode())
+        os.environ[ROUND_VARIABLE] = self._job.secret.read("round", store.get(_ROUND))
 
     def _take_seat(self, worker_group: WorkerGroup, seat: Seat) -> None:
         """Take this node's place again in a run that went on without it."""

@@ -40,6 +40,7 @@ from lockstep.distributed.starters import SlurmTask, node_address
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch import kubernetes, slurm
 from lockstep.launch.job import Job, create_log_folder, log_folder, log_variables
+from lockstep.launch.secret import read_secret
 
 __all__ = ["command"]
 
@@ -155,6 +156,8 @@ def _parser() -> Parser:
     add("--rdzv-backend", default="c10d", metavar="NAME", help="rendezvous of torch's elastic agent (default: c10d)")
     add("--rdzv-endpoint", metavar="HOST:PORT", help="in place of --master-addr and --master-port")
     add("--rdzv-id", metavar="ID", help="the same on all nodes (default: lockstep; one node: a new one)")
+    text = "a secret of all nodes' launchers, in a file that nobody else may read (default: LOCKSTEP_RDZV_SECRET)"
+    add("--rdzv-secret-file", metavar="FILE", help=text)
     add("--rdzv-conf", default="", metavar="K=V,...", help="further settings of the rendezvous")
     add("--max-restarts", type=int, default=0, metavar="R", help="restarts after a failure (default: 0)")
     add("--min-ranks", type=int, default=1, metavar="N", help="with fewer processes left the run ends (default: 1)")
@@ -234,6 +237,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         environment=_environment(args.nproc_per_node, "" if nodes[1] == 1 else host, exact)
         | ({CORES_VARIABLE: str(sum(map(len, shares)))} if shares else {}),
         shares=shares,
+        secret=read_secret(args.rdzv_secret_file, os.environ),
         stderr=Path(args.stderr).expanduser().absolute() if args.stderr else None,
     )
 

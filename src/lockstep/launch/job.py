@@ -12,6 +12,7 @@ from pathlib import Path
 from lockstep.config import cli
 from lockstep.config.fields import is_url
 from lockstep.errors import ConfigError
+from lockstep.launch.secret import NO_SECRET, Secret
 
 __all__ = [
     "Job",
@@ -135,6 +136,7 @@ class Job:
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
         shares: the cores of each process, by local rank; () if they are not bound.
         stderr: folder for a file of each rank's standard error; None: it is the launcher's.
+        secret: signs what the launchers of several nodes tell each other.
     """
 
     command: list[str]
@@ -151,3 +153,4 @@ class Job:
     losses: int = 0
     shares: tuple[frozenset[int], ...] = ()
     stderr: Path | None = None
+    secret: Secret = NO_SECRET

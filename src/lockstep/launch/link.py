@@ -1,16 +1,17 @@
 """Send messages between two launchers, without ever blocking one of them.
 
-link = Link(socket.create_connection((host, port)))
+link = Link(socket.create_connection((host, port)), secret, is_server=False)
 link.send({"living": ["2", "3"]})
 link.receive()                          # the messages that have arrived; [] for none
 link.is_open                            # False as soon as the other end has closed, or died
 """
 
-import json
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from lockstep.launch.secret import Secret, SignatureError
 
 __all__ = ["Link"]
 
@@ -18,14 +19,21 @@ _LIMIT = 1 << 20  # bytes of one line
 
 
 class Link:
-    """A connection between two launchers: one JSON object per line. Never blocks.
+    """A connection between two launchers: one JSON object per line, signed with its place. Never blocks.
+
+    Args:
+        connection: a connected socket.
+        secret: of this round; the other end has the same.
+        is_server: this end has accepted the connection.
 
     Attributes:
-        is_open: False once the other end closed it, or sent nonsense.
+        is_open: False once the other end closed it, or sent nonsense or what it did not sign.
         heard: when the last bytes came, on the monotonic clock.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, secret: Secret, *, is_server: bool) -> None:
+        self._secret, self._ends = secret, ("server", "client") if is_server else ("client", "server")
+        self._sent = self._received = 0  # messages, so that none can be left out, repeated or sent back
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._incoming, self._outgoing = connection, b"", b""
@@ -33,7 +41,8 @@ class Link:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, now or with the next call."""
-        self._outgoing += json.dumps(message).encode() + b"\n"
+        self._outgoing += self._secret.sign(f"message {self._sent} of the {self._ends[0]}", message) + b"\n"
+        self._sent += 1
         self._flush()
 
     def receive(self) -> list[dict[str, Any]]:
@@ -52,10 +61,15 @@ class Link:
         *lines, self._incoming = self._incoming.split(b"\n")
         self.is_open = self.is_open and len(self._incoming) <= _LIMIT
         try:
-            return [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
+            return [self._read(line) for line in lines]
+        except (SignatureError, ValueError, TypeError):
             self.is_open = False
             return []
+
+    def _read(self, line: bytes) -> dict[str, Any]:
+        message = self._secret.read(f"message {self._received} of the {self._ends[1]}", line)
+        self._received += 1
+        return dict(message)
 
     def wait_for_message(self, seconds: float) -> list[dict[str, Any]]:
         """Return the messages that have arrived, once there are any, or [] after some seconds."""

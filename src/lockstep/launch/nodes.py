@@ -12,8 +12,6 @@ lost when the others wait for its ranks.
 
 import contextlib
 import dataclasses
-import hmac
-import json
 import os
 import secrets
 import socket
@@ -32,6 +30,7 @@ from lockstep.errors import LockstepError, StorageError
 from lockstep.launch.job import Job
 from lockstep.launch.link import Link
 from lockstep.launch.losses import Membership
+from lockstep.launch.secret import NO_SECRET, Secret
 
 __all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
 
@@ -135,16 +134,16 @@ def open_decisions(job: Job, describe: Callable[[ProcessFailure], str], folder: 
         os.environ.pop(name, None)  # of another launcher around this one
     several = job.nodes[1] > 1
     if several and not job.is_host:
-        return Follower(job.endpoint, folder) if job.backend == "c10d" else None
+        return Follower(job.endpoint, folder, job.secret) if job.backend == "c10d" else None
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
     if listener is None:
-        return Coordinator(None, "", None, folder) if several and job.backend == "c10d" else None
+        return Coordinator(None, "", None, folder, job.secret) if several and job.backend == "c10d" else None
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     membership = Membership(store, least=job.least, most=job.losses, describe=describe)
     os.environ[MEETING_VARIABLE] = meeting = f"{host}:{port}"
-    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder)
+    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder, job.secret)
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,15 +171,21 @@ class Coordinator:
         meeting: address of the ranks' meeting point.
         listener: for the other launchers; None on one node.
         folder: where this node's ranks record their progress.
+        secret: of the launchers.
     """
 
     def __init__(
-        self, membership: Membership | None, meeting: str, listener: socket.socket | None, folder: Path
+        self,
+        membership: Membership | None,
+        meeting: str,
+        listener: socket.socket | None,
+        folder: Path,
+        secret: Secret = NO_SECRET,
     ) -> None:
         self._membership, self._meeting, self._listener, self._folder = membership, meeting, listener, folder
         if listener:
             listener.setblocking(False)
-        self._secret = self._token = ""
+        self._secret, self._round_secret, self._token = secret, secret, ""
         self._published: Any = None  # the rendezvous' store, while it has this run's address
         self._newest: dict[str, int] = {}  # the last number in the names of another node's process, by slot
         self._waiting: list[Link] = []  # connections without a first line
@@ -222,20 +227,21 @@ class Coordinator:
         if group.group_world_size > 1 or self._listener:
             info = None
             if self._membership and self._listener:
-                self._secret = secrets.token_hex(16)
+                number = secrets.token_hex(16)
+                self._round_secret = self._secret.derive(number)
                 host, port = self._meeting.rpartition(":")[0], self._listener.getsockname()[1]
-                info = {"meeting": self._meeting, "host": host, "port": port, "secret": self._secret}
-            _exchange(group, info)
+                info = {"meeting": self._meeting, "host": host, "port": port, "number": number}
+            _exchange(group, info, self._secret)
             if info and isinstance(group.store, PrefixStore):
                 self._published = group.store.underlying_store
-                self._published.set(_RUN, json.dumps(info))
+                self._published.set(_RUN, self._secret.sign("run", info).decode())
         self._token, self._newest = round_, {}
         return self._membership is not None
 
     def rejoin(self, processes: int) -> Seat | None:
         """Withdraw the address: from now on a node that comes back takes part in the rendezvous."""
         if self._published:
-            self._published.set(_RUN, "null")
+            self._published.set(_RUN, self._secret.sign("run", None).decode())
             self._published = None
         return None
 
@@ -288,10 +294,10 @@ class Coordinator:
             link.close()
 
     def _accept(self) -> None:
-        """Accept other launchers: a connection is one's once its first line has the secret."""
+        """Accept other launchers: a connection is one's once its first line is signed."""
         with contextlib.suppress(OSError):  # nobody waits
             while self._listener:
-                self._waiting.append(Link(self._listener.accept()[0]))
+                self._waiting.append(Link(self._listener.accept()[0], self._round_secret, is_server=True))
         for link in list(self._waiting):
             messages = link.receive()
             if messages:
@@ -302,9 +308,6 @@ class Coordinator:
                 link.close()
 
     def _add_node(self, link: Link, hello: dict[str, Any]) -> None:
-        if not hmac.compare_digest(str(hello.get("secret", "")), self._secret):
-            link.close()
-            return
         if "processes" in hello:
             seat = self._give_seat(link, hello)
             link.send({"seat": seat})
@@ -392,10 +395,11 @@ class Follower:
     Args:
         endpoint: host:port of the rendezvous, for messages.
         folder: where this node's ranks record their progress.
+        secret: of the launchers.
     """
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
-        self._endpoint, self._folder = endpoint, folder
+    def __init__(self, endpoint: str, folder: Path, secret: Secret = NO_SECRET) -> None:
+        self._endpoint, self._folder, self._secret = endpoint, folder, secret
         self._link: Link | None = None
         self._new: list[str] = []
         self._end = ""
@@ -430,7 +434,7 @@ class Follower:
         self.close()
         for name in (MEETING_VARIABLE, FOLLOWER_VARIABLE):
             os.environ.pop(name, None)
-        info = _exchange(group, None)
+        info = _exchange(group, None, self._secret)
         if info is None:
             return False
         try:
@@ -450,7 +454,7 @@ class Follower:
         store = TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
         until = time.monotonic() + _SEAT_SECONDS
         while time.monotonic() < until:
-            info = json.loads(store.get(_RUN)) if store.check([_RUN]) else None
+            info = self._secret.read("run", store.get(_RUN)) if store.check([_RUN]) else None
             if info is None:  # no run is under way: it meets the others
                 return None
             with contextlib.suppress(OSError):
@@ -465,8 +469,8 @@ class Follower:
     def _connect(self, info: dict[str, Any], hello: dict[str, Any]) -> Link:
         connection = socket.create_connection((info["host"], info["port"]), timeout=_CONNECT_SECONDS)
         os.environ[MEETING_VARIABLE], os.environ[FOLLOWER_VARIABLE] = info["meeting"], "1"
-        self._link = Link(connection)
-        self._link.send({"secret": info["secret"], "host": socket.gethostname()} | hello)
+        self._link = Link(connection, self._secret.derive(info["number"]), is_server=False)
+        self._link.send({"host": socket.gethostname()} | hello)
         return self._link
 
     def rank_of(self, name: str) -> int | None:
@@ -527,13 +531,13 @@ class Follower:
             self._link = None
 
 
-def _exchange(group: Any, own: dict[str, Any] | None) -> dict[str, Any] | None:
+def _exchange(group: Any, own: dict[str, Any] | None, secret: Secret) -> dict[str, Any] | None:
     """Exchange the launchers' addresses in a round's store; return the coordinator's, None if there is none."""
     store, size = group.store, group.group_world_size
     keys = [f"{_INFO}/{number}" for number in range(size)]
-    store.set(keys[group.group_rank], json.dumps(own))
+    store.set(keys[group.group_rank], secret.sign("addresses", own).decode())
     store.wait(keys, timedelta(seconds=_INFO_SECONDS))
-    found = [json.loads(value) for value in store.multi_get(keys)]
+    found = [secret.read("addresses", value) for value in store.multi_get(keys)]
     return next((info for info in found if info), None)
 
 

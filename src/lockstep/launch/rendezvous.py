@@ -3,12 +3,12 @@
     handler = open_rendezvous(job, say)        # waits until node 0's launcher listens
     handler.next_rendezvous()                  # reports every 15 s which nodes are missing
 
-It is torch's, but its store listens on one address, a broken link does not block the launcher, and a launcher that was
-started with other settings is refused at once.
+On one node nothing listens. On several it is torch's, but its state is signed JSON, its store listens on one address, a
+broken link does not block the launcher, and a launcher that was started with other settings is refused at once.
 """
 
 import contextlib
-import json
+import ipaddress
 import os
 import socket
 import threading
@@ -17,12 +17,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -33,6 +34,8 @@ from lockstep.distributed.launcher import listen, route_to
 from lockstep.distributed.membership import check_store
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
+from lockstep.launch.rendezvous_state import SignedBackend
+from lockstep.launch.secret import SECRET_VARIABLE, SignatureError
 
 __all__ = ["local_address", "open_rendezvous"]
 
@@ -45,13 +48,15 @@ _REFUSED = "lockstep/refused"  # key of the last launcher with other settings
 _JOIN_SECONDS = 600  # torch's own limit
 
 
-def open_rendezvous(job: Job, say: Callable[[str], None]) -> "NodeRendezvous":
+def open_rendezvous(job: Job, say: Callable[[str], None]) -> RendezvousHandler:
     """Return the rendezvous of the launchers, with a store that listens on the endpoint's address only.
 
     Raises:
-        ConfigError: another service listens there, or this launcher's settings differ from node 0's.
+        ConfigError: another service listens there, or this launcher's settings or secret differ from node 0's.
         LockstepError: node 0's launcher did not listen in time.
     """
+    if job.nodes[1] == 1 and job.backend == "c10d":
+        return OneNode(job)
     settings = RendezvousParameters(
         backend=job.backend,
         endpoint=job.endpoint,
@@ -64,10 +69,16 @@ def open_rendezvous(job: Job, say: Callable[[str], None]) -> "NodeRendezvous":
     if job.backend != "c10d":
         settings.config.setdefault("read_timeout", str(int(_READ_SECONDS)))
         return NodeRendezvous(get_rendezvous_handler(settings), job, None, say)
+    if job.is_host and not job.secret and not _is_loopback(job.endpoint):
+        say(
+            f"no secret protects the launchers: whoever reaches {job.endpoint} can end this run or change it; give all "
+            f"launchers the same --rdzv-secret-file, or {SECRET_VARIABLE}"
+        )
     store = _open_store(job, say)
     _check_settings(job, store)
-    store.set(_host_key(str(settings.local_addr), os.getpid()), socket.gethostname())
-    handler = create_handler(store, C10dRendezvousBackend(store, job.run_id), settings)
+    store.set(_host_key(str(settings.local_addr), os.getpid()), job.secret.sign("host", socket.gethostname()).decode())
+    backend = SignedBackend(C10dRendezvousBackend(store, job.run_id), job.secret)
+    handler = create_handler(store, backend, settings)
     return NodeRendezvous(handler, job, store, say)
 
 
@@ -90,6 +101,14 @@ def _open_store(job: Job, say: Callable[[str], None]) -> TCPStore:
         )
     port = listener.getsockname()[1]
     return TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0]
+    with contextlib.suppress(OSError, ValueError):
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+    return False
 
 
 def _mapped(host: str) -> str:
@@ -117,10 +136,18 @@ def _check_settings(job: Job, store: TCPStore) -> None:
     """Raise ConfigError if node 0's launcher, which opened the store, has other settings."""
     nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
     own = {"--nnodes": nodes, "--rdzv-id": job.run_id}
-    theirs = json.loads(store.compare_set("lockstep/settings", "", json.dumps(own)))
+    found = store.compare_set("lockstep/settings", "", job.secret.sign("settings", own).decode())
+    try:
+        theirs = job.secret.read("settings", found)
+    except SignatureError as error:
+        raise ConfigError(
+            f"--rdzv-secret-file, or {SECRET_VARIABLE}: the secret here is not that of the launcher at {job.endpoint}; "
+            "give all launchers the same one"
+        ) from error
     for flag, value in own.items():
         if value != theirs[flag]:
-            store.set(_REFUSED, f"{socket.gethostname()} with {flag} {value}")
+            refused = f"{socket.gethostname()} with {flag} {value}"
+            store.set(_REFUSED, job.secret.sign("refused", refused).decode())
             raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
 
 
@@ -131,6 +158,50 @@ def _host_key(address: str, pid: int) -> str:
 def join_seconds(job: Job) -> float:
     """Return how long a launcher waits for the others."""
     return float(job.options.get("join_timeout", _JOIN_SECONDS))
+
+
+class OneNode(RendezvousHandler):
+    """The rendezvous of a single launcher, which meets nobody: its stores are in this process, and nothing listens.
+
+    Args:
+        job: gives the address that ranks listen on.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin a round."""
+        store = HashStore()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_address(self._job)))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks share the launcher's store."""
+        return False
+
+    def get_backend(self) -> str:
+        """Return the backend's name."""
+        return "static"
+
+    def is_closed(self) -> bool:
+        """Whether no further round follows."""
+        return False
+
+    def set_closed(self) -> None:
+        """Let no further round follow."""
+
+    def num_nodes_waiting(self) -> int:
+        """Count the nodes that wait for the next round."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return --rdzv-id."""
+        return self._job.run_id
+
+    def shutdown(self) -> bool:
+        """Close it, and return whether the others know."""
+        return True
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -194,15 +265,22 @@ class NodeRendezvous(RendezvousHandler):
             return f"{came}; the others have not left the round before"
         if len(names) >= least:
             return f"{came}; more may come, within the last_call_timeout of --rdzv-conf"
-        if self._store and self._store.check([_REFUSED]):
-            came += f"; refused: {self._store.get(_REFUSED).decode()}"
+        if refused := self._read("refused", _REFUSED):
+            came += f"; refused: {refused}"
         return f"{came}; check that the launchers of the others run, with --master-addr and --master-port of this one"
 
     def _name(self, node: Any) -> str:
-        key = _host_key(node.addr, node.pid)
-        if self._store and self._store.check([key]):
-            return f"{self._store.get(key).decode()} {node.addr}"
-        return str(node.addr)
+        host = self._read("host", _host_key(node.addr, node.pid))
+        return f"{host} {node.addr}".strip()
+
+    def _read(self, purpose: str, key: str) -> str:
+        """Return what a launcher has told; "" for nothing, and for what none of this run has signed."""
+        if self._store is None or not self._store.check([key]):
+            return ""
+        try:
+            return str(self._job.secret.read(purpose, self._store.get(key)))
+        except SignatureError:
+            return ""
 
     def num_nodes_waiting(self) -> int:
         """Count the nodes that wait for the next round; 0 if that is not known yet."""

@@ -42,6 +42,9 @@ ends=$slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.ends    # a file for each no
 mkdir -p "$ends"
 export LOCKSTEP_SLURM_ENDS=$ends PYTHONUNBUFFERED=1
 
+# By which the launchers of the nodes know each other; other users cannot read the environment of this job's processes.
+export LOCKSTEP_RDZV_SECRET=${LOCKSTEP_RDZV_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}
+
 # One launcher a node. It starts the ranks, and finds the other nodes by Slurm's variables. If one is lost, the others
 # end by themselves, or go on.
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0@{label} \\

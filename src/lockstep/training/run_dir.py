@@ -60,6 +60,8 @@ _NAMES = {
     "WORLD_SIZE",
 }
 
+_IDS = {"TORCHELASTIC_RUN_ID"}  # no other user needs to know by what the launchers meet
+
 _GIT_TIMEOUT = 2.0  # seconds: a repository on a slow network disk must not delay a run
 
 
@@ -98,7 +100,7 @@ def split_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[
     """
     values, names = {}, []
     for name in sorted(environ):
-        if name in _NAMES or name.startswith(_PREFIXES):
+        if name in _NAMES or (name.startswith(_PREFIXES) and name not in _IDS):
             values[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
         else:
             names.append(mask(name, environ))  # the name itself may be a secret

@@ -1,0 +1,90 @@
+"""Keep the state of torch's rendezvous as signed JSON.
+
+Torch's own backend stores a pickle, which runs code of whoever wrote it in every launcher that reads it.
+"""
+
+import pickle
+from datetime import datetime
+from typing import Any, final
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+# Private names of torch, the same since torch 2.11: the state has no public form but its pickle.
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousBackend,
+    Token,
+    _NodeDesc,
+    _RendezvousState,
+)
+
+from lockstep.launch.secret import Secret, SignatureError
+
+__all__ = ["SignedBackend"]
+
+_PURPOSE = "state"
+
+
+@final
+class SignedBackend(RendezvousBackend):
+    """A backend whose state is read only if a launcher of this run has signed it.
+
+    Args:
+        backend: stores the bytes.
+        secret: signs them.
+    """
+
+    def __init__(self, backend: RendezvousBackend, secret: Secret) -> None:
+        self._backend, self._secret = backend, secret
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state as torch expects it, and its token."""
+        found = self._backend.get_state()
+        return found and (self._read(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Store a state of this process, unless another launcher was faster; return the newest one."""
+        values = _to_json(pickle.loads(state))  # pickled by the caller, a line before
+        found = self._backend.set_state(self._secret.sign(_PURPOSE, values), token)
+        return found and (self._read(found[0]), found[1], found[2])
+
+    def _read(self, data: bytes) -> bytes:
+        try:
+            return pickle.dumps(_from_json(self._secret.read(_PURPOSE, data)))
+        except (SignatureError, ValueError, TypeError, KeyError) as error:
+            raise RendezvousStateError("a state that no launcher of this run has signed") from error
+
+
+def _to_json(state: _RendezvousState) -> dict[str, Any]:
+    """Return a state as JSON values; the order of sets does not matter, but equal states must have equal bytes."""
+    return {
+        "round": state.round,
+        "complete": state.complete,
+        "deadline": state.deadline and state.deadline.isoformat(),
+        "closed": state.closed,
+        "participants": [[*_values(node), rank] for node, rank in state.participants.items()],
+        "wait_list": sorted(map(_values, state.wait_list)),
+        "redundancy_list": sorted(map(_values, state.redundancy_list)),
+        "last_heartbeats": [[*_values(node), when.isoformat()] for node, when in state.last_heartbeats.items()],
+    }
+
+
+def _from_json(values: dict[str, Any]) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round, state.complete, state.closed = int(values["round"]), bool(values["complete"]), bool(values["closed"])
+    deadline = values["deadline"]
+    state.deadline = None if deadline is None else datetime.fromisoformat(deadline)
+    state.participants = {_NodeDesc(*node): int(rank) for *node, rank in values["participants"]}
+    state.wait_list = {_NodeDesc(*node) for node in values["wait_list"]}
+    state.redundancy_list = {_NodeDesc(*node) for node in values["redundancy_list"]}
+    heartbeats = values["last_heartbeats"]
+    state.last_heartbeats = {_NodeDesc(*node): datetime.fromisoformat(when) for *node, when in heartbeats}
+    return state
+
+
+def _values(node: _NodeDesc) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
