@@ -6,7 +6,7 @@ logs. `count_oom_kills` distinguishes a lack of memory from other causes of a ki
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.config import cli
@@ -153,4 +153,4 @@ class Job:
     losses: int = 0
     shares: tuple[frozenset[int], ...] = ()
     stderr: Path | None = None
-    secret: Secret = NO_SECRET
+    secret: Secret = field(default=NO_SECRET, repr=False)

@@ -44,7 +44,7 @@ class Secret:
         return bool(self._key)
 
     def __repr__(self) -> str:
-        return "Secret()"  # which may be printed with its owner
+        return "Secret()"
 
     def sign(self, purpose: str, value: Any) -> bytes:
         """Return a JSON value with its signature, in one line.
