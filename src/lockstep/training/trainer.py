@@ -523,7 +523,7 @@ def _tell_hooks(built: RunParts, error: BaseException) -> None:
 
 
 def _train_steps(session: Session, built: RunParts) -> Training:
-    """Train; after each step record, check, evaluate, save and run the loop's body."""
+    """Train; after each step record, check, evaluate, run the loop's body and save."""
     first, world = built.start, built.world  # read now: a save moves `built.start`
     ongoing = build_components(session, built)
     timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
@@ -594,7 +594,7 @@ def _follow_up(
     is_first: bool,
     ends: bool,
 ) -> tuple[bool, PeerError | None]:
-    """Record, save, evaluate and call hooks after a step, up to the loop's body. Collective.
+    """Record, evaluate and call hooks after a step, up to the loop's body. Collective.
 
     Returns:
         Whether a save is due after the body; and the loss of a rank, to be raised then: the step is trained, so its
