@@ -11,7 +11,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lockstep.distributed.failures import ProcessFailure
 from lockstep.distributed.launcher import FOLLOWER_VARIABLE
@@ -19,6 +19,7 @@ from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
 from lockstep.distributed.progress import MEETING_VARIABLE, note_end
 from lockstep.launch import nodes
 from lockstep.launch.job import Job
+from lockstep.launch.losses import Membership
 
 KEYS = key_prefix("token")
 
@@ -283,3 +284,27 @@ def test_one_node_needs_no_connection(tmp_path):
     assert alone.update(set(), {}) == ""
     assert alone.is_over
     alone.close()
+
+
+def test_a_node_is_sent_the_members_once_and_then_beats(tmp_path):
+    """At thousands of ranks the whole state to every node once a second took a third of a core."""
+    sent = [[] for _ in range(8)]
+    first = nodes.Coordinator(Membership(HashStore()), "x:1", None, tmp_path)
+    ranks = [str(rank) for rank in range(16)]
+    first._membership.begin("token", ranks)
+    first._world, first._own = set(ranks), set(ranks[:2])
+    for number in range(1, 8):
+        link = SimpleNamespace(send=sent[number].append, receive=list, is_open=True, heard=time.monotonic())
+        slots = ranks[2 * number : 2 * number + 2]
+        first._nodes.append(nodes._Node(number, "host", link, slots, set(slots)))
+    for _ in range(3):
+        for node in first._nodes:
+            node.sent_at = -1e9
+        first.update(set(ranks[:2]), {})
+    for messages in sent[1:]:
+        assert [message.get("members") for message in messages] == [ranks, None, None]
+    first._membership.replace = ["5"]
+    first.stop_signal = signal.SIGTERM
+    first.update(set(ranks[:2]), {})
+    assert [message.get("replace") for message in sent[2][3:]] == [["5"], None]
+    assert [message["stop"] for message in sent[3][3:]] == [signal.SIGTERM]

@@ -229,6 +229,8 @@ class Membership:
         return ""
 
     def _survivors(self, living: set[str]) -> list[str]:
+        if not self._lost and not self._doomed and living.issuperset(self.members):
+            return self.members
         gone = self._lost.keys() | self._doomed.keys()
         return [name for name in self.members if name in living and name not in gone]
 

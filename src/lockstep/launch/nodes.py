@@ -41,6 +41,8 @@ _SEAT_SECONDS, _SEAT_PAUSE = 10.0, 0.5  # for the loss of the node to be settled
 _CONNECT_SECONDS = 10.0
 _HELLO_SECONDS = 5.0  # for a connection's first line
 _BEAT = 1.0  # seconds between two lines at most
+_NOTHING_NEW: dict[str, Any] = {}  # the message of a beat
+_ORDERS = ("replace", "silent", "refused")  # names of processes, each told once to the node that has them
 _DEAF = 5.0  # seconds without a line, after which a node whose ranks do not report is lost
 _LEAVE = 15.0  # the same, once this node's ranks have ended; and of node 0, once a rank here has failed
 
@@ -159,7 +161,7 @@ class _Node:
     is_lost: bool = False
     code: int = 0
     stop_signal: int = 0
-    sent: dict[str, Any] = dataclasses.field(default_factory=dict)
+    version: int = -1  # of the state that it was sent last
     sent_at: float = 0.0
 
 
@@ -192,6 +194,11 @@ class Coordinator:
         self._nodes: list[_Node] = []
         self._world: set[str] = set()
         self._own: set[str] = set()
+        self._everyone: set[str] = set()  # the living of all nodes, computed again only where something changed
+        self._own_living: set[str] = set()
+        self._is_stale = True
+        self._state: dict[str, Any] = {}  # what all nodes are to know
+        self._version = 0  # of `_state`: a node that has it gets a beat in its place
         self.replace: list[str] = []
         self.silent: list[str] = []
         self.refused: list[str] = []
@@ -217,7 +224,7 @@ class Coordinator:
     def begin(self, round_: str, names: list[str], group: Any) -> bool:
         """Reset for a new start of all processes; return whether a loss is survived."""
         self._close_links()
-        self._waiting, self._nodes, self._own = [], [], set(names)
+        self._waiting, self._nodes, self._own, self._is_stale = [], [], set(names), True
         self.replace, self.silent, self.refused, self.fatal, self.is_over = [], [], [], None, False
         self.code = self.stop_signal = 0
         ranks = [str(rank) for rank in range(group.workers[0].world_size)]
@@ -267,13 +274,14 @@ class Coordinator:
         membership = self._membership
         assert membership is not None
         self._accept()
+        is_last = not living and not ended
         for node in self._nodes:
-            self._hear(node, is_last=not living and not ended)
-        unheard = self._world - self._own - {slot for node in self._nodes for slot in node.slots}
-        everyone = set[str].union(living, unheard, *(node.living for node in self._nodes))
+            self._hear(node, is_last=is_last)
+        everyone = self._living_everywhere(living)
         failures = dict(ended)
         for node in self._nodes:
-            failures |= node.failed
+            if node.failed:
+                failures |= node.failed
         self.is_over = not any(name in everyone or name in failures for name in membership.members)
         self.stop_signal = max([self.stop_signal, *(node.stop_signal for node in self._nodes)])
         if self.is_over:
@@ -282,6 +290,15 @@ class Coordinator:
         self.fatal = None if membership.fatal in ended.values() else membership.fatal
         self._instruct(reason, membership)
         return reason
+
+    def _living_everywhere(self, living: set[str]) -> set[str]:
+        """Return the names of running processes of all nodes; a node that was not heard yet counts as running."""
+        if self._is_stale or living != self._own_living:
+            heard = set[str]().union(*(node.slots for node in self._nodes))
+            unheard = self._world - self._own - heard
+            self._everyone = set[str].union(living, unheard, *(node.living for node in self._nodes))
+            self._own_living, self._is_stale = set(living), False
+        return self._everyone
 
     def close(self) -> None:
         """Close all connections."""
@@ -314,6 +331,7 @@ class Coordinator:
             if seat is None:
                 link.close()
             return
+        self._is_stale = True
         names = [str(name) for name in hello["names"]]
         self._nodes.append(_Node(int(hello["node"]), str(hello["host"]), link, names, set(names)))
 
@@ -323,6 +341,7 @@ class Coordinator:
         for node in self._nodes:
             if node.is_lost and len(node.slots) == hello["processes"] and not present & set(node.slots):
                 names = [f"{slot}.{self._newest.get(slot, 0) + 1}" for slot in node.slots]
+                self._is_stale = True
                 self._nodes.remove(node)
                 self._nodes.append(_Node(node.number, str(hello["host"]), link, node.slots, set()))
                 return Seat(node.number, len(self._nodes) + 1, names, len(self._world), self._token)
@@ -332,7 +351,9 @@ class Coordinator:
         if node.is_lost:
             return
         for report in node.link.receive():
-            node.living = set(report["living"])
+            heard = set(report["living"])
+            self._is_stale = self._is_stale or heard != node.living
+            node.living = heard
             node.failed = {name: _failure(values) for name, values in report["failed"].items()}
             node.code, node.stop_signal = report["code"], report["stop"]
             for name in report["new"]:
@@ -358,35 +379,46 @@ class Coordinator:
             ranks[0] if ranks else 0, 1, message, when=time.time(), place=_progress(self._folder), shared=True
         )
         node.failed |= dict.fromkeys(node.living, failure)
-        node.living = set()
+        node.living, self._is_stale = set(), True
 
     def _instruct(self, reason: str, membership: Membership) -> None:
         """Send each node what is decided about its processes; keep this node's."""
         now = time.monotonic()
+        state = {
+            "members": membership.members,
+            "number": membership.number,
+            "over": self.is_over,
+            "code": self.code,
+            "stop": self.stop_signal,
+            "end": reason,
+            "cause": _values(membership.fatal) if reason and membership.fatal else None,
+        }
+        if state != self._state:
+            self._state, self._version = state | {"members": [*membership.members]}, self._version + 1
+        has_orders = bool(membership.replace or membership.silent or membership.refused)
         for node in self._nodes:
-            slots = set(node.slots)
-            orders = {
-                "replace": _of(slots, membership.replace),
-                "silent": _of(slots, membership.silent),
-                "refused": _of(slots, membership.refused),
-            }
-            if orders["silent"] and now - node.link.heard > _DEAF and not node.is_lost:
-                self._lose(node, "its launcher is silent")
-            state = {
-                "members": membership.members,
-                "number": membership.number,
-                "over": self.is_over,
-                "code": self.code,
-                "stop": self.stop_signal,
-                "end": reason,
-                "cause": _values(membership.fatal) if reason and membership.fatal else None,
-            }
-            if not node.is_lost and (any(orders.values()) or state != node.sent or now - node.sent_at > _BEAT):
-                node.link.send(state | orders)
-                node.sent, node.sent_at = state, now
-        for name in ("replace", "silent", "refused"):
+            if has_orders:
+                self._order(node, membership, now)
+            if node.is_lost:
+                continue
+            if node.version != self._version:
+                node.link.send(self._state)
+                node.version, node.sent_at = self._version, now
+            elif now - node.sent_at > _BEAT:
+                node.link.send(_NOTHING_NEW)
+                node.sent_at = now
+        for name in _ORDERS:
             setattr(self, name, _of(self._own, getattr(membership, name)))
             setattr(membership, name, [])
+
+    def _order(self, node: _Node, membership: Membership, now: float) -> None:
+        """Send a node what is to be done with its processes, if anything is."""
+        slots = set(node.slots)
+        orders = {name: _of(slots, getattr(membership, name)) for name in _ORDERS}
+        if orders["silent"] and now - node.link.heard > _DEAF and not node.is_lost:
+            self._lose(node, "its launcher is silent")
+        if any(orders.values()) and not node.is_lost:
+            node.link.send(orders)
 
 
 class Follower:
@@ -497,12 +529,14 @@ class Follower:
             self._link.send(report | {"new": self._new})
             self._new, self._sent, self._sent_at = [], report, now
         for message in self._link.receive():
+            for name in _ORDERS:
+                getattr(self, name).extend(message.get(name, []))
+            if "members" not in message:
+                continue
             self.members, self.number = message["members"], message["number"]
             self.is_over, self.code, self._end = message["over"], message["code"], message["end"]
             self.stop_signal = max(self.stop_signal, message["stop"])
             self.fatal = _failure(message["cause"]) if message["cause"] else None
-            for name in ("replace", "silent", "refused"):
-                getattr(self, name).extend(message[name])
         if self.fatal and _values(self.fatal) in report["failed"].values():
             self.fatal = None
         if self._end:
