@@ -306,10 +306,11 @@ def script(*lines):
     return Job(["-c", text], 1, (1, 1), "c10d", "127.0.0.1:0", {}, "test", True, 2, {})
 
 
-def launched(job, starts, *signals):
+def launched(job, starts, *signals, stop_seconds=30.0):
     """(exit code, how often the process was started) of the launcher in a process of its own."""
     code = "import sys; from lockstep.launch.agent import run; from lockstep.launch.job import Job; "
     code += "from lockstep.errors import LockstepError\n"
+    code += f"from lockstep.launch import agent; agent._STOP_SECONDS = {stop_seconds}\n"
     code += f"try: print(run({job!r}))\nexcept LockstepError as error: print(error); sys.exit(error.exit_code)"
     environment = {**os.environ, "STARTS": str(starts)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as launcher:
@@ -330,6 +331,12 @@ def test_bad_input_is_not_started_again_and_other_failures_are(tmp_path, code, s
 def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
     wait = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); open(os.environ['STARTS'], 'a').write('x')"
     assert launched(script(wait, "time.sleep(60)"), tmp_path / "starts", signal.SIGTERM)[1] <= 2
+
+
+def test_a_process_that_ignores_the_signal_is_killed(tmp_path):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(os.environ['STARTS'], 'a').write('x')"
+    found = launched(script(deaf, "time.sleep(100)"), tmp_path / "starts", signal.SIGTERM, stop_seconds=1.0)
+    assert found[1] <= 2
 
 
 def test_restarts_add_up_over_all_starts(monkeypatch):

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -121,6 +122,7 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
+_STOP_SECONDS = 30.0  # after a signal until a process that is in no run is killed, as by torchrun
 _ROUND, _ENDED = "lockstep/round", "lockstep/ended"  # keys of the token and of a count, in the round's store
 _EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
@@ -184,6 +186,8 @@ class _Agent(LocalElasticAgent):
     Attributes:
         stop_signal: the signal that requested the end; None: none.
     """
+
+    _stopped_at: float | None = None  # when the signal came, on the monotonic clock
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
         self._stderr = RankStderr(str(folder), job.stderr)
@@ -303,6 +307,7 @@ class _Agent(LocalElasticAgent):
             self._membership.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # for other nodes
         is_repeat = self.stop_signal == number == signal.SIGINT
         self.stop_signal = signal.Signals(number)
+        self._stopped_at = self._stopped_at or time.monotonic()
         # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
         to_send = signal.SIGKILL if is_repeat else self.stop_signal
         for process in self._processes().values():
@@ -325,6 +330,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
         self._stderr.show()
+        self._kill_deaf()
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
             self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
@@ -337,6 +343,19 @@ class _Agent(LocalElasticAgent):
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
+
+    def _kill_deaf(self) -> None:
+        """Kill processes that ignore a signal; one in a run saves first, and its watchdog ends it if it hangs."""
+        if self.stop_signal is None or time.monotonic() - (self._stopped_at or math.inf) < _STOP_SECONDS:
+            return
+        for local, process in self._processes().items():
+            slot = self._names[local].partition(".")[0]
+            is_known = self._names[local] in self._silenced or RankProgress.read(self._folder / slot) is not None
+            if process.poll() is None and not is_known:
+                said = f"rank {slot} has not ended {_STOP_SECONDS:g} s after {self.stop_signal.name}"
+                self._print(f"{said}, and is killed: it is in no run of lockstep")
+                self._silenced.add(self._names[local])
+                process.kill()
 
     def _has_failed(self, local: int, code: int | None) -> bool:
         """Whether a process ended with an error, or with code 0 in mid-run."""
