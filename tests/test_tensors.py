@@ -1,4 +1,4 @@
-"""Samples collated as torch's `default_collate` does it, bit for bit, and what it refuses."""
+"""Samples collated as torch's `default_collate` does it, bit for bit, and what it refuses; tensors as bytes."""
 
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker
 
-from lockstep.tensors import collate_samples
+from lockstep.tensors import as_bytes, collate_samples, from_bytes
 
 Pair = namedtuple("Pair", "x y")
 ROW = torch.arange(6.0).reshape(2, 3)
@@ -76,3 +76,37 @@ def test_what_torch_refuses_is_refused_alike(samples):
 def test_a_loader_process_stacks_into_shared_memory(monkeypatch):
     monkeypatch.setattr(worker, "_worker_info", SimpleNamespace(id=0))
     assert collate_samples([(ROW, 1), (ROW, 2)])[0].is_shared()
+
+
+ODD_LAYOUTS = {
+    "one sample of a column": torch.randn(4, 3, dtype=torch.float64)[:1, 0],
+    "one row of a transposed table": torch.randn(5, 4).t()[:1],
+    "one element between others": torch.arange(6)[3:].as_strided((1, 1), (7, 5)),
+    "transposed": torch.randn(3, 4).t(),
+    "channels_last": torch.randn(1, 3, 1, 2).to(memory_format=torch.channels_last),
+    "expanded": torch.randn(3, 1).expand(3, 4),
+    "no element": torch.empty(3, 0, dtype=torch.bfloat16),
+    "0-dim": torch.tensor(2.5),
+    "conjugated": torch.randn(1, 2, dtype=torch.complex64).conj()[:, 1],
+    "negated": torch.randn(3, dtype=torch.complex128).conj().imag,
+    "bool": torch.tensor([[True, False]])[:, :1],
+}
+
+
+@pytest.mark.parametrize("tensor", ODD_LAYOUTS.values(), ids=ODD_LAYOUTS)
+def test_a_tensor_of_any_layout_is_its_bytes_in_order(tensor):
+    data = as_bytes(tensor)
+    assert data.numpy().tobytes() == b"".join(
+        torch.tensor([each], dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
+        for each in tensor.reshape(-1).tolist()
+    )
+    shifted = torch.empty(1 + len(data), dtype=torch.uint8)[1:].copy_(data)  # aligned for no dtype
+    again = from_bytes(shifted, tensor.dtype, tensor.shape)
+    assert (again.dtype, again.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(as_bytes(again), data)
+
+
+def test_the_bytes_of_a_contiguous_tensor_are_its_memory():
+    tensor = torch.zeros(4, 3)[:1, :1]
+    as_bytes(tensor)[3] = 64
+    assert tensor.item() == 2.0

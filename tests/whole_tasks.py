@@ -83,7 +83,7 @@ class ContrastiveRows(Contrastive):
 
 
 class Dice(Contrastive):
-    """Dice's loss: a ratio of sums over the step. Its outputs are a dict, with the labels among them."""
+    """Dice's loss: a ratio of sums over the step. Its outputs are a dict, with labels and an empty column among them."""
 
     def model(self):
         with torch.random.fork_rng():
@@ -94,7 +94,8 @@ class Dice(Contrastive):
         return {}
 
     def outputs(self, model, batch):
-        return {"p": model(batch[0]).softmax(1), "label": batch[0][:, :4].argmax(1)}
+        p, label = model(batch[0]).softmax(1), batch[0][:, :4].argmax(1)
+        return {"p": p, "certain": p[:, 0] > 0.9, "boxes": p.new_empty(len(p), 0), "label": label}
 
     def step_loss(self, outputs):
         p, t = outputs["p"], F.one_hot(outputs["label"], 4).to(outputs["p"].dtype)

@@ -28,6 +28,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.tensors import as_bytes
+
 __all__ = ["ObjectState", "same_bits"]
 
 _MAX_FOLLOWED = 10_000  # elements of a container that are followed; of a longer one only the container is kept
@@ -736,7 +738,7 @@ class _TensorValues:
             return True
         if self.values is None:
             return False
-        now, before = _bits(self.tensor), _bits(self.values)
+        now, before = as_bytes(self.tensor), as_bytes(self.values)
         return not torch.equal(now, before) if now.device.type == "cpu" else (now != before).any()
 
     def restore(self) -> None:
@@ -834,17 +836,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         return False
     if left.layout is not torch.strided or left.is_meta:
         return False
-    return torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor; a view, where its memory is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    plain = plain.int_repr() if plain.is_quantized else plain
-    flat = plain.reshape(-1)
-    if flat.numel() == 1 or not flat.is_contiguous():  # the stride of one element may be anything
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8)
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
 def _version(tensor: Tensor) -> int:

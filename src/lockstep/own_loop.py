@@ -46,6 +46,7 @@ from lockstep.errors import CheckpointError, ConfigError, UsageError, name_setti
 from lockstep.loop import seeder
 from lockstep.passes import StepControl
 from lockstep.task import Task, items_of_a_sample
+from lockstep.tensors import as_bytes, from_bytes
 from lockstep.transforms.precision import AUTOCAST
 from lockstep.whole_step import WholeStepPasses
 
@@ -376,10 +377,10 @@ def _gather_rows(own: Tensor, world: World) -> Tensor:
     lengths = [int(length) for length in world.gather(len(own))]  # collective
     send = own.new_zeros((max(lengths), *own.shape[1:]))
     send[: len(own)] = own
-    as_bytes = send.resolve_conj().contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
-    received = [torch.empty_like(as_bytes) for _ in lengths]
-    dist.all_gather(received, as_bytes)  # collective
-    parts = [each.view(own.dtype).view(send.shape)[:length] for each, length in zip(received, lengths, strict=True)]
+    data = as_bytes(send)  # gloo does not support every dtype
+    received = [torch.empty_like(data) for _ in lengths]
+    dist.all_gather(received, data)  # collective
+    parts = [from_bytes(each, own.dtype, send.shape)[:length] for each, length in zip(received, lengths, strict=True)]
     return torch.cat(parts)
 
 

@@ -16,7 +16,17 @@ from torch.utils.data._utils import worker
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["collate_samples", "copy_into", "copy_to_device", "is_dtensor", "local_of", "not_finite", "reaches"]
+__all__ = [
+    "as_bytes",
+    "collate_samples",
+    "copy_into",
+    "copy_to_device",
+    "from_bytes",
+    "is_dtensor",
+    "local_of",
+    "not_finite",
+    "reaches",
+]
 
 
 def reaches(pattern: str, name: str) -> bool:
@@ -37,6 +47,36 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             local = tensor.to_local()
     return local.detach() if local.requires_grad else local  # called for each gradient in each step
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in row-major order: a view of its memory, or a copy where it is not contiguous.
+
+    Args:
+        tensor: on any device, strided; of a quantized one, its integers.
+
+    Returns:
+        uint8 [bytes]
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_quantized:
+        plain = plain.int_repr()
+    flat = plain.contiguous().reshape(-1)
+    # `contiguous` and `reshape` keep the stride of a dimension of size 1, whatever it is, and `view` looks at it.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Copy bytes into a new tensor on their device. The reverse of `as_bytes`.
+
+    Args:
+        data: uint8, of any shape, strides and alignment.
+        dtype: of the new tensor.
+        shape: of the new tensor.
+    """
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=data.device)
+    as_bytes(tensor).copy_(data.reshape(-1))
+    return tensor
 
 
 def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.passes import NO_AUDIT, SURROGATE, Passes, StepControl, describe_value, split_loss
 from lockstep.records import Number, number_of
 from lockstep.task import HALVES, Task, has_own
+from lockstep.tensors import as_bytes, from_bytes
 from lockstep.transforms.batchnorm import empty_slot
 
 __all__ = [
@@ -163,24 +164,21 @@ class WholeStep:
         size, rank = len(columns[0]), self._world.rank
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
         # As bytes: one collective for all dtypes, also those that a backend does not support.
-        rows = [column.detach().resolve_conj().contiguous() for column in columns]
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._first_form().rows]
         with translate_errors():
             dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
             sizes = [int(count) for count in counts]
             send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
             if size:
-                flat = (
-                    row.view(size, shape.numel()) for row, (shape, _) in zip(rows, self._first_form().rows, strict=True)
-                )
-                send[:size] = torch.cat([row.view(torch.uint8) for row in flat], dim=1)
+                parts = [as_bytes(column).view(size, width) for column, width in zip(columns, widths, strict=True)]
+                send[:size] = torch.cat(parts, dim=1)
             received = [torch.empty_like(send) for _ in sizes]
             dist.all_gather(received, send)  # collective
         packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
-        parts = packed.split_with_sizes(widths, dim=1)
+        blocks = packed.split_with_sizes(widths, dim=1)
         whole = [
-            part.contiguous().view(dtype).view(len(packed), *shape)
-            for part, (shape, dtype) in zip(parts, self._first_form().rows, strict=True)
+            from_bytes(block, dtype, (len(packed), *shape))
+            for block, (shape, dtype) in zip(blocks, self._first_form().rows, strict=True)
         ]
         return whole, sum(sizes[:rank])
 

@@ -101,7 +101,6 @@ def test_the_loss_scale_of_float16_is_taken_out():
 @pytest.mark.parametrize(
     ("penalty", "said"),
     [
-        (lambda model: None, "None"),
         (lambda model: model.weight.abs(), r"shape \[1, 2\]"),
         (lambda model: model.weight.detach().sum(), "graph"),
         (lambda model: model.weight.sum() / 0, "inf"),
@@ -116,6 +115,26 @@ def test_what_is_no_penalty_is_one_line(penalty, said):
     with pytest.raises(DataError, match=rf"`penalty`.*{said}") as caught:
         made.step(1.0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_penalty_that_returns_none_in_some_steps_is_added_in_the_others():
+    model, calls = nn.Linear(2, 1, dtype=torch.float64), []
+    plain = nn.Linear(2, 1, dtype=torch.float64)
+    plain.load_state_dict(model.state_dict())
+    optimizer, x = torch.optim.SGD(plain.parameters(), lr=0.1), torch.ones(3, 2, dtype=torch.float64)
+
+    def penalty(model):
+        calls.append(1)
+        return model.weight.abs().sum() if len(calls) == 2 else None
+
+    made = lockstep.engine("single", model, torch.optim.SGD(model.parameters(), lr=0.1), World(), penalty=penalty)
+    for step in range(3):
+        made.backward(made.model(x).sum())
+        assert (made.step(1.0).penalty is None) is (step != 1)
+        (plain(x).sum() + (plain.weight.abs().sum() if step == 1 else 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-9, atol=1e-9)
 
 
 def test_a_penalty_that_becomes_infinite_leaves_the_step_out():

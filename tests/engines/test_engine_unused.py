@@ -8,6 +8,7 @@ from test_engine_behaviour import Plain, Three, numbers
 from toys import train
 
 from lockstep.distributed.world import World
+from lockstep.engines.fsdp.apply import FILLS_UNUSED
 
 
 def _told(world, name):
@@ -29,30 +30,39 @@ def test_a_parameter_used_by_one_of_two_backwards_is_told(name):
         )
 
 
-def left_out(world, name, settings):
-    """The state after five steps; in the third no micro-batch uses the extra layer, in all others each does."""
+def left_out(world, name, who, settings):
+    """The weights after five steps. `who` uses the extra layer in the third; each micro-batch does in the others."""
     task = Plain("always")
     made, batches = build(world, task, name, size=4, count=5, **settings)
     module, calls = next(m for m in made.model.modules() if isinstance(m, Three)), iter(range(1000))
-    each = 4 // world.size
-    module.wanted = lambda x: next(calls) // each != 2
+    each = 4 // (world.size * settings.get("micro", 1))
+    module.wanted = lambda x: next(calls) // each != 2 or (who == "some" and bool(x.sum() > 0))
     train(world, made, batches, task)
-    return numbers(made)
+    return {name: value for name, value in numbers(made).items() if name.startswith("model/")}
 
 
 @pytest.mark.parametrize("settings", [{}, {"exact": True}])
-def test_a_parameter_that_nobody_uses_in_a_later_step_is_left_alone_by_fsdp(settings):
+@pytest.mark.parametrize("who", ["nobody", "some"])
+def test_a_layer_that_some_or_no_micro_batch_of_a_later_step_uses_is_trained_as_on_one_rank(who, settings):
     """Zeros instead of no gradient would let AdamW decay and move it, without a word."""
-    wanted = alone_left_out(settings)
-    found = run(left_out, 2, "fsdp", settings)[0]
-    for name, value in wanted.items():
-        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-9, msg=name)
+    wanted = {micro: alone_left_out(who, {"micro": micro, **settings}) for micro in (1, 2)}
+    cases = [(name, micro) for name in ("ddp", "zero") for micro in (1, 2)]
+    if FILLS_UNUSED or who == "nobody":
+        cases.append(("fsdp", 1))
+    found = run(each_left_out, 2, [(name, who, {"micro": micro, **settings}) for name, micro in cases])[0]
+    for (_, micro), state in zip(cases, found, strict=True):
+        for name, value in wanted[micro].items():
+            torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(value), rtol=1e-9, atol=1e-9, msg=name)
 
 
-def alone_left_out(settings):
+def each_left_out(world, cases):
+    return [left_out(world, *case) for case in cases]
+
+
+def alone_left_out(who, settings):
     threads = torch.get_num_threads()
     try:
-        return left_out(World(), "single", settings)
+        return left_out(World(), "single", who, settings)
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(False)

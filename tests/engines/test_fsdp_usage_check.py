@@ -96,12 +96,12 @@ def test_ranks_that_agree_over_a_step_train_as_one_process():
 
 def _left_out_unfilled(world, settings):
     fsdp.FILLS_UNUSED = False
-    return left_out(world, "fsdp", settings)
+    return left_out(world, "fsdp", "nobody", settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"exact": True}, {"accumulate": "shard"}])
 def test_what_no_rank_uses_in_a_later_step_is_left_alone(settings):
-    wanted = alone_left_out({key: value for key, value in settings.items() if key == "exact"})
+    wanted = alone_left_out("nobody", {key: value for key, value in settings.items() if key == "exact"})
     found = run(_left_out_unfilled, 2, settings)[0]
     for name, value in wanted.items():
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-9, msg=name)

@@ -32,7 +32,7 @@ from lockstep.checkpoint.format import CODES, JSON_LIMIT, MANIFEST, dtype_name
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.read import Differences, advise_drop, list_names
 from lockstep.errors import CheckpointError
-from lockstep.tensors import local_of
+from lockstep.tensors import as_bytes, local_of
 
 __all__ = [
     "fill",
@@ -513,16 +513,12 @@ def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mappin
         if second not in source or first not in source or source[second] == source[first]:
             continue
         one, other = weights.read(source[first]), weights.read(source[second])
-        if one.dtype != other.dtype or not torch.equal(_bits(one), _bits(other)):
+        if one.dtype != other.dtype or not torch.equal(as_bytes(one), as_bytes(other)):
             raise CheckpointError(
                 f"{printable(str(weights.path))}: {printable(first, 120)} and {printable(second, 120)} are "
                 f"one tensor in "
                 "the model and differ in the file; give the model that was saved"
             )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def fill(weights: ForeignWeights, match: NameMatch, tensors: Mapping[str, Tensor]) -> None:

@@ -39,7 +39,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, compare
 from lockstep.errors import CheckpointError
 from lockstep.files import bytes_text, retry_io, sync
-from lockstep.tensors import not_finite
+from lockstep.tensors import as_bytes, not_finite
 
 __all__ = [
     "HostBuffer",
@@ -425,9 +425,7 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a plain tensor in row-major order, little-endian; copied only if needed."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.cpu().contiguous().reshape(-1)  # waits for the device
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(tensor.detach().cpu()).numpy().data  # waits for the device
 
 
 def _write_document(path: Path, data: bytes) -> dict[str, Any]:

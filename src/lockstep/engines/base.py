@@ -261,7 +261,7 @@ class Penalty:
         self._roots = ScaledBackward()
         self._first = True
 
-    def add(self, scale: float | Tensor) -> Tensor:
+    def add(self, scale: float | Tensor) -> Tensor | None:
         """Add the penalty's gradient to the parameters' `.grad`.
 
         If the penalty is not finite, every gradient becomes NaN, as with a loss.
@@ -270,7 +270,7 @@ class Penalty:
             scale: scale of the loss.
 
         Returns:
-            The value: 0-dim, without a graph, the same on all ranks.
+            The value: 0-dim, without a graph, the same on all ranks; None: this step has no penalty.
 
         Raises:
             DataError: the penalty failed, is not a 0-dim tensor that depends on the parameters, or is not finite the
@@ -278,6 +278,8 @@ class Penalty:
         """
         with torch.enable_grad():
             value = self._value()
+        if value is None:
+            return None
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         root = self._roots(value, scale)
         for parameter, gradient in zip(
@@ -295,10 +297,12 @@ class Penalty:
                 parameter.grad.add_(gradient)
         return value.detach()
 
-    def _value(self) -> Tensor:
+    def _value(self) -> Tensor | None:
         try:
             value = self._compute(self._model)
-            if is_dtensor(value):  # type: ignore[arg-type]
+            if value is None:
+                return None
+            if is_dtensor(value):
                 value = value.full_tensor()  # collective
         except LockstepError:
             raise
@@ -323,4 +327,4 @@ class Penalty:
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return f"a {type(value).__name__}"

@@ -27,6 +27,7 @@ from lockstep.engines.exact import Tree
 from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.tensors import as_bytes
 
 __all__ = [
     "DDP",
@@ -203,7 +204,7 @@ class ReplicatedEngine:
         # Starting from the world size undoes DDP's division at no cost.
         self._roots.run(loss, scale if self._settings.loss_scaling else scale * self._world.size)
         if self._last:
-            self._check_reduction()
+            self._complete_reduction()
 
     def backward_alone(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss` on this rank only. Call within `alone`."""
@@ -292,21 +293,47 @@ class ReplicatedEngine:
             )
             self._wrap(True)  # gradients are kept
 
-    def _check_reduction(self) -> None:
-        """Raise LockstepError if the last backward missed parameters, so that buckets were not exchanged."""
-        ddp: Any = self._ddp
-        try:
-            ddp._check_reducer_finalized()
-        except RuntimeError as error:
-            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            parameters = self._ddp_parameters
-            places = [int(k) for k in match[1].split()] if match else []
-            names = [parameters[k][0] for k in places if k < len(parameters)] or ["some parameters"]
+    def _complete_reduction(self) -> None:
+        """Exchange the parameters that the last backward missed, for which the other ranks wait.
+
+        Adding -0.0 changes no number, and a sum is -0.0 only where every rank added it: nobody used that parameter, so
+        it gets no gradient, as in one process. This costs nothing where all are used.
+
+        Raises:
+            LockstepError: a backward missed parameters, and the options rule that out.
+        """
+        missed = self._missed_parameters()
+        if not missed:
+            return
+        options = self._settings.options
+        if options.find_unused_parameters != "auto" or options.static_graph:
             raise LockstepError(
                 f"{rank_label(self._world.rank)}, --engine {self._name}: the loss of this micro-batch does not use "
-                f"{listed(names)}, though the first step did, so gradients were not exchanged; set "
-                "--engine.find-unused-parameters true"
-            ) from error
+                f"{listed([name for name, _ in missed])}, though the first step did, so gradients were not exchanged; "
+                "drop --engine.find-unused-parameters false and --engine.static-graph"
+            )
+        parameters = [parameter for _, parameter in missed]
+        unset = [parameter for parameter in parameters if parameter.grad is None]
+        with torch.no_grad():
+            zeros = [-torch.zeros_like(parameter) for parameter in parameters]
+        torch.autograd.backward(parameters, zeros)  # collective: DDP's hooks count these gradients too
+        for parameter in unset:
+            gradient = parameter.grad
+            if gradient is not None and torch.equal(as_bytes(gradient), as_bytes(-torch.zeros_like(gradient))):
+                parameter.grad = None  # waits for the device, in such a step only
+
+    def _missed_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters whose gradients DDP still waits for on this rank."""
+        ddp: Any = self._ddp
+        try:
+            ddp._check_reducer_finalized()  # private: DDP itself asks only in the next forward
+        except RuntimeError as error:
+            # The reducer gives the indices in its text alone; the other ranks wait, so there is no second source.
+            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if match is None:
+                raise
+            return [self._ddp_parameters[int(index)] for index in match[1].split()]
+        return []
 
 
 def _silence_unused_warning(ddp: Any) -> None:

@@ -24,6 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
 from lockstep.engines.sample_state import SampleState, changed_elements, is_by_rows
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.tensors import as_bytes
 from lockstep.transforms.batchnorm import Recording
 
 __all__ = [
@@ -434,15 +435,12 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
     The two tensors of a pair have the same shape and dtype.
     """
-    flags = [(_bits(left) != _bits(right)).any() for left, right in pairs]
+    flags = [(_to_bytes(left) != _to_bytes(right)).any() for left, right in pairs]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj()
-    plain = plain.int_repr() if plain.is_quantized else plain
-    plain = plain if plain.layout is torch.strided else plain.to_dense()
-    return plain.contiguous().reshape(-1).view(torch.uint8)
+def _to_bytes(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor if tensor.layout is torch.strided else tensor.to_dense())
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:

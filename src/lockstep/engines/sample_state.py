@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
+from lockstep.tensors import as_bytes
 
 __all__ = ["SampleState", "changed_elements", "is_by_rows"]
 
@@ -166,5 +167,4 @@ def _before(place: Place) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each element. uint8 [elements, bytes of one]"""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).clone().view(-1, 1).view(torch.uint8) if plain.numel() else plain.new_empty(0, 1).byte()
+    return as_bytes(tensor).view(tensor.numel(), -1) if tensor.numel() else tensor.new_empty(0, 1, dtype=torch.uint8)

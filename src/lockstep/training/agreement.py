@@ -42,6 +42,7 @@ from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, alike, check_contents, digest
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task, has_own
+from lockstep.tensors import as_bytes, from_bytes
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
 from lockstep.transforms.precision import is_fast
@@ -292,7 +293,7 @@ def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int
         tensor = tensors[name]
         buffer = _host_bytes(tensor).clone()
         dist.broadcast(buffer, src=0, group=world.control)  # collective
-        tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(from_bytes(buffer, tensor.dtype, tensor.shape))
     return len(unequal)
 
 
@@ -310,7 +311,7 @@ def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
 
 def _host_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes in host memory, in row-major order. uint8 [n]"""
-    return tensor.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8)  # waits for the device
+    return as_bytes(tensor.detach().cpu())  # waits for the device
 
 
 def _hash(tensor: Tensor) -> str:

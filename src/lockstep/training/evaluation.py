@@ -37,6 +37,7 @@ from lockstep.passes import split_loss
 from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
 from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
+from lockstep.tensors import as_bytes
 from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
@@ -163,8 +164,8 @@ def _never() -> bool:
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        host = value.detach().cpu().contiguous()  # waits for the device
-        text = base64.b64encode(host.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        host = value.detach().cpu()  # waits for the device
+        text = base64.b64encode(as_bytes(host).numpy().tobytes()).decode()
         return {"dtype": str(host.dtype).removeprefix("torch."), "shape": list(host.shape), "v": text}
     return [_to_json(each) for each in value]
 

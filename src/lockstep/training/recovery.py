@@ -34,7 +34,7 @@ from lockstep.errors import PeerError, RankLost
 from lockstep.guards.startup import program
 from lockstep.logging.log import open_log
 from lockstep.run_state import RunningSums, RunState
-from lockstep.tensors import local_of
+from lockstep.tensors import as_bytes, from_bytes, local_of
 from lockstep.training.agreement import find_folders
 from lockstep.training.build import BuildRequest, RunParts, build_batches, build_together, notify
 from lockstep.training.build_engine import build_engine, build_optimizer
@@ -360,14 +360,14 @@ def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World)
 def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.ProcessGroup | None) -> None:
     """Broadcast the tensors of rank `source` in its group. Collective."""
     if world.rank == source:
-        flat = torch.cat([tensor.resolve_conj().reshape(-1).view(torch.uint8) for tensor in tensors])
+        flat = torch.cat([as_bytes(tensor) for tensor in tensors])
     else:
         flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
     dist.broadcast(flat, src=source, group=group)  # collective
     if world.rank != source:
         parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # the clone is aligned for its dtype
+            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
 
 
 def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:

@@ -24,6 +24,7 @@ from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
 from lockstep.task import Task, has_own, inner_task, user_task
+from lockstep.tensors import as_bytes
 
 __all__ = [
     "describe_marks",
@@ -208,9 +209,9 @@ def _add_to(digest: Any, value: Any, depth: int) -> None:
     """Add the contents of numbers, tensors, arrays, generators, modules and containers of them."""
     digest.update(type(value).__qualname__.encode())
     if isinstance(value, Tensor):
-        host = value.detach().to("cpu", copy=True).contiguous()  # waits for the device
+        host = value.detach().cpu()  # waits for the device
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(host.resolve_conj().reshape(-1).clone().view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(host).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype}{value.shape}".encode())
         digest.update(value.tobytes())

@@ -273,7 +273,8 @@ class _BitFlipEngine(_StepCounter):
         if self.is_due and not self.flipped:
             self.flipped = True
             parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
-            parameter.view(-1)[:1].view(torch.uint8)[0] ^= 1  # the lowest bit of the first element
+            first = parameter.as_strided((1,), (1,))  # of its memory, in whatever order it is
+            first.view(torch.uint8)[0] ^= 1  # the lowest bit
         return self.inner.accumulate(last, counts)
 
 

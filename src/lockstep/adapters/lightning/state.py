@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.tasks.metric_states import merge
+from lockstep.tensors import as_bytes
 
 __all__ = [
     "Leavings",
@@ -403,7 +404,7 @@ def _split_items(notes: list[tuple[Key, int]], items: list[Any]) -> Iterator[tup
 
 def _encode(tensor: Tensor) -> list[Any]:
     """Convert a host tensor to plain values."""
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    raw = as_bytes(tensor).numpy().tobytes()
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(raw).decode()]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.tensors import as_bytes
 from lockstep.trace.record.sums import mixed
 
 __all__ = [
@@ -250,7 +251,7 @@ def _words(rows: Tensor, counted: Tensor | None) -> Tensor:
         rows = torch.view_as_real(rows.resolve_conj()).flatten(1)
     if rows.is_floating_point():
         rows = rows if rows.dtype == torch.float64 else rows.float()
-        return rows.contiguous().view(torch.int32)
+        return as_bytes(rows).view(torch.int32).view(len(rows), rows.shape[1] * rows.itemsize // 4)
     if rows.dtype in (torch.uint8, torch.bool, torch.int8):
         return rows.to(torch.int32)
     integers = rows.to(torch.int64) if counted is None else rows.to(torch.int64) * counted
