@@ -117,6 +117,8 @@ def train(
     model = bare = Net(norm, dropout, own, noise)
     torch.manual_seed(1 + rank * (mistake != "same-seed"))  # other masks for other samples
     bare.detached = mistake == "detached"
+    if mistake == "same-masks" and wrong:  # seeded within the forward
+        bare.first.register_forward_hook(lambda *_: torch.manual_seed(100 + rank) and None)
     if distributed and shard:
         model = sharded(bare, shard, world)
         bare = model if shard == "fsdp1" else bare
@@ -162,8 +164,6 @@ def train(
             for _ in range(micro):
                 x, y = next(batches)
                 quiet = mistake == "no-sync" or (mistake == "unsent-gradient" and step == 2)
-                if mistake == "same-masks" and wrong:
-                    torch.manual_seed(100 + rank)
                 with model.no_sync() if wrong and quiet else contextlib.nullcontext():
                     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
                         out = (bare if mistake == "bare-call" else model)(x)

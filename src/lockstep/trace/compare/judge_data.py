@@ -70,9 +70,13 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if max(count, expected) >= 1.5 * min(count, expected):
         cause = "batch-size" if count > expected else "batch-share"
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
+    repeated = _repeated_epoch(step, first_reads, second_reads)
+    if repeated is not None:
+        return repeated
+    if count == expected and not _are_elsewhere(step, (first_reads, second_reads)):
+        return None  # the same samples, padded to another length, or other contents
     return (
-        _repeated_epoch(step, first_reads, second_reads)
-        or _overlap(step, first_reads, second_reads)
+        _overlap(step, first_reads, second_reads)
         or _samples_of_other_step(step, first_reads, second_reads)
         or _other_order(step, first_reads, second_reads)
     )
@@ -211,7 +215,6 @@ def _samples_of_other_step(
         sum(missing.values()) < sum(first.values())
         and epochs[0] == epochs[1]
         and sum(new.values()) * 2 <= sum(first.values())
-        and (new.total() != missing.total() or _are_elsewhere(step, missing, new))
     ):
         repeated = [content for content in new if second[content] > 1 or content in _recent_samples(step)]
         cause = "repeated-samples" if repeated or not missing else "lost-samples"
@@ -227,19 +230,34 @@ def _recent_samples(step: StepPair) -> set[int]:
     return contents
 
 
-def _are_elsewhere(step: StepPair, missing: Counter[int], new: Counter[int]) -> bool:
-    """Whether most of these samples occur in other steps of the epoch, in either run.
+def _are_elsewhere(step: StepPair, reads: tuple[dict[int, list[TracedSample]], ...]) -> bool:
+    """Whether most samples that only one run has in this step occur in other steps of the epoch, in either run.
 
     Padded to other lengths, samples have contents that no other step has.
     """
-    elsewhere: set[int] = set()
-    for side, own in ((step.pair.one, step.at[0]), (step.pair.two, step.at[1])):
-        epoch = _epoch(_reads_of(step.pair, side, own))
-        for at in range(len(side.spots)):
-            reads = _reads_of(step.pair, side, at) if at != own else {}
-            elsewhere |= {s.content for samples in reads.values() for s in samples if s.epoch == epoch}
-    found = sum(count for each in (missing, new) for content, count in each.items() if content in elsewhere)
-    return bool(found) and 2 * found >= missing.total() + new.total()
+    first, second = (counted(each) for each in reads)
+    only = (first - second) + (second - first)
+    found = 0
+    for content, count in only.items():
+        others = [
+            place.get(content, set()) - {(_epoch(each), at)}
+            for place, each, at in zip(_places(step.pair), reads, step.at, strict=True)
+        ]
+        epochs = [{epoch for epoch, _ in each} for each in others]
+        found += count * any(_epoch(each) in own for each, own in zip(reads, epochs, strict=True))
+    return bool(found) and 2 * found >= only.total()
+
+
+def _places(pair: TracePair) -> list[dict[int, set[tuple[int, int]]]]:
+    """Return each run's contents -> (epoch, step) of every occurrence."""
+    if not pair.places:
+        for side in (pair.one, pair.two):
+            places: dict[int, set[tuple[int, int]]] = {}
+            for at in range(len(side.spots)):
+                for sample in (each for samples in _reads_of(pair, side, at).values() for each in samples):
+                    places.setdefault(sample.content, set()).add((sample.epoch, at))
+            pair.places.append(places)
+    return pair.places
 
 
 def _epoch(reads: dict[int, list[TracedSample]]) -> int:
@@ -280,17 +298,15 @@ def _overlap(
 
 def _other_order(
     step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
-) -> TraceFinding | None:
+) -> TraceFinding:
     """Report the same samples in another order, or another number of samples."""
     counts = counted(first_reads), counted(second_reads)
     missing, new = counts[0] - counts[1], counts[1] - counts[0]
-    if _are_elsewhere(step, missing, new):
+    if missing.total() == new.total():
         first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
         common = (first & second).total()
         text = f"the epoch has the same samples ({common} in what was recorded of it), but not in the same steps"
         return step.finding("data", "other-order", text, "samples")
-    if missing.total() == new.total():
-        return None
     cause = "lost-samples" if missing.total() > new.total() else "repeated-samples"
     text = f"{counts[1].total()} samples instead of {counts[0].total()}"
     return step.finding("data", cause, text, "samples", _shortest(second_reads))
@@ -389,6 +405,12 @@ def _states(spot: Spot) -> dict[int, list[Forward]]:
     }
 
 
+def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:
+    """List (step, rank, forward) of a step and of the one after it."""
+    steps = [Spot(spot.part, at) for at in (spot.at, spot.at + 1) if at < spot.part.count]
+    return [(each.at, rank, forward) for each in steps for rank, ran in _states(each).items() for forward in ran]
+
+
 def _drawn(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
     """Return the generator's states before and after each forward."""
     return {(each.before.get(key, ""), each.after.get(key, "")) for forwards in ranks.values() for each in forwards}
@@ -397,13 +419,15 @@ def _drawn(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
 def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFinding | None:
     """Report two forwards of other samples that draw the same numbers, on two ranks or in two steps.
 
-    A generator that is seeded within the forward has equal states only after it.
+    A generator that is seeded within the forward has equal states only after it; a second forward then ends with the
+    state that it begins with, as if it drew nothing.
     """
     seen: dict[tuple[str, str], tuple[int, int, Forward]] = {}
-    steps = [Spot(spot.part, at) for at in (spot.at, spot.at + 1) if at < spot.part.count]
-    forwards = [(each.at, rank, forward) for each in steps for rank, ran in _states(each).items() for forward in ran]
-    for at, rank, forward in forwards:
-        if not forward.draws(key):
+    other_run = step.one if spot is step.two else step.two
+    must_draw = every(forward.draws(key) for _, _, forward in _two_steps(other_run))
+    must_draw &= any(forward.draws(key) for _, _, forward in _two_steps(spot))
+    for at, rank, forward in _two_steps(spot):
+        if not (forward.draws(key) or must_draw):
             continue
         for state in (("before", forward.before.get(key, "")), ("after", forward.after.get(key, ""))):
             earlier, other, twin = seen.setdefault(state, (at, rank, forward))

@@ -153,8 +153,8 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
         for ways in product(("all", "rank", "forward"), repeat=2):
             if _divisors_explain(factors, counts, ways, least):
                 return _rank_average(step, times, counts, ways)
-    for name, sign in ((SECOND, 1.0), (FIRST, -1.0)):
-        if _are_averaged(factors, sign, least):
+    for name, sign, own, other in ((SECOND, 1.0, step.two, step.one), (FIRST, -1.0, step.one, step.two)):
+        if _are_averaged(_forwards(factors, sign), factors, (own.part.world, other.part.world), least):
             text = (
                 f"in {name} each loss is divided by its own items, so one counts {times:.6g} times as much as another"
             )
@@ -179,16 +179,22 @@ def _forwards(factors: list[_Factor], sign: float) -> dict[Forward, list[float]]
     return means
 
 
-def _are_averaged(factors: list[_Factor], sign: float, least: float) -> bool:
+def _are_averaged(
+    means: dict[Forward, list[float]], factors: list[_Factor], worlds: tuple[int, int], least: float
+) -> bool:
     """Whether each forward of a run has a divisor of its own, of which nothing but their sum is known.
 
-    An average over F forwards weighs an item N / (F n) times as much as one of N: the mean of 1 / weight is 1.
+    A loss over n items weighs each N / n times as much as one over the N of a step; the sum of n / N is 1. Losses of
+    a correct run on W ranks are W times as large, since DDP divides; those of A forwards a rank may be divided by A.
+
+    Args:
+        worlds: ranks of the run with `means`, and of the other run.
     """
-    means = _forwards(factors, sign)
     spread = [max(values) - min(values) for values in means.values()]
     if len(means) < 2 or max([*spread, *(each.apart for each in factors)]) > least:
         return False
-    return abs(sum(math.exp(-_mean(values)) for values in means.values()) / len(means) - 1.0) <= least
+    total = sum(math.exp(-_mean(values)) for values in means.values()) / worlds[1]
+    return any(abs(total / whole - 1.0) <= least for whole in (1.0, len(means) / worlds[0]))
 
 
 def same_effect(step: StepPair) -> bool:
