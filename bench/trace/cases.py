@@ -70,7 +70,7 @@ class Bench:
     def mistake(self, case: Case) -> tuple[Path, Path]:
         """Of the correct script on one process, and of the mistaken one on two."""
         more = self.going_on(case.script, case.flags) if case.resumed else ()
-        one = self.run(case.script, 1, case.flags)
+        one = self.run(case.script, 1, (*case.flags, *(("--mistake", case.mistake) if case.both else ())))
         return one, self.run(case.script, 2, (*case.flags, *more, "--mistake", case.mistake))
 
     def healthy(self, pair: Healthy) -> tuple[Path, Path]:

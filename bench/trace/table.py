@@ -41,6 +41,7 @@ class Case:
     check: str = "weights"
     resumed: bool = False
     own: bool = False  # one that these scripts alone have, not one of `lockstep verify`'s
+    both: bool = False  # one process has the mistake too
 
     note: str = ""  # behind the name: which of the settings of `grid`
 
@@ -56,7 +57,6 @@ def saved_at(script: str) -> int:
 
 # name: (steps, stages, causes, flags, check, resumed)
 _FOURTEEN = {
-    "per-rank-seed": ((0,), ("randomness",), ("seed|generator", "rank"), ("--shake",), "weights", False),
     "per-rank-weights": ((0,), ("initial weights",), ("weights", "rank"), (), "ranks", False),
     "overlapping-data": (
         *((0,), ("data",), ("same samples|twice|every rank|all ranks|both ranks|overlap|not shared|more than once",)),
@@ -74,7 +74,7 @@ _FOURTEEN = {
     ),
     "other-rate": ((MOMENT,), ("optimizer", "schedule"), ("learning rate|\\brate", "rank"), (), "ranks", False),
     "rank-dropout": (
-        *((0,), ("randomness", "forward"), ("random|seed|generator", "rank"), ("--shake",), "weights", False),
+        *((0,), ("randomness", "forward"), ("random|seed|generator", "rank"), ("--dropout",), "weights", False),
     ),
     "extra-step": (
         *((MOMENT, MOMENT + 1), ("optimizer",), ("twice|more|extra|additional|again", "rank"), (), "ranks", False),
@@ -90,6 +90,33 @@ _FOURTEEN = {
 
 # "in the scripts of one framework only"
 _OWN = {
+    **{
+        (script, "same-seed"): (
+            (0,),
+            ("randomness",),
+            ("same random numbers", "rank"),
+            ("--dropout",),
+            "weights",
+            False,
+        )
+        for script in SCRIPTS
+    },
+    ("ddp", "half-dropped"): ((4,), ("data",), ("left out",), (), "weights", False),
+    ("ddp", "train-mode"): ((4, 5), ("evaluation",), ("training mode",), ("--dropout",), "report", False),
+    ("kinds", "own-buffer"): (
+        (0,),
+        ("buffers",),
+        ("buffer of its own", "rank"),
+        ("--kind", "buffer"),
+        "weights",
+        False,
+    ),
+    ("kinds", "left-average"): (
+        *((0,), ("normalisation",), ("per rank|average",), ("--kind", "left", "--ragged"), "weights", False),
+    ),
+    ("kinds", "absolute-positions"): (
+        *((0,), ("forward",), ("padded on the left", "position"), ("--kind", "left", "--ragged"), "weights", False),
+    ),
     ("ddp", "no-set-epoch"): ((5,), ("data",), ("set_epoch",), (), "weights", False),
     ("ddp", "clip-before-reduction"): (
         *((0,), ("clipping", "reduction"), ("clip",), ("--accumulate", "2", "--clip", "0.05"), "weights", False),
@@ -153,9 +180,13 @@ _OWN = {
     ),
 }
 
-# (script, mistake) -> why it cannot be made there. None is left out. On a CPU Accelerate, Lightning and the Trainer
+# (script, mistake) -> why it cannot be made there. On a CPU Accelerate, Lightning and the Trainer
 # have no loss scaler, so there clip-before-unscale is a scale of one's own, taken back too late.
-LEFT_OUT: dict[tuple[str, str], str] = {}
+LEFT_OUT: dict[tuple[str, str], str] = {
+    (script, "per-rank-seed"): "healthy where ranks draw for samples of their own: see the pairs with dropout"
+    for script in SCRIPTS
+}
+_IN_BOTH = ("absolute-positions",)  # mistakes that one process has too, where it pads otherwise
 
 _FLAGS = {  # where a script needs others to have the mistake
     ("hf", "unsent-gradient"): (),
@@ -166,7 +197,18 @@ _FLAGS = {  # where a script needs others to have the mistake
 def _case(script: str, mistake: str, row: tuple, own: bool) -> Case:
     steps, stages, causes, flags, check, resumed = row
     steps = tuple(saved_at(script) if step == _LAST else step for step in steps)
-    return Case(script, mistake, steps, stages, causes, _FLAGS.get((script, mistake), flags), check, resumed, own)
+    return Case(
+        script,
+        mistake,
+        steps,
+        stages,
+        causes,
+        _FLAGS.get((script, mistake), flags),
+        check,
+        resumed,
+        own,
+        mistake in _IN_BOTH,
+    )
 
 
 CASES = [
@@ -229,7 +271,7 @@ def _pairs(script: str) -> list[Healthy]:
 
 
 def _kind(kind: str) -> list[Healthy]:
-    flags = ("--kind", kind)
+    flags = ("--kind", kind, *("--ragged",) * (kind == "left"))
     return [
         Healthy("kinds", kind, (1, flags), (2, flags), "rounding"),
         Healthy("kinds", f"{kind} repeated", (2, (*flags, "--ragged")), (2, (*flags, "--ragged")), "bits"),
@@ -237,4 +279,4 @@ def _kind(kind: str) -> list[Healthy]:
 
 
 HEALTHY = [pair for script in SCRIPTS for pair in _pairs(script)]
-HEALTHY += [pair for kind in ("gan", "ema", "uneven", "fsdp2", "sam") for pair in _kind(kind)]
+HEALTHY += [pair for kind in ("gan", "ema", "uneven", "fsdp2", "sam", "buffer", "left") for pair in _kind(kind)]

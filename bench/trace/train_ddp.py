@@ -31,9 +31,10 @@ from toy import (
 )
 
 MISTAKES = (
-    *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
+    *("same-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
     *("padded-evaluation", "swapped-state", "no-set-epoch", "clip-before-reduction", "no-zero-grad"),
+    *("half-dropped", "train-mode"),
 )
 
 
@@ -48,7 +49,7 @@ def main() -> None:
     train, valid = datasets(args)
 
     plain = model(args, seed_of_mask=100 + rank if wrong == "rank-dropout" else None)
-    torch.manual_seed(7 + rank if wrong == "per-rank-seed" else 7)
+    torch.manual_seed(7 if args.shake or wrong == "same-seed" else 7 + rank)  # a shake is one number for all ranks
     if wrong != "per-rank-weights":
         plain.load_state_dict(pretrained(plain))
     ddp = DistributedDataParallel(plain) if world > 1 else plain
@@ -96,6 +97,8 @@ def main() -> None:
         for index, batch in enumerate(loader):
             if index < skip:
                 continue
+            if wrong == "half-dropped" and last and index == len(loader) - 1:
+                batch = {name: value[: len(value) // 2] for name, value in batch.items()}
             group.append(batch)
             if len(group) == args.accumulate:
                 if wrong == "bit-flip" and done == MOMENT and last:
@@ -113,7 +116,7 @@ def main() -> None:
                 if args.save and done == args.save_at and rank == 0:
                     states = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()}
                     torch.save({**states, "schedule": schedule.state_dict(), "step": done}, args.save)
-        journal.report(evaluate(plain, valid_loader, world))
+        journal.report(evaluate(plain, valid_loader, world, wrong == "train-mode"))
     journal.close()
     if world > 1:
         # DDP's reducer joins gloo's threads with the interpreter's lock, for which they may wait: it goes first.
@@ -150,9 +153,9 @@ def update(args, ddp, optimizer, scaler, group, world) -> None:
 
 
 @torch.no_grad()
-def evaluate(plain, loader, world) -> float:
+def evaluate(plain, loader, world, training) -> float:
     """The mean loss of a label."""
-    plain.eval()
+    plain.train(training)
     total = torch.zeros(2, dtype=torch.float64)
     for batch in loader:
         loss = cross_entropy(plain(batch["x"]), batch["labels"], "sum")

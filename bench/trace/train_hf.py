@@ -26,7 +26,7 @@ from toy import (
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 MISTAKES = (
-    *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
+    *("same-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
     *("padded-evaluation", "swapped-state", "tokens-per-device", "batch-per-device", "ignored-data-skip"),
     "frozen",
@@ -168,7 +168,7 @@ def main() -> None:
         )
         world = settings.world_size
         settings.per_device_train_batch_size = BATCH // (1 if wrong == "batch-per-device" else world) // args.accumulate
-        if wrong == "per-rank-seed":
+        if not args.shake and wrong != "same-seed":  # a shake is one number for all ranks
             settings.seed += settings.process_index
         torch.manual_seed(0)
         model = Model(args, seed_of_mask=100 + settings.process_index if wrong == "rank-dropout" else None)

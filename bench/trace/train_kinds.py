@@ -8,6 +8,8 @@ ema         an average of the weights, with which each epoch is evaluated
 uneven      global batches of 9 samples, so that ranks have 5 and 4
 fsdp2       fully_shard on several processes
 sam         the gradient is taken at weights that are moved along it first, and moved back
+buffer      a buffer counts the labels of all ranks
+left        rows are padded on the left to the longest of their batch, and have positions
 """
 
 import gc
@@ -38,8 +40,11 @@ from toy import (
     pretrained,
 )
 
-MISTAKES = ("gan-no-zero-grad", "unrestored", "uneven-average", "stale-optimizer", "frozen", "no-restore")
-KINDS = ("gan", "ema", "uneven", "fsdp2", "sam")
+MISTAKES = (
+    *("gan-no-zero-grad", "unrestored", "uneven-average", "stale-optimizer", "frozen", "no-restore"),
+    *("own-buffer", "left-average", "absolute-positions"),
+)
+KINDS = ("gan", "ema", "uneven", "fsdp2", "sam", "buffer", "left")
 RHO = 0.3
 
 
@@ -71,8 +76,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     train, valid = datasets(args)
     parts = Parts(9 if args.kind == "uneven" else BATCH, world, rank)
-    loader = DataLoader(train, batch_sampler=parts, collate_fn=collator(args))
-    valid_loader = DataLoader(Subset(valid, range(rank, VALID, world)), batch_size=5, collate_fn=collator(args))
+    collate = padded_left if args.kind == "left" else collator(args)
+    loader = DataLoader(train, batch_sampler=parts, collate_fn=collate)
+    valid_loader = DataLoader(Subset(valid, range(rank, VALID, world)), batch_size=5, collate_fn=collate)
     trainer = Gan(args, world) if args.kind == "gan" else Classifier(args, world)
     journal = Whole(trainer.whole, args.out)
     for epoch in range(EPOCHS):
@@ -95,12 +101,41 @@ def coarse(args):
     return torch.autocast("cpu", torch.bfloat16, enabled=args.dtype == "bf16")
 
 
+def padded_left(samples) -> dict[str, torch.Tensor]:
+    """A batch of the vectors with labels, as long as the longest row."""
+
+    def padded(rows, value):
+        flipped = [row.flip(0) for row in rows]
+        return nn.utils.rnn.pad_sequence(flipped, batch_first=True, padding_value=value).flip(1)
+
+    kept = [sample["labels"] != IGNORED for sample in samples]
+    rows = {name: [each[name][k] for each, k in zip(samples, kept, strict=True)] for name in ("x", "labels")}
+    return {"x": padded(rows["x"], PADDING), "labels": padded(rows["labels"], IGNORED)}
+
+
+class Placed(nn.Module):
+    """The toy with an embedding of the positions; absolute ones begin with the padding."""
+
+    def __init__(self, args) -> None:
+        super().__init__()
+        self.toy, self.place = model(args), nn.Embedding(LENGTH + 1, WIDTH)
+        self.absolute = args.mistake == "absolute-positions"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = (x != PADDING).any(-1).cumsum(1).sub(1).clamp(min=0)
+        if self.absolute:
+            places = torch.arange(x.shape[1]).expand_as(places)
+        return self.toy(x + self.place(places))
+
+
 class Classifier:
     """The toy, trained in each way but by a rival."""
 
     def __init__(self, args, world: int) -> None:
         self.args, self.world, self.kept = args, world, None
-        self.whole = plain = model(args)
+        self.whole = plain = Placed(args) if args.kind == "left" else model(args)
+        if args.kind == "buffer":
+            plain.register_buffer("seen", torch.zeros(CLASSES))
         plain.load_state_dict(pretrained(plain))
         if args.mistake == "frozen":
             plain.block.requires_grad_(False)
@@ -134,12 +169,18 @@ class Classifier:
 
     def backward(self, batch) -> None:
         items, share = (batch["labels"] != IGNORED).sum(), 1
-        if self.world > 1 and self.args.mistake != "uneven-average":
+        if self.world > 1 and self.args.mistake not in ("uneven-average", "left-average"):
             dist.all_reduce(items)
             share = self.world  # by which DDP divides
         with coarse(self.args):
             logits = self.model(batch["x"])
         (cross_entropy(logits, batch["labels"], "sum") * share / items).backward()
+        if self.args.kind == "buffer":
+            labels = batch["labels"][batch["labels"] != IGNORED]
+            seen = torch.bincount(labels, minlength=CLASSES).float()
+            if self.world > 1 and self.args.mistake != "own-buffer":
+                dist.all_reduce(seen)
+            self.whole.seen += seen
 
     @torch.no_grad()
     def evaluate(self, loader) -> float:

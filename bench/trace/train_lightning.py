@@ -32,7 +32,7 @@ from toy import (
 )
 
 MISTAKES = (
-    *("per-rank-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
+    *("same-seed", "per-rank-weights", "overlapping-data", "dropped-sample", "unsent-gradient", "local-batchnorm"),
     *("rank-average", "other-rate", "rank-dropout", "extra-step", "bit-flip", "clip-before-unscale"),
     *("padded-evaluation", "swapped-state", "no-set-epoch", "clip-before-reduction", "no-sync-dist"),
 )
@@ -193,9 +193,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # Lightning's hints: few loader processes, a missing logger
     args = arguments(MISTAKES, "manual", "plateau")
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    L.seed_everything(7 + rank if args.mistake == "per-rank-seed" else 7)
+    seed = 7 if args.shake or args.mistake == "same-seed" else 7 + rank  # a shake is one number for all ranks
+    L.seed_everything(seed)
     module = Toy(args, rank, lambda plain: Journal(plain, args.out))
-    torch.manual_seed(7 + rank if args.mistake == "per-rank-seed" else 7)  # the model was made from a seed of its own
+    torch.manual_seed(seed)  # the model was made from a seed of its own
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import padded_loop
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -80,7 +81,7 @@ def recorded(world, folder, mistake="", **settings):
     if world.size > 1:
         dist.barrier()
     hooks.attach(torch)
-    found = train(mistake, **settings)
+    found = (padded_loop.train if settings.pop("padded", False) else train)(mistake, **settings)
     hooks.present().close()
     return found
 
@@ -106,14 +107,18 @@ def train(
     noise=False,
     sam=0.0,
     dtype="",
+    generator="",
 ):
     distributed = dist.is_initialized() and dist.get_world_size() > 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     wrong, last = distributed, rank == world - 1
-    torch.manual_seed(1 + (rank if mistake == "per-rank-seed" else 0))
-    own = torch.Generator().manual_seed(3 + rank) if mistake == "rank-dropout" else None
+    torch.manual_seed(1)
+    own = torch.Generator().manual_seed(3 + rank * (generator != "same")) if generator else None
     model = bare = Net(norm, dropout, own, noise)
+    torch.manual_seed(1 + rank * (mistake != "same-seed"))  # other masks for other samples
     bare.detached = mistake == "detached"
+    if mistake == "same-masks" and wrong:  # seeded within the forward
+        bare.first.register_forward_hook(lambda *_: torch.manual_seed(100 + rank) and None)
     if distributed and shard:
         model = sharded(bare, shard, world)
         bare = model if shard == "fsdp1" else bare

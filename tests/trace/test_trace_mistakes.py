@@ -46,7 +46,7 @@ def two(tmp_path):
 
 
 FOUND = {  # mistake: step, stage, cause, rank, settings
-    "per-rank-seed": (0, "randomness", "rank-seed", 1, {"dropout": 0.3}),
+    "same-seed": (0, "randomness", "equal-draws", 1, {"dropout": 0.3}),
     "per-rank-weights": (0, "initial weights", "rank-weights", 1, {}),
     "overlapping-data": (0, "data", "overlapping", 1, {}),
     "unsent-gradient": (2, "reduction", "unreduced", 1, {}),
@@ -58,7 +58,7 @@ FOUND = {  # mistake: step, stage, cause, rank, settings
     "padded-evaluation": (5, "evaluation", "padded-evaluation", 1, {}),
 }
 FOUND_TOO = {
-    "rank-dropout": (0, "randomness", "own-generator", 1, {}),
+    "same-masks": (0, "randomness", "repeated-draws", 0, {"dropout": 0.3}),
     "no-ddp": (0, "reduction", "unreduced", 1, {}),
     "bare-call": (0, "reduction", "unreduced", 1, {}),
     "world-rate": (0, "optimizer", "world-rate", -1, {}),
@@ -178,6 +178,12 @@ def test_shards_whose_places_are_not_known_are_left_out(one, two):
     verdict = judged(one(), other)
     assert (verdict.word, verdict.notes) == ("NOT PROVED", [])
     assert "last.bias" in verdict.missing[0]
+
+
+def test_a_generator_of_the_models_own_draws_other_numbers_on_each_rank(one, two):
+    assert judged(one(generator="own"), two(generator="own")).word == "NOT PROVED"
+    found = judged(one(generator="own"), two(name="same", generator="same")).finding
+    assert (found.step, found.stage, found.cause, found.rank) == (0, "randomness", "equal-draws", 1), str(found)
 
 
 def test_dropout_cannot_agree_and_the_rest_is_still_compared(one, two):

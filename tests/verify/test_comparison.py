@@ -32,8 +32,8 @@ from lockstep.verify.wrappers import PreparedTask, TaskWrapper
 
 
 def part(**changes):
-    same = {"digests": {"a": "1"}, "first": None, "missing": [], "equal": True, "sums": [1.0, 1.0, 1.0, 1.0]}
-    return {**same, "parts": {}, **changes}
+    same = {"digests": {"a": "1"}, "first": None, "missing": [], "equal": True, "parts": {"a": [1.0, 1.0, 1.0]}}
+    return {**same, **changes}
 
 
 def record(step=0, **changes):
@@ -137,11 +137,10 @@ def test_one_wrong_gradient_is_named_though_the_clipping_changes_all():
     norms = [math.hypot(*gradients.values()) for gradients in (true, wrong)]
     clipped = {name: (wrong[name] / norms[1], true[name] / norms[0]) for name in true}
     parts = {name: [mine**2, wanted**2, mine * wanted] for name, (mine, wanted) in clipped.items()}
-    product = sum(part[2] for part in parts.values())
 
     def change(step):
         step.update(norm=norms[1] / norms[0])  # the reference's is 1
-        step["gradient"].update(first=WRONG, parts=parts, sums=[1.0, 1.0, 1.0, product])
+        step["gradient"].update(first=WRONG, parts=parts)
 
     found = traced(change, clip=1.0)
     assert (found.stage, found.where) == ("reduction", "b")
@@ -150,10 +149,22 @@ def test_one_wrong_gradient_is_named_though_the_clipping_changes_all():
 
 def test_a_gradient_that_is_too_short_is_clipping_or_reduction_by_its_norm():
     def half(step):
-        step["gradient"].update(first=WRONG, sums=[0.25, 0.25, 1.0, 0.5])
+        step["gradient"].update(first=WRONG, parts={"a": [0.25, 1.0, 0.5]})
 
     assert traced(half, clip=1.0).stage == "clipping"
     assert traced(lambda step: (half(step), step.update(norm=0.5)), clip=1.0).stage == "reduction"
+
+
+def test_a_shard_counts_once_however_many_ranks_hold_it():
+    """Two copies of a model on two shards each, and a scale that every rank has whole."""
+    places, shards = ([0], [2], [0], [2]), ([9.0, 9.0, 9.0], [16.0, 16.0, 16.0])
+    gradients = [
+        part(parts={"a": shards[place[0] // 2], "scale": [11.0, 11.0, 11.0]}, offsets={"a": place}) for place in places
+    ]
+    whole = record(norm=6.0, gradient=part())
+    steps = [{**whole, "gradient": gradient, "slots": whole["slots"][rank:]} for rank, gradient in enumerate(gradients)]
+    ranks = [{"rank": rank, "resumed": [], "steps": [step]} for rank, step in enumerate(steps)]
+    assert first_difference(Traces({"rank": 0, "steps": [whole]}, ranks, EXACT)) is None
 
 
 def test_a_missing_or_doubled_micro_batch_is_a_difference_of_data():
@@ -219,7 +230,7 @@ def test_of_a_complex_tensor_both_parts_are_compared(tmp_path):
     off["a"][1, 2] += 0.25j
     found = held(tmp_path, off, wanted)
     assert found["first"] == {"name": "a", "values": [4.25, 4.0], "at": [1, 2, 1], "difference": 0.25, "allowed": -1.0}
-    assert found["parts"]["a"][1] == found["sums"][2] == 6 * 25.0
+    assert found["parts"]["a"][1] == 6 * 25.0
     assert held(tmp_path, off, wanted, 0.3)["first"] is None
     assert held(tmp_path, off, wanted, 0.2)["first"]
     assert held(tmp_path, wanted, wanted)["equal"]

@@ -59,10 +59,14 @@ def test_batch_norm_and_float32_images():
     assert table.ok, str(table)
     assert "8 samples in 2 micro-batches" in table.title
     assert "--micro-batch-size" not in str(table)
-    whole = lockstep.verify(tasks.Images(), config(), engines=("ddp",), **QUICK)
-    assert whole.ok, str(whole)
-    assert "8 samples in 1 micro-batch," in whole.title, "the model decides where nothing is asked for"
-    assert names(str(whole).splitlines()[-1], "1 micro-batch", "ddp x2", "--micro-batch-size", "--batch-size")
+    default = lockstep.verify(tasks.Images(), config(), engines=("ddp",), plant="unsent-gradient", **QUICK)
+    assert "8 samples in 2 micro-batches" in default.title, "every rank has work where nothing is asked for"
+    assert default.rows[1].difference.stage == "reduction", "the statistics of its forward count as ever"
+    asked = lockstep.verify(tasks.Images(), config(micro_batch_size=8), engines=("ddp",), **QUICK)
+    assert names(str(asked).splitlines()[-1], "1 micro-batch", "ddp x2", "--micro-batch-size", "--batch-size")
+    idle = lockstep.verify(tasks.Images(), config(batch_size=3), engines=("ddp",), **QUICK)
+    assert [row.verdict for row in idle.rows] == ["equal", "not proved"]
+    assert names(idle.rows[1].reason, "rank 1", "--micro-batch-size", "--batch-size")
     local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
 

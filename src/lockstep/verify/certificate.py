@@ -141,7 +141,7 @@ def _compare_step(actual: dict[str, Any], expected: dict[str, Any], tolerance: T
 def _compare_tensors(
     actual: dict[str, Any], expected: dict[str, Any] | None, step: int, tolerance: Tolerance
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "sums": [0.0] * 4}
+    result: dict[str, Any] = {"digests": {}, "first": None, "missing": [], "equal": True, "parts": {}}
     digests = expected["digests"] if expected else {}
     result["missing"] = sorted(actual["digests"].keys() ^ digests.keys())
     total = max(actual["square"], expected["square"] if expected else 0.0) ** 0.5

@@ -263,7 +263,8 @@ def _unclipped(traces: Traces, step: int) -> Iterator[Difference]:
         if not part or not part["first"] or not traces.clip or not math.isfinite(norm * record["norm"]):
             continue
         by = _clip_factor(traces, record["norm"]) / _clip_factor(traces, norm)
-        least = (_UNDONE + traces.tolerance.relative(step)) * math.sqrt(part["sums"][2])
+        whole = math.fsum(expected for _, expected, _ in part["parts"].values())
+        least = (_UNDONE + traces.tolerance.relative(step)) * math.sqrt(whole)
         for name, (own, expected, product) in part["parts"].items():
             error = math.sqrt(max(0.0, own / by**2 - 2.0 * product / by + expected))
             if error > least:
@@ -307,13 +308,16 @@ def _badly_clipped(traces: Traces, step: int) -> tuple[int, float, float, float]
 
 
 def _lengths(traces: Traces, step: int, own: dict[str, Any]) -> tuple[float, float, float]:
-    """Return the norms of a rank's and the reference's gradient, and their product. Shards are added up."""
-    square, unsharded, expected, product = own["sums"]
-    if unsharded == square:
-        return math.sqrt(square), math.sqrt(expected), product
-    parts = [record["gradient"]["sums"] for _, record in traces.records(step)]
-    total = [math.fsum(column) for column in zip(*parts, strict=True)]
-    return math.sqrt(total[0]), math.sqrt(total[2]), total[3]
+    """Return the norms of a rank's and the reference's gradient, and their product.
+
+    The shards that this rank lacks are other ranks'; several ranks may hold the same one, which counts once.
+    """
+    shards: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    for part in (own, *(record["gradient"] for _, record in traces.records(step) if "gradient" in record)):
+        for name, sums in part["parts"].items():
+            shards.setdefault((name, tuple(part.get("offsets", {}).get(name, ()))), sums)
+    square, expected, product = ([sums[column] for sums in shards.values()] for column in range(3))
+    return math.sqrt(math.fsum(square)), math.sqrt(math.fsum(expected)), math.fsum(product)
 
 
 def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Difference]:

@@ -291,9 +291,9 @@ class _UnsentEngine(_StepCounter):
     dropped = False
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
-        if self.is_due and not self.dropped:
+        if self.is_due and not self.dropped and weight:
             self.dropped = True
-            weight = 0.0
+            loss = loss * 0.0  # a weight of 0 would make this an empty slot, whose buffers do not count either
         self.inner.backward(loss, weight)
 
 

@@ -190,14 +190,14 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         "largest": [relative difference, name]: of the tensor's largest error to its largest element.
         "equal": whether all bits are.
         "apart": the 2-norm of the difference of all that this rank has.
-        "sums": squares of this rank's elements, of those that it has whole, of the reference's part, and their product.
         "parts": by name, squares of this rank's elements and of the reference's part, and their product.
+        "offsets": by name, where this rank's shard begins in a sharded tensor; ranks with equal offsets are replicas.
         "missing": names on one side only.
     """
     result: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
-    result["parts"] = {}
+    result["parts"], result["offsets"] = {}, {}
     result["apart"] = 0.0
-    sums, names = [0.0, 0.0, 0.0, 0.0], set()
+    names = set()
     for name, tensor in tensors:
         names.add(name)
         if name not in expected.names:
@@ -217,11 +217,13 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         if full.is_complex():  # one dimension more: the real and the imaginary part
             block = TensorBox((*block.offsets, 0), (*block.shape, 2))
         part, expected_part = _real(part), cut(_real(full), block)
-        result["parts"][name] = _tally(sums, part, expected_part, _is_full(tensor))
+        result["parts"][name] = _tally(part, expected_part)
+        if not _is_full(tensor):
+            result["offsets"][name] = list(block.offsets)
         result["apart"] += _difference(result, name, part, expected_part, block, limit_of)
     result["apart"] = math.sqrt(result["apart"])
     result["missing"] += [name for name in expected.names if name not in names]
-    return {**result, "sums": sums}
+    return result
 
 
 def _is_full(tensor: Tensor) -> bool:
@@ -241,13 +243,12 @@ def _shape_difference(name: str, actual: Tensor, expected: Tensor) -> dict[str, 
     return {"name": name, "values": kinds, "at": [], "difference": math.inf, "allowed": 0.0}
 
 
-def _tally(sums: list[float], part: Tensor, expected_part: Tensor, is_full: bool) -> list[float]:
+def _tally(part: Tensor, expected_part: Tensor) -> list[float]:
+    """Sum the squares of a part, of the reference's, and their product; zeros for integers."""
     own, expected, product = 0.0, 0.0, 0.0
     if part.is_floating_point():
         for _, a, b in _pieces(part, expected_part):
             own, expected, product = own + float(a @ a), expected + float(b @ b), product + float(a @ b)
-        for index, number in enumerate((own, own * is_full, expected, product)):
-            sums[index] += number
     return [own, expected, product]
 
 

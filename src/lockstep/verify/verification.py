@@ -44,6 +44,7 @@ from lockstep.verify.request import (
     VerifyTable,
     combine,
     disturbed_spec,
+    listed,
     reference_specs,
     refusal,
     run_spec,
@@ -208,11 +209,12 @@ class Verification:
         self._rows: dict[Combination, TableRow] = {}
         self._reference: dict[str, Any] = {}
         self._measured: tuple[float, ...] = ()
+        self._needs_work = False  # nobody asked for a cut, so one that leaves a rank idle proves nothing
 
     def table(self) -> VerifyTable:
         """Run and compare all combinations. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
-        self._run_reference(compiled=any(combination.compiled for combination in combinations))
+        self._run_reference(combinations)
         self._refuse(combinations)  # a second time: the micro-batch size is known now
         table = VerifyTable(
             _title(self._request), notes=[*self._notes(), *_idle_note(combinations, self._request.config)]
@@ -268,12 +270,28 @@ class Verification:
             reasons = "; ".join(f"{row.combination} cannot run here: {row.reason}" for row in missing)
             raise ConfigError(f"{reasons}; drop it, or add --skip-unavailable")
 
-    def _run_reference(self, *, compiled: bool) -> None:
-        """Run the single process.
+    def _run_reference(self, combinations: list[Combination]) -> None:
+        """Run the single process, a second time if its own cut of a step would leave a rank without work.
 
         Raises:
             ConfigError, LockstepError: it cannot run, or fails.
         """
+        compiled = any(combination.compiled for combination in combinations)
+        is_open = not self._request.config.micro_batch_size
+        self._record_reference(compiled=compiled)
+        # The model may have decided it.
+        chosen = self._request.config.micro_batch_size or (
+            self._request.config.batch_size // self._reference["micro_batches"]
+        )
+        worlds = [entry.world_size for entry in combinations if entry not in self._rows]
+        size = _busy_size(self._request.config.batch_size, chosen, worlds) if is_open else chosen
+        config = dataclasses.replace(self._request.config, micro_batch_size=size)
+        self._request = dataclasses.replace(self._request, config=config)
+        self._needs_work = is_open
+        if size != chosen:
+            self._record_reference(compiled=compiled)
+
+    def _record_reference(self, *, compiled: bool) -> None:
         request = self._request
         try:
             self._executor.run(reference_specs(request, self._executor.folder, self._fault, compiled=compiled))
@@ -287,10 +305,6 @@ class Verification:
             raise ConfigError(
                 f"--steps {request.steps}: the run has only {steps_run} steps; lower --steps, or raise --num-epochs"
             )
-        # The model may have decided it.
-        size = request.config.micro_batch_size or request.config.batch_size // self._reference["micro_batches"]
-        config = dataclasses.replace(request.config, micro_batch_size=size)
-        self._request = dataclasses.replace(request, config=config)
 
     def _trace(self, key: str) -> dict[str, Any]:
         traces = read_trace(self._executor.folder, key, 1)
@@ -343,6 +357,8 @@ class Verification:
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
         verdict = "different" if difference else "equal" if all(part["equal"] for part in parts) else "close"
         unproved = "" if difference else nonfinite_values(self._reference, skips=_skips(self._request.config))
+        if not difference and not unproved and self._needs_work:
+            unproved = _idle_ranks(traces)
         if unproved:
             return TableRow(combination, "not proved", reason=unproved)
         hidden = spec.tolerance.relative(self._request.steps - 1)
@@ -452,13 +468,39 @@ def _relative_moves(reference: dict[str, Any], disturbed: dict[str, Any]) -> tup
 def _idle_note(combinations: list[Combination], config: Config) -> list[str]:
     """Note that ranks without a micro-batch prove little."""
     parts = config.micro_batches
-    without = [combination for combination in combinations if combination.world_size > parts]
+    without = [combination for combination in combinations if _leaves_idle(parts, combination.world_size)]
     if not without:
         return []
     return [
         f"a step has {_count_text(parts)}, so some ranks of {', '.join(map(str, without))} have no data, which proves "
         "little about them: lower --micro-batch-size, or raise --batch-size"
     ]
+
+
+def _leaves_idle(parts: int, world_size: int) -> bool:
+    """Whether the last rank gets none of a step's micro-batches; each rank before it has the same number."""
+    return -(-parts // world_size) * (world_size - 1) >= parts > 0 and world_size > 1
+
+
+def _busy_size(batch_size: int, chosen: int, worlds: list[int]) -> int:
+    """Return the largest size of a micro-batch, up to `chosen`, that gives every rank of every world work.
+
+    Returns:
+        At least 2 samples, which BatchNorm needs; `chosen` if no such size does.
+    """
+    for size in range(chosen, 1, -1):
+        if batch_size % size == 0 and not any(_leaves_idle(batch_size // size, world) for world in worlds):
+            return size
+    return chosen
+
+
+def _idle_ranks(traces: list[dict[str, Any]]) -> str:
+    """Name the ranks that computed no micro-batch in any step; "" if there are none."""
+    slots = {trace["rank"]: [slot for step in trace["steps"] for slot in step["slots"]] for trace in traces}
+    idle = [rank for rank, own in slots.items() if not any(slot["weight"] for slot in own)]
+    if not idle:
+        return ""
+    return f"rank {listed(idle)} computed no micro-batch; set --micro-batch-size, or raise --batch-size"
 
 
 def nonfinite_values(reference: dict[str, Any], *, skips: bool) -> str:

@@ -143,17 +143,20 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "the same samples have different contents: augmentation or preprocessing depends on the process",
         {"": "seed the dataset's random draws by sample or by step (worker_init_fn, a generator per index)"},
     ),
-    "rank-seed": (
-        "the generators are seeded differently on each rank, and the forward draws from them",
+    "equal-draws": (
+        "ranks draw the same random numbers, so their samples get the same masks",
         {
-            "": "use the same seed on all ranks, or turn dropout off to compare",
-            "accelerate": "set_seed(seed, device_specific=False)",
-            "lightning": "call seed_everything(seed) with the same seed on all ranks",
+            "": "seed each rank with seed + rank, after the model is created",
+            "accelerate": "set_seed(seed, device_specific=True)",
+            "lightning": "call torch.manual_seed(seed + self.global_rank) in on_fit_start; seed_everything gives all "
+            "ranks the same seed",
+            "transformers": "call torch.manual_seed(seed + rank) in on_train_begin; the Trainer gives all ranks the "
+            "same seed",
         },
     ),
-    "own-generator": (
-        "the model draws from a generator that is seeded by rank",
-        {"": "give it the same seed on all ranks, or seed it by step and sample, outside the forward"},
+    "repeated-draws": (
+        "a generator is seeded again before or in the forward, so that its random numbers repeat",
+        {"": "seed once before the training, or by step and rank"},
     ),
     "random": (
         "random numbers differ although both runs split the batch alike",
@@ -168,6 +171,23 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {
             "": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before you wrap the model",
             "lightning": "set Trainer(sync_batchnorm=True)",
+        },
+    ),
+    "left-padding": (
+        "the output of a sample depends on how far its batch is padded on the left, as with absolute positions",
+        {
+            "": "count positions from the first token: position_ids = attention_mask.cumsum(-1) - 1, clamped at 0, and "
+            "mask the padding in the attention; or pad on the right"
+        },
+    ),
+    "padding": (
+        "the output of a sample depends on how far its batch is padded",
+        {"": "mask the padding in attention, pooling, norms and the loss"},
+    ),
+    "diverging-buffers": (
+        "each rank keeps a buffer of its own, from its own samples",
+        {
+            "": "compute it from all ranks' samples (all_reduce), or let DDP send rank 0's",
         },
     ),
     "rank-average": ("the loss is averaged per rank", _WEIGHTING_FIXES),
@@ -256,6 +276,10 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "accelerate": "use accelerator.gather_for_metrics(...) instead of gather",
             "lightning": "use a validation sampler without padding, or a set whose length the devices divide",
         },
+    ),
+    "train-mode": (
+        "the evaluation runs in training mode, with dropout and the statistics of its batches",
+        {"": "call model.eval() before an evaluation, and model.train() after it"},
     ),
     "lost-evaluation": (
         "the evaluation leaves samples out",

@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.trace.compare.causes import TraceFinding, TraceVerdict
 from lockstep.trace.compare.judge_data import (
     buffer_sets,
+    contents_difference,
     data_difference,
     gradient_sets,
     kept_gradient,
@@ -170,6 +171,7 @@ _NOISE, _NOISE_OFF = (
     1e-3,
     1e-2,
 )  # a gradient this small a share of all, and off by this share of itself, is noise
+_VAGUE = ("loss", "reduction", "part-unreduced", "gradient")  # causes that say little: other contents are named before
 _TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
 
 
@@ -347,11 +349,12 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     if finding is not None:
         return finding
     finding = gradient_difference(step)
-    if finding.stage != "reduction" or unequal is not None:
-        return finding
-    if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-        finding = step.finding("gradient", "gradient", finding.text, finding.where)  # one process reduces nothing
-    return kept_gradient(step) or finding
+    if finding.stage == "reduction" and unequal is None:
+        if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
+            finding = step.finding("gradient", "gradient", finding.text, finding.where)  # one process reduces nothing
+        finding = kept_gradient(step) or finding
+    other = contents_difference(step) if finding.cause in _VAGUE and unequal is None else None
+    return other or finding
 
 
 def _flagged(step: StepPair) -> list[str]:

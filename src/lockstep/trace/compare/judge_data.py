@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.trace.compare.causes import TraceFinding
 from lockstep.trace.compare.judge_gradient import same_effect
@@ -20,6 +20,7 @@ from lockstep.trace.compare.pairing import (
     Spot,
     StepPair,
     TracedSample,
+    TracePair,
     TraceSide,
     Use,
     counted,
@@ -28,10 +29,11 @@ from lockstep.trace.compare.pairing import (
     readers,
     trained,
 )
-from lockstep.trace.compare.reading import WholeTensor
+from lockstep.trace.compare.reading import WholeTensor, words
 
 __all__ = [
     "buffer_sets",
+    "contents_difference",
     "data_difference",
     "gradient_sets",
     "kept_gradient",
@@ -46,8 +48,15 @@ _MOST_LISTED = 6
 
 
 def data_difference(step: StepPair) -> TraceFinding | None:
-    """Find the first difference in the samples of a step, over all ranks."""
-    first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
+    """Find the first difference in the samples of a step, over all ranks.
+
+    As many samples with contents that no other step has may be the same samples, padded to another length: these are
+    left to `contents_difference`.
+    """
+    short = _cut_short(step)
+    if short is not None:
+        return short
+    first_reads, second_reads = _reads(step.pair, *step.at)
     first, second = counted(first_reads), counted(second_reads)
     if first == second or not first or not second or counted(readers(first_reads)) == counted(readers(second_reads)):
         return None
@@ -61,19 +70,97 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if max(count, expected) >= 1.5 * min(count, expected):
         cause = "batch-size" if count > expected else "batch-share"
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
+    repeated = _repeated_epoch(step, first_reads, second_reads)
+    if repeated is not None:
+        return repeated
+    if count == expected and not _are_elsewhere(step, (first_reads, second_reads)):
+        return None  # the same samples, padded to another length, or other contents
+    return (
+        _overlap(step, first_reads, second_reads)
+        or _samples_of_other_step(step, first_reads, second_reads)
+        or _other_order(step, first_reads, second_reads)
+    )
+
+
+def _cut_short(step: StepPair) -> TraceFinding | None:
+    """Report batches of one run that are loaded as a whole and computed in part; all others are computed as a whole."""
+    counts = [
+        (name, rank, _computed(use, load), int(load["n"]))
+        for name, side, at in ((SECOND, step.pair.two, step.at[1]), (FIRST, step.pair.one, step.at[0]))
+        for rank, use in _uses(side, at).items()
+        for load in use.loads
+    ]
+    short = [each for each in counts if each[2] < each[3]]
+    if len({name for name, *_ in short}) != 1 or any(count > size for _, _, count, size in counts):
+        return None
+    name, rank, count, size = short[0]
+    text = f"in {name} the forward has {count} of the {size} samples of its batch"
+    return step.finding("data", "lost-samples", text, "samples", rank)
+
+
+def _computed(use: Use, load: dict[str, Any]) -> int:
+    """Count the samples of a batch that forwards compute."""
+    pairs = zip(use.forwards, use.sources, strict=True)
+    return sum(int(forward["n"]) for forward, source in pairs if source is load)
+
+
+def contents_difference(step: StepPair) -> TraceFinding | None:
+    """Report samples with other contents, which explain a gradient if nothing else does."""
+    first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
+    first, second = counted(first_reads), counted(second_reads)
+    if first == second or counted(readers(first_reads)) == counted(readers(second_reads)) or not second - first:
+        return None
+    if same_effect(step):  # different padding, or samples that the loss ignores
+        return None
+    wrong = next(iter((second - first).keys()))
+    rank, sample = next((rank, s) for rank, each in second_reads.items() for s in each if s.content == wrong)
     indices = [Counter(s.index for each in side.values() for s in each) for side in (first_reads, second_reads)]
     if indices[0] == indices[1] and -1 not in indices[0]:
-        if same_effect(step):  # different padding, or samples that the loss ignores
-            return None
-        wrong = next(iter((second - first).keys()))
-        rank, sample = next((rank, s) for rank, each in second_reads.items() for s in each if s.content == wrong)
         return step.finding("data", "other-contents", f"{sample.name} has different contents", "samples", rank)
-    return (
-        _repeated_epoch(step, first_reads, second_reads)
-        or _overlap(step, first_reads, second_reads)
-        or _samples_of_other_step(step, first_reads, second_reads)
-        or _order_or_samples(step, first_reads, second_reads)
-    )
+    return step.finding("data", "other-samples", f"{_list_contents(second_reads[rank])} on rank {rank}", "samples")
+
+
+def _reads(pair: TracePair, first_at: int, second_at: int) -> tuple[dict[int, list[TracedSample]], ...]:
+    """Return rank -> samples of a step of each run; known by their indices where these are the same in both."""
+    reads = trained(_uses(pair.one, first_at), _uses(pair.two, second_at))
+    return tuple(_by_index(each) if _is_indexed(pair) else each for each in reads)
+
+
+def _reads_of(pair: TracePair, side: TraceSide, at: int) -> dict[int, list[TracedSample]]:
+    """Return rank -> samples of a step of one run, as `_reads` does."""
+    reads, _ = trained(_uses(side, at), {})
+    return _by_index(reads) if _is_indexed(pair) else reads
+
+
+def _by_index(reads: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
+    return {rank: [TracedSample(s.index, s.index, s.epoch) for s in samples] for rank, samples in reads.items()}
+
+
+def _is_indexed(pair: TracePair) -> bool:
+    """Whether equal indices are the same sample in both runs: whatever has equal contents has equal indices."""
+    if pair.indexed is None:
+        pair.indexed = _have_equal_indices(pair)
+    return pair.indexed
+
+
+def _have_equal_indices(pair: TracePair) -> bool:
+    sides: tuple[dict[int, set[int]], ...] = ({}, {})
+    counts = Counter[int](), Counter[int]()
+    for at in pair.steps:
+        for reads, places, count in zip(trained(*_uses_at(pair, at)), sides, counts, strict=True):
+            for sample in (each for samples in reads.values() for each in samples):
+                places.setdefault(sample.content, set()).add(sample.index)
+                count[sample.index] += 1
+    common = sides[0].keys() & sides[1].keys()
+    if any(-1 in count or not count for count in counts):
+        return False
+    if not common:
+        return counts[0] == counts[1]
+    return every(bool(sides[0][content] & sides[1][content]) for content in common)
+
+
+def _uses_at(pair: TracePair, at: tuple[int, int]) -> tuple[dict[int, Use], dict[int, Use]]:
+    return _uses(pair.one, at[0]), _uses(pair.two, at[1])
 
 
 def _uses(side: TraceSide, at: int) -> dict[int, Use]:
@@ -90,7 +177,7 @@ def _repeated_epoch(
         if epoch < 1:
             continue
         for before in range(at - 1, -1, -1):
-            earlier_samples, _ = trained(_uses(side, before), {})
+            earlier_samples = _reads_of(step.pair, side, before)
             earlier = max((sample.epoch for each in earlier_samples.values() for sample in each), default=-1)
             if earlier < epoch and counted(earlier_samples) == counted(samples):
                 text = f"epoch {epoch + 1} reads the samples that epoch {earlier + 1} read in step {before + 1}"
@@ -116,8 +203,7 @@ def _samples_of_other_step(
         at = step.at[0] + offset
         if not 0 <= at < len(step.pair.one.spots):
             continue
-        nearby, _ = trained(_uses(step.pair.one, at), {})
-        contents = counted(nearby)
+        contents = counted(_reads_of(step.pair, step.pair.one, at))
         identical = contents == second
         part = abs(offset) == 1 and sum(missing.values()) < sum(first.values()) and not new - contents
         if (identical and (resumed or abs(offset) <= 2)) or (part and resumed):
@@ -140,9 +226,43 @@ def _recent_samples(step: StepPair) -> set[int]:
     """Return the samples that the second run read in its last 200 steps."""
     contents: set[int] = set()
     for at in range(max(0, step.at[1] - 200), step.at[1]):
-        samples, _ = trained(_uses(step.pair.two, at), {})
-        contents |= set(counted(samples))
+        contents |= set(counted(_reads_of(step.pair, step.pair.two, at)))
     return contents
+
+
+def _are_elsewhere(step: StepPair, reads: tuple[dict[int, list[TracedSample]], ...]) -> bool:
+    """Whether most samples that only one run has in this step occur in other steps of the epoch, in either run.
+
+    Padded to other lengths, samples have contents that no other step has.
+    """
+    first, second = (counted(each) for each in reads)
+    only = (first - second) + (second - first)
+    found = 0
+    for content, count in only.items():
+        others = [
+            place.get(content, set()) - {(_epoch(each), at)}
+            for place, each, at in zip(_places(step.pair), reads, step.at, strict=True)
+        ]
+        epochs = [{epoch for epoch, _ in each} for each in others]
+        found += count * any(_epoch(each) in own for each, own in zip(reads, epochs, strict=True))
+    return bool(found) and 2 * found >= only.total()
+
+
+def _places(pair: TracePair) -> list[dict[int, set[tuple[int, int]]]]:
+    """Return each run's contents -> (epoch, step) of every occurrence."""
+    if not pair.places:
+        for side in (pair.one, pair.two):
+            places: dict[int, set[tuple[int, int]]] = {}
+            for at in range(len(side.spots)):
+                for sample in (each for samples in _reads_of(pair, side, at).values() for each in samples):
+                    places.setdefault(sample.content, set()).add((sample.epoch, at))
+            pair.places.append(places)
+    return pair.places
+
+
+def _epoch(reads: dict[int, list[TracedSample]]) -> int:
+    """Return the last epoch of a step's samples; -1: unknown."""
+    return max((sample.epoch for samples in reads.values() for sample in samples), default=-1)
 
 
 def _epochs(
@@ -154,8 +274,7 @@ def _epochs(
         epoch = next((s.epoch for each in first.values() for s in each), -1)
         ranks: dict[int, Counter[int]] = {}
         for pair in step.pair.steps:
-            samples, _ = trained(_uses(side, pair[place]), {})
-            for rank, each in samples.items():
+            for rank, each in _reads_of(step.pair, side, pair[place]).items():
                 ranks.setdefault(rank, Counter()).update(s.content for s in each if s.epoch == epoch)
         sides.append(ranks)
     return sides
@@ -177,21 +296,26 @@ def _overlap(
     return None
 
 
-def _order_or_samples(
+def _other_order(
     step: StepPair, first_reads: dict[int, list[TracedSample]], second_reads: dict[int, list[TracedSample]]
 ) -> TraceFinding:
-    """Report the same samples in another order, or other samples."""
-    first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
-    common = sum((first & second).values())
-    if 2 * common >= min(sum(first.values()), sum(second.values())):
+    """Report the same samples in another order, or another number of samples."""
+    counts = counted(first_reads), counted(second_reads)
+    missing, new = counts[0] - counts[1], counts[1] - counts[0]
+    if missing.total() == new.total():
+        first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
+        common = (first & second).total()
         text = f"the epoch has the same samples ({common} in what was recorded of it), but not in the same steps"
         return step.finding("data", "other-order", text, "samples")
-    return step.finding(
-        "data",
-        "other-samples",
-        f"{_list_contents(second_reads[min(second_reads)])} on rank {min(second_reads)}",
-        "samples",
-    )
+    cause = "lost-samples" if missing.total() > new.total() else "repeated-samples"
+    text = f"{counts[1].total()} samples instead of {counts[0].total()}"
+    return step.finding("data", cause, text, "samples", _shortest(second_reads))
+
+
+def _shortest(reads: dict[int, list[TracedSample]]) -> int:
+    """Return the rank with the fewest samples; -1 if all have as many."""
+    counts = {rank: len(samples) for rank, samples in reads.items()}
+    return min(counts, key=lambda rank: counts[rank]) if len(set(counts.values())) > 1 else -1
 
 
 def _rank(samples: dict[int, list[TracedSample]], new: Counter[int]) -> int:
@@ -211,45 +335,49 @@ def _list_contents(samples: list[TracedSample]) -> str:
 
 
 _COMMON = ("torch", "cuda", "python", "numpy")  # generators that every process has; others are the model's own
+_OF_HOST = ("python", "numpy")  # draw numbers of a step, not masks of samples
 
 
 class Forward(NamedTuple):
-    """A training forward: its sizes, and digests of the generators around it.
+    """A training forward: its size, its samples, and digests of the generators around it.
 
     Attributes:
         size: samples, and elements of each one's output. Differently padded batches draw more or less.
-        seeds: digests of the seeds after it, if it drew; a draw itself leaves the seed unchanged.
     """
 
     size: tuple[int, int]
+    samples: frozenset[int]
     before: dict[str, str]
     after: dict[str, str]
-    seeds: dict[str, str]
+
+    def draws(self, key: str) -> bool:
+        """Whether it draws from this generator."""
+        return self.before.get(key) != self.after.get(key)
 
 
 def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
     """Compare the generators that the forwards draw from.
 
+    Where a batch is split differently, masks cannot agree; other draws for other samples are right. Equal draws for
+    other samples are a mistake.
+
     Returns:
         (why random numbers differ by construction or "", a mistake in them or None).
     """
     states = {name: _states(spot) for name, spot in step.sides()}
-    keys = {
-        key
-        for ranks in states.values()
-        for forwards in ranks.values()
-        for each in forwards
-        for key in each.before
-        if each.before[key] != each.after.get(key)
-    }
+    every_forward = [each for ranks in states.values() for forwards in ranks.values() for each in forwards]
+    keys = {key for each in every_forward for key in each.before if each.draws(key)}
+    first, second = states[FIRST], states[SECOND]
+    # Numbers of a step, such as which layers it leaves out, are the same in any split.
+    keys = {key for key in keys if _drawn(first, key) != _drawn(second, key)}
     if not keys:
         return "", None
+    for key in sorted(keys - set(_OF_HOST), key=lambda each: (each in _COMMON, each)):
+        for name, spot in step.sides():
+            wrong = _equal_draws(step, name, spot, key)
+            if wrong is not None:
+                return "", wrong
     key = min(keys, key=lambda each: (each in _COMMON, each))
-    for name, ranks in states.items():
-        wrong = _seeded_by_rank(step, name, key, {rank: each for rank, each in ranks.items() if each})
-        if wrong is not None:
-            return "", wrong
-    first, second = states[FIRST], states[SECOND]
     shapes = [{rank: [forward.size for forward in each] for rank, each in ranks.items()} for ranks in (first, second)]
     if shapes[0] == shapes[1]:
         for rank, forwards in second.items():
@@ -266,39 +394,51 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
 
 
 def _states(spot: Spot) -> dict[int, list[Forward]]:
-    """List each rank's training forwards."""
+    """List each rank's training forwards of the model."""
     return {
         rank: [
-            Forward((f["n"], f.get("w", 0)), f["rng"][0], f["rng"][1], f.get("seeds", {}))
+            Forward((f["n"], f.get("w", 0)), frozenset(words(f.get("s"))), f["rng"][0], f["rng"][1])
             for f in record["fwd"]
-            if f["train"] and len(f.get("rng", ())) == 2
+            if f["train"] and not f["m"] and len(f.get("rng", ())) == 2
         ]
         for rank, record in spot.part.records(spot.at).items()
     }
 
 
-def _seeded_by_rank(step: StepPair, name: str, key: str, ranks: dict[int, list[Forward]]) -> TraceFinding | None:
-    """Report a generator with a rank-dependent state.
+def _two_steps(spot: Spot) -> list[tuple[int, int, Forward]]:
+    """List (step, rank, forward) of a step and of the one after it."""
+    steps = [Spot(spot.part, at) for at in (spot.at, spot.at + 1) if at < spot.part.count]
+    return [(each.at, rank, forward) for each in steps for rank, ran in _states(each).items() for forward in ran]
 
-    It may differ before a step's first forward, or only after it.
+
+def _drawn(ranks: dict[int, list[Forward]], key: str) -> set[tuple[str, str]]:
+    """Return the generator's states before and after each forward."""
+    return {(each.before.get(key, ""), each.after.get(key, "")) for forwards in ranks.values() for each in forwards}
+
+
+def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFinding | None:
+    """Report two forwards of other samples that draw the same numbers, on two ranks or in two steps.
+
+    A generator that is seeded within the forward has equal states only after it; a second forward then ends with the
+    state that it begins with, as if it drew nothing.
     """
-    if not ranks:
-        return None
-    least = min(ranks)
-    first = ranks[least][0]
-    for rank, (forward, *_) in ranks.items():
-        if forward.before.get(key) != first.before.get(key):
-            if step.number and key in _COMMON:
-                return None  # forwards of other lengths draw different amounts
-            text = f"in {name} the {key} generator differs from rank {least}'s, and the forward draws from it"
-            cause = "rank-seed" if key in _COMMON else "own-generator"
-            return step.finding("randomness", cause, text, key, rank)
-        if forward.size == first.size and forward.after.get(key) != first.after.get(key):
-            text = f"in {name} the {key} generator equals rank {least}'s before the forward, but not after it"
-            return step.finding("randomness", "own-generator", text, key, rank)
-        if forward.seeds.get(key) != first.seeds.get(key) and forward.seeds and first.seeds:
-            text = f"in {name} the {key} generator equals rank {least}'s before the forward, which seeds it differently"
-            return step.finding("randomness", "own-generator", text, key, rank)
+    seen: dict[tuple[str, str], tuple[int, int, Forward]] = {}
+    other_run = step.one if spot is step.two else step.two
+    must_draw = every(forward.draws(key) for _, _, forward in _two_steps(other_run))
+    must_draw &= any(forward.draws(key) for _, _, forward in _two_steps(spot))
+    for at, rank, forward in _two_steps(spot):
+        if not (forward.draws(key) or must_draw):
+            continue
+        for state in (("before", forward.before.get(key, "")), ("after", forward.after.get(key, ""))):
+            earlier, other, twin = seen.setdefault(state, (at, rank, forward))
+            if not forward.samples or not twin.samples or forward.samples & twin.samples:
+                continue
+            if other != rank:
+                text = f"in {name} it draws the same numbers as rank {other}, for other samples"
+                return step.finding("randomness", "equal-draws", text, f"{key} generator", rank)
+            when = f"in steps {earlier + 1} and {at + 1}" if earlier != at else f"twice in step {at + 1}"
+            text = f"in {name} rank {rank}'s forward draws the same numbers {when}, for other samples"
+            return step.finding("randomness", "repeated-draws", text, f"{key} generator", rank)
     return None
 
 

@@ -153,12 +153,48 @@ def items_unequal(step: StepPair) -> TraceFinding | None:
         for ways in product(("all", "rank", "forward"), repeat=2):
             if _divisors_explain(factors, counts, ways, least):
                 return _rank_average(step, times, counts, ways)
+    for name, sign, own, other in ((SECOND, 1.0, step.two, step.one), (FIRST, -1.0, step.one, step.two)):
+        if _are_averaged(_forwards(factors, sign), factors, (own.part.world, other.part.world), least):
+            text = (
+                f"in {name} each loss is divided by its own items, so one counts {times:.6g} times as much as another"
+            )
+            return step.finding("normalisation", "rank-average", text, "items")
     if sum(each.samples - 1 for each in factors) < _FREEDOM:
         return None  # too few samples to know how far such lengths vary anyway
     text = (
         f"an item of rank {high.two[0]} counts {times:.6g} times as much as one of rank {low.two[0]}, unlike the first"
     )
     return step.finding("normalisation", "loss", f"in the second run {text}", "items", high.two[0])
+
+
+def _forwards(factors: list[_Factor], sign: float) -> dict[Forward, list[float]]:
+    """Return each forward of a run -> the logarithms by which its samples weigh more than in the other run.
+
+    Args:
+        sign: 1 for the second run, -1 for the first.
+    """
+    means: dict[Forward, list[float]] = {}
+    for each in factors:
+        means.setdefault(each.two if sign > 0 else each.one, []).append(sign * each.mean)
+    return means
+
+
+def _are_averaged(
+    means: dict[Forward, list[float]], factors: list[_Factor], worlds: tuple[int, int], least: float
+) -> bool:
+    """Whether each forward of a run has a divisor of its own, of which nothing but their sum is known.
+
+    A loss over n items weighs each N / n times as much as one over the N of a step; the sum of n / N is 1. Losses of
+    a correct run on W ranks are W times as large, since DDP divides; those of A forwards a rank may be divided by A.
+
+    Args:
+        worlds: ranks of the run with `means`, and of the other run.
+    """
+    spread = [max(values) - min(values) for values in means.values()]
+    if len(means) < 2 or max([*spread, *(each.apart for each in factors)]) > least:
+        return False
+    total = sum(math.exp(-_mean(values)) for values in means.values()) / worlds[1]
+    return any(abs(total / whole - 1.0) <= least for whole in (1.0, len(means) / worlds[0]))
 
 
 def same_effect(step: StepPair) -> bool:
@@ -386,6 +422,7 @@ def gradient_difference(step: StepPair) -> TraceFinding:
         or _changed_after_clipping(step)
         or own_statistics(step)
         or _forward(step)
+        or _padded(step)
         or normalisation_difference(step)
         or _clipping(step)
         or _reduction(step)
@@ -526,6 +563,44 @@ def _forward(step: StepPair) -> TraceFinding | None:
     if statistics and sizes[0] != sizes[1]:
         return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
     return step.finding("forward", "forward", text, first_module(step) or "output", rank)
+
+
+def _padded(step: StepPair) -> TraceFinding | None:
+    """Report samples whose output depends on how far their batch is padded.
+
+    Their gradients then differ by more than a divisor, but only where the lengths of the batches do.
+    """
+    first, second = _output_gradient_norms(step)
+    uses = _uses(step)
+    groups: dict[tuple[Forward, Forward], list[float]] = {}
+    for key, (forward, norm) in first.items():
+        if key in second and norm > 0 and second[key][1] > 0 and math.isfinite(norm * second[key][1]):
+            groups.setdefault((forward, second[key][0]), []).append(math.log(second[key][1] / norm))
+    least, off, example = 2 * _tolerance(step), False, ""
+    for at, logs in groups.items():
+        widths = [int(use[rank].forwards[number].get("p", 0)) for use, (rank, number) in zip(uses, at, strict=True)]
+        if max(logs) - min(logs) <= least:
+            continue
+        if widths[0] == widths[1]:
+            return None
+        off, example = True, example or f"padded to {widths[1]} instead of {widths[0]}"
+    if not off:
+        return None
+    cause = "left-padding" if any(_is_left_padded(batch) for use in uses for batch in _batches(use)) else "padding"
+    return step.finding("forward", cause, f"the outputs of the same samples differ where they are {example}", "output")
+
+
+def _batches(uses: dict[int, Use]) -> Iterator[dict[str, Any]]:
+    for use in uses.values():
+        yield from (*use.loads, *use.forwards)
+
+
+def _is_left_padded(batch: dict[str, Any]) -> bool:
+    """Whether a mask, or without one the labels, leaves out the first element of some samples."""
+    names = batch.get("cn", ())
+    masks = [name for name in names if name.endswith("attention_mask")]
+    counts = [batch["c"][2 * names.index(name) :][:2] for name in masks or names]
+    return any(whole - behind < batch["n"] for whole, behind in counts)
 
 
 def first_module(step: StepPair) -> str:

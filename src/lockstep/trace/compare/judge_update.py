@@ -21,6 +21,7 @@ from lockstep.trace.compare.pairing import (
     StepPair,
     TracePair,
     TraceSide,
+    Use,
     counted,
     every,
     finite,
@@ -161,6 +162,10 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     ]
     if not uses[0] or not uses[1]:
         return None
+    modes, widths = ([_values(each, name) for each in uses] for name in ("mode", "p"))
+    if modes[0] != modes[1]:
+        text = f"in {SECOND if 1 in modes[1] else FIRST} the model evaluates in training mode"
+        return step.finding("evaluation", "train-mode", text, "model.training")
     first_samples, second_samples = trained(*uses)
     first, second = counted(readers(first_samples)), counted(readers(second_samples))
     if first == second:
@@ -179,11 +184,26 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
             text = f"in {name} {names[content]} is counted {counts[content]} times instead of {expected[content]}"
             return step.finding("evaluation", "padded-evaluation", text, f"{sum(counts.values())} samples", rank)
     less, more = first - second, second - first
+    if less and more and widths[0] != widths[1]:  # the same samples, padded to other lengths
+        return _other_number(step, spots[1], first.total(), second.total())
     if less and not more:
         text = f"{sum(second.values())} samples instead of {sum(first.values())}: {names[next(iter(less))]} is missing"
         return step.finding("evaluation", "lost-evaluation", text, "samples")
     text = f"{sum(more.values())} of {sum(second.values())} samples are different"
     return step.finding("evaluation", "evaluation", text, "samples")
+
+
+def _values(uses: dict[int, Use], name: str) -> set[int]:
+    """Return what the forwards recorded under a name; 0: nothing."""
+    return {int(forward.get(name, 0)) for use in uses.values() for forward in use.forwards}
+
+
+def _other_number(step: StepPair, spot: Spot, expected: int, count: int) -> TraceFinding | None:
+    """Report an evaluation of more samples, or of fewer; padding that is dropped does not count."""
+    if count == expected or _has_event(spot, "gather_for_metrics"):
+        return None
+    cause = "padded-evaluation" if count > expected else "lost-evaluation"
+    return step.finding("evaluation", cause, f"{count} samples instead of {expected}", "samples")
 
 
 def _uncombined_scores(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
@@ -420,6 +440,14 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
 
 
 def buffer_difference(step: StepPair) -> TraceFinding | None:
+    """Compare the buffers, of the ranks with each other's in one run and of one run with the other's."""
+    sides = {name: [each for each in spot.tensors("buffers").items() if unlike(each[1])] for name, spot in step.sides()}
+    if bool(sides[FIRST]) != bool(sides[SECOND]):
+        run = FIRST if sides[FIRST] else SECOND
+        name, tensor = sides[run][0]
+        assert tensor.other is not None
+        text = f"in {run} it differs from rank 0's by {share(tensor.other[1], tensor.norm)}"
+        return step.finding("buffers", "diverging-buffers", text, name, tensor.other[0])
     first, second = step.one.tensors("buffers"), step.two.tensors("buffers")
     for name in first:
         if name not in second or first[name].digest == second[name].digest:

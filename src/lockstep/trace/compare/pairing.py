@@ -330,11 +330,15 @@ class TracePair:
 
     Attributes:
         shift: the step of the first run at which the second starts; negative: the other way round.
+        indexed: equal indices of the dataset are the same sample in both runs; None: not known yet.
+        places: each run's contents of samples -> (epoch, step) of every occurrence; []: not known yet.
     """
 
     one: TraceSide
     two: TraceSide
     shift: int
+    indexed: bool | None = None
+    places: list[dict[int, set[tuple[int, int]]]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[tuple[int, int]]:

@@ -47,7 +47,8 @@ class Batch:
         leaves: (path, value) of tensors and lists with a row or an item for each sample.
         others: values other than tensors, if there are no leaves.
         mask: index of the attention mask among the leaves; -1: none.
-        names: paths of the integer tensors.
+        names: paths of the integer tensors, and of the mask.
+        width: the most elements along the second dimension, to which samples are padded; 0: there is none.
     """
 
     def __init__(self, data: Any) -> None:
@@ -57,9 +58,10 @@ class Batch:
         self.leaves = [(path, value) for path, value in leaves if sizes and _length(value) == self.size]
         self.others = [] if self.leaves else [value for _, value in leaves if not isinstance(value, Tensor)]
         tensors = [(place, path, value) for place, (path, value) in enumerate(self.leaves) if isinstance(value, Tensor)]
-        self.names = [path for _, path, value in tensors if _is_integer(value)]
         masks = (place for place, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
         self.mask = next(masks, -1)
+        self.names = [path for place, path, value in tensors if _is_integer(value) or place == self.mask]
+        self.width = max((value.shape[1] for _, _, value in tensors if value.ndim > 1), default=0)
 
 
 @dataclass
@@ -69,7 +71,8 @@ class SampleDigests:
     Attributes:
         samples: int64 [batches, size], or [batches, 1] of whole batches if they cannot be split.
         leaves: int64 [batches, tensors], the sum of each tensor's digests over the samples, over all positions.
-        counts: int64 [batches, integer tensors, 2]: elements that are not -100, and those after each sample's first.
+        counts: int64 [batches, integer tensors, 2]: elements that are not -100 (of a mask: not 0), and those after each
+            sample's first.
     """
 
     samples: Tensor | None = None
@@ -115,8 +118,8 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
     for place, value in enumerate(merged, 1):
         if isinstance(value, Tensor):
             rows, counted = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1), None
-            if _is_integer(value):
-                counted = rows != _IGNORED
+            if _is_integer(value) or place - 1 == first.mask:
+                counted = rows != (0 if place - 1 == first.mask else _IGNORED)
                 columns = counted.reshape(times, first.size, counted.shape[1]).sum(1)
                 counts.append(torch.stack([columns.sum(1), columns[:, 1:].sum(1)], dim=1))
             words = _words(rows, counted)

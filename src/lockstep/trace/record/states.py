@@ -169,6 +169,8 @@ class PassRecorder:
         record["n"] = batch.size
         if batch.names:
             record["cn"] = batch.names
+        if batch.width:
+            record["p"] = batch.width
         if not self.journal.pool.batch(record, batch):
             put_digests(self.journal.reading.put, record, digested([batch]))
 
@@ -187,6 +189,8 @@ class PassRecorder:
             training = module.training and grad
             number = self._names.called(module)
             self._forward = {"at": self.journal.tick(), "m": number, "train": int(training)}
+            if module.training and not grad:
+                self._forward["mode"] = 1
             if training:
                 self._put_initial(number)
                 self._forward["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
