@@ -11,14 +11,14 @@ BATCH = 28
 
 
 class Towers(nn.Module):
-    """Two small towers and a learned temperature. `norm` puts a BatchNorm in, `moving` a buffer that forwards write."""
+    """Two small towers and a learned temperature, which fsdp keeps whole. `norm` puts a BatchNorm in."""
 
     def __init__(self, dropout=0.0, norm=False, width=16):
         super().__init__()
         middle = nn.BatchNorm1d(24) if norm else nn.Identity()
         self.left = nn.Sequential(nn.Linear(8, 24), middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(24, width))
         self.right = nn.Linear(8, width)
-        self.scale = nn.Parameter(torch.tensor([1.5]))  # fsdp splits no 0-dim parameter
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x, y):
         return F.normalize(self.left(x), dim=-1), F.normalize(self.right(y), dim=-1), self.scale.repeat(len(x))
@@ -83,7 +83,7 @@ class ContrastiveRows(Contrastive):
 
 
 class Dice(Contrastive):
-    """Dice's loss: a ratio of sums over the step. Its outputs are a dict, with labels and an empty column among them."""
+    """Dice's loss: a ratio of sums over the step. Its outputs are a dict with labels and an empty column."""
 
     def model(self):
         with torch.random.fork_rng():

@@ -174,7 +174,9 @@ def _changing(world, name, options):
 
 
 def test_a_branch_that_changes_later_is_named_with_the_flag_where_that_forbids_it():
-    with pytest.raises(RankError, match=r"LockstepError.* extra\.weight, extra\.bias.*--engine\.find-unused-parameters"):
+    with pytest.raises(
+        RankError, match=r"LockstepError.* extra\.weight, extra\.bias.*--engine\.find-unused-parameters"
+    ):
         run(_changing, 2, "ddp", {"find_unused_parameters": "false"})
     run(_changing, 2, "ddp", {"find_unused_parameters": "true"})
 

@@ -287,8 +287,10 @@ class Penalty:
         ):
             if gradient is None:
                 continue
-            if is_dtensor(parameter) and is_dtensor(gradient):
+            if is_dtensor(gradient) and is_dtensor(parameter):
                 gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            elif is_dtensor(gradient):  # of a parameter that fsdp holds whole
+                gradient = gradient.full_tensor()  # collective
             if parameter.grad is None:
                 parameter.grad = gradient
             elif parameter.grad.is_sparse:

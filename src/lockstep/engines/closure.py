@@ -1,6 +1,7 @@
 """Support optimizers with a closure, and rehearse a step.
 
 - `Closure`, `takes_closure`, `step_of`: an optimizer that evaluates the loss several times in a step.
+- `uniform_groups`: groups without a mixture of sharded and whole parameters.
 - `packed`, `unpack`: the state of LBFGS as named tensors.
 - `Alone`, `blame_optimizer`, `check_dense`: for the engines' `rehearse`: a loss computed on one rank, and errors that
   name the user's line.
@@ -17,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lockstep.data.loader import failure
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.tensors import local_of
+from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [
     "Alone",
@@ -27,6 +28,7 @@ __all__ = [
     "packed",
     "step_of",
     "takes_closure",
+    "uniform_groups",
     "unpack",
 ]
 
@@ -87,11 +89,38 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in parameters)
 
 
+@contextmanager
+def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Split each group with sharded and whole parameters in two, since torch's kernels take no mixed list.
+
+    Afterwards the groups are the same objects as before, with what the optimizer wrote into them.
+    """
+    groups, parts = optimizer.param_groups, list[dict[str, Any]]()
+    firsts = []
+    for group in groups:
+        sharded = [parameter for parameter in group["params"] if is_dtensor(parameter)]
+        whole = [parameter for parameter in group["params"] if not is_dtensor(parameter)]
+        firsts.append(len(parts))
+        mixed = sharded and whole
+        parts += [{**group, "params": sharded}, {**group, "params": whole}] if mixed else [group]
+    if len(parts) == len(groups):
+        yield
+        return
+    optimizer.param_groups = parts
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, first in zip(groups, firsts, strict=True):
+            group.update({key: value for key, value in parts[first].items() if key != "params"})
+
+
 def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
     """Take the optimizer's step, with or without a closure."""
     step: Any = optimizer.step
     if closure is None:
-        step()
+        with uniform_groups(optimizer):
+            step()
     elif "closure" in inspect.signature(inspect.unwrap(type(optimizer).step)).parameters:
         step(closure=closure)
     else:

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lockstep.config.sections import Fp16
-from lockstep.engines.base import Evaluate, Penalty, Settings, StepResult
-from lockstep.engines.closure import Alone, Closure, blame_optimizer, check_dense, step_of, takes_closure
+from lockstep.engines.base import NOTHING, Evaluate, Penalty, Settings, StepResult
+from lockstep.engines.closure import (
+    Alone,
+    Closure,
+    blame_optimizer,
+    check_dense,
+    step_of,
+    takes_closure,
+    uniform_groups,
+)
 from lockstep.engines.fused_step import fused_step
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.state_dict import Snapshot, drop_states, materialise, named_state, restore_state
@@ -216,6 +224,7 @@ class OptimizerStep:
     Attributes:
         parameters: the optimizer's, in the order of the norm.
         blank: the optimizer's state was created only to be loaded into; the first step drops it and creates its own.
+        is_mixed: some parameters are sharded and some are whole.
         scale: the factor of the loss; 1 without loss scaling; 0-dim where the device decides.
         on_device: whether the device decides to skip a step; None: if every parameter is on a CUDA device. Setting it
             requires fused optimizers.
@@ -252,7 +261,7 @@ class OptimizerStep:
         self._write_checks = 0  # steps in which the optimizer's writes were checked by value
         self._silent_writes = False  # it writes parameters without torch's version counter
         self._repeats: bool | None = None  # it repeats a pass; None: not known yet
-        self.blank = self._by_kernel = False
+        self.blank = self._by_kernel = self.is_mixed = False
         self._group_settings = settings_of(optimizer)
         self._groups: list[dict[str, Any]] = []
         self.parameters: list[Tensor] = order or []
@@ -343,8 +352,9 @@ class OptimizerStep:
     def _step(self, evaluate: Evaluate | None, penalty: Tensor | None) -> None:
         """Take the optimizer's step, with a closure if it may call one."""
         if not self._evaluates or evaluate is None:
-            if not fused_step(self.optimizer):
-                self.optimizer.step()
+            with uniform_groups(self.optimizer) if self.is_mixed else NOTHING:
+                if not fused_step(self.optimizer):
+                    self.optimizer.step()
             return
 
         def first() -> Tensor:

@@ -20,7 +20,8 @@ from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
 from lockstep.engines.blocks import BlockUnits, find_blocks
-from lockstep.engines.ddp import GradientUsage, listed
+from lockstep.engines.ddp import GradientUsage, listed, send_from_rank_0
+from lockstep.engines.fsdp.whole import find_whole
 from lockstep.engines.model_init import check_placeable, place
 from lockstep.errors import ConfigError
 
@@ -163,7 +164,7 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         _renew(model, mesh)
         return again(model)
     blocks = find_blocks(model, settings.blocks)
-    _check_parameters(model, blocks)
+    _check_parameters(model, blocks, options)
     if options.meta_init and not joins:
         check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
@@ -174,10 +175,14 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
     }
     for block in blocks.modules:
         place(list(block.modules()), world, send=options.meta_init, alone=joins)
-        fully_shard(block, mp_policy=_precision(options, is_root=False), **policies)
+        whole = set(find_whole(block))
+        fully_shard(block, mp_policy=_precision(options, is_root=False), ignored_params=whole, **policies)
     inside = {part for block in blocks.modules for part in block.modules()}
     place([part for part in model.modules() if part not in inside], world, send=options.meta_init, alone=joins)
-    fully_shard(model, mp_policy=_precision(options, is_root=True), **policies)
+    whole = set(find_whole(model))
+    fully_shard(model, mp_policy=_precision(options, is_root=True), ignored_params=whole, **policies)
+    if not joins:
+        send_from_rank_0(parameter.data for parameter in find_whole(model))  # collective
     _prefetch(blocks.modules, options.prefetch)
     _report(blocks, options, mesh, settings)
     return mesh
@@ -315,10 +320,17 @@ def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:
     )
 
 
-def _check_parameters(model: nn.Module, blocks: BlockUnits) -> None:
+def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptions) -> None:
     scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
-    if scalars:
-        raise ConfigError(f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}; give it the shape [1]")
+    if scalars and options.cpu_offload:
+        raise ConfigError(
+            f"--engine.cpu-offload does not work with the 0-dim parameter {scalars[0]}, which stays on the device; "
+            "give it the shape [1], or drop the flag"
+        )
+    if scalars and len(scalars) == len(list(model.parameters())):
+        raise ConfigError(
+            f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}, and the model has no other; use --engine ddp"
+        )
     strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
     if strided:
         raise ConfigError(
@@ -336,7 +348,7 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits) -> None:
     groups = [list(block.parameters()) for block in blocks.modules]
     groups.append([p for p in model.parameters() if p not in inside])
     for group in groups:
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad and p.ndim}
         if len(dtypes) > 1:
             raise ConfigError(
                 f"--engine fsdp: a block has parameters in {' and '.join(sorted(dtypes))}, and exchanges them "

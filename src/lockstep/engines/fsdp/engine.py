@@ -23,10 +23,11 @@ from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
 from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
+from lockstep.engines.fsdp.whole import WholeParameters, find_whole
 from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError
-from lockstep.tensors import local_of
+from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [
     "FSDP",
@@ -35,18 +36,25 @@ __all__ = [
 
 def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients, 0-dim on `device`, from the shards of `group`."""
-    squares = combined(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
+    shards = [local_of(gradient) for gradient in gradients if is_dtensor(gradient)]
+    squares = combined(norms_of(shards)).to(device).square()
     dist.all_reduce(squares, group=group)  # collective
-    return squares.sqrt()
+    whole = [gradient for gradient in gradients if not is_dtensor(gradient)]  # every rank has them: they count once
+    return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
 
 def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
     """Return each gradient's 2-norm, 0-dim on `device`, from the shards of `group`."""
     if not gradients:
         return []
-    squares = torch.stack(norms_of([local_of(gradient) for gradient in gradients])).to(device).square()
+    norms = norms_of([local_of(gradient) for gradient in gradients])
+    squares = torch.stack(norms).to(device).square()
     dist.all_reduce(squares, group=group)  # collective
-    return list(squares.sqrt().unbind())
+    summed = squares.sqrt().unbind()
+    return [
+        total if is_dtensor(gradient) else norm.to(total)
+        for gradient, norm, total in zip(gradients, norms, summed, strict=True)
+    ]
 
 
 class ExactNorm:
@@ -65,8 +73,14 @@ class ExactNorm:
 
     def each(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the norm of each gradient. Collective."""
-        if not gradients:
-            return []
+        shards: list[Tensor] = [gradient for gradient in gradients if is_dtensor(gradient)]
+        found = iter(self._of_shards(shards) if shards else ())
+        return [
+            next(found) if is_dtensor(gradient) else norms_of([gradient])[0]  # every rank has a whole one
+            for gradient in gradients
+        ]
+
+    def _of_shards(self, gradients: list[Tensor]) -> list[Tensor]:
         owners = assign_owners([gradient.numel() for gradient in gradients], self._world.size)
         wholes = self._gather_owned(gradients, owners)
         norms = iter(norms_of(wholes))
@@ -154,6 +168,7 @@ class FSDP:
         self._usage: GradientUsage | None = None
         self._check: UsageCheck | None = None
         self._synced, self._backwards, self._in_backward = True, 0, False
+        self._whole = WholeParameters([], 0, world)
         if settings.exact and world.size == 1:
             self._build_unsharded(optimizer)
             return
@@ -161,6 +176,8 @@ class FSDP:
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         instance = optimizer(model)
         self._parameters = trained(model, instance)
+        whole = [parameter for parameter in find_whole(model) if parameter.requires_grad]
+        self._whole = WholeParameters(whole, settings.exact, world)
         norm, norms = self._norms(mesh)
         self._update = OptimizerStep(
             model,
@@ -174,6 +191,7 @@ class FSDP:
             once=_NAME,
             dense=_NAME,
         )
+        self._update.is_mixed = bool(whole)
         _check_optimizer_parameters(model, self._update)
         self._set_sum_reduction()
         self._watch_usage()
@@ -194,6 +212,7 @@ class FSDP:
             self._check(loss)  # collective
         self._run(loss, weight)
         self._backwards += 1
+        self._whole.push()
         if self._tree:
             self._tree.push()
         elif self._comms and not self._comms[0].last:
@@ -212,6 +231,7 @@ class FSDP:
             self._tree.finish()
         elif self._comms:
             check_slots(backwards, self._comms[0].slots, self._world)
+        self._whole.finish()  # collective
         if self._usage:
             self._drop_unused(self._usage, backwards)
         return self._update(factor, limit, momentum, evaluate)
@@ -230,7 +250,8 @@ class FSDP:
     def _backward_alone(self, loss: Tensor) -> None:
         if self._check:
             self._check(loss)  # collective
-        self._run(loss, 1.0)
+        with self._whole.at_once():  # collective
+            self._run(loss, 1.0)
 
     @contextmanager
     def apart(self) -> Iterator[Callable[[Tensor, float], None]]:
@@ -239,7 +260,8 @@ class FSDP:
         def backward(loss: Tensor, weight: float) -> None:
             if self._check:
                 self._check(loss)  # collective
-            self._run(loss, weight)
+            with self._whole.at_once():  # collective
+                self._run(loss, weight)
 
         try:
             yield backward
@@ -343,11 +365,11 @@ class FSDP:
             self._check = UsageCheck(self._usage, self._world, every)
 
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole parameter) of trained parameters, gathering one unit at a time."""
+        """Yield (name, gathered parameter) of trained shards, gathering one unit at a time."""
         for unit in self._units:
             unit.unshard()  # collective
             for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                if parameter.requires_grad and parameter.ndim and not isinstance(parameter, DTensor):
                     yield name, parameter
             unit.reshard()
 

@@ -1,0 +1,74 @@
+"""0-dim parameters under FSDP, which cannot be split: every rank holds them whole, as CLIP's temperature.
+
+FSDP ignores them. `WholeParameters` sums their gradients once a step, in exact mode in the fixed tree.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.distributed.world import World
+from lockstep.engines.exact import Tree
+
+__all__ = ["WholeParameters", "find_whole"]
+
+
+def find_whole(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are not split, before or after `fully_shard`."""
+    return [p for p in model.parameters() if p.ndim == 0 and not isinstance(p, DTensor)]
+
+
+class WholeParameters:
+    """The gradients of the parameters that every rank holds.
+
+    Args:
+        parameters: trained ones, in the same order on every rank.
+        exact: M of exact mode; 0: gradients are summed as the backend does.
+        world: the ranks.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], exact: int, world: World) -> None:
+        self._parameters, self._world = parameters, world
+        self._tree = Tree(list[Tensor](parameters), exact, world) if exact and parameters else None
+
+    def push(self) -> None:
+        """Take over the gradients of a micro-batch in exact mode. Call after each backward of a step."""
+        if self._tree:
+            self._tree.push()
+
+    def finish(self) -> None:
+        """Sum the gradients over the ranks; None for a parameter that no rank used. Collective."""
+        if self._tree:
+            self._tree.finish()
+        elif self._parameters:
+            self._sum()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Sum the gradients of a backward outside of steps, as FSDP does with those of shards. Collective."""
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        yield
+        if self._parameters:
+            self._sum()
+        for parameter, gradient in zip(self._parameters, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+    def _sum(self) -> None:
+        used = [parameter.grad is not None for parameter in self._parameters]
+        dtype = reduce(torch.promote_types, {parameter.dtype for parameter in self._parameters})  # holds each exactly
+        gradients = [p.new_zeros(()) if p.grad is None else p.grad for p in self._parameters]
+        flags = torch.tensor(used, dtype=dtype).to(self._world.device)
+        vector = torch.cat([torch.stack([gradient.to(dtype) for gradient in gradients]), flags])
+        dist.all_reduce(vector)  # collective: one for all, since each is a single number
+        sums, counts = vector.chunk(2)
+        users = used if all(used) else counts.tolist()  # waits for the device, where this rank left one out
+        for parameter, total, count in zip(self._parameters, sums, users, strict=True):
+            parameter.grad = total.to(parameter.dtype) if count else None
