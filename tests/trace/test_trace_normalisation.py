@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from lockstep.trace.compare.judge_data import data_difference, random_difference
+from lockstep.trace.compare.judge_data import contents_difference, data_difference, random_difference
 from lockstep.trace.compare.judge_gradient import gradient_limit, items_unequal, normalisation_difference
 from lockstep.trace.compare.pairing import Spot, StepPair, TracePair, TraceSide
 from lockstep.trace.compare.reading import RankTrace, TracePart
@@ -114,9 +114,10 @@ def test_where_samples_say_nothing_the_losses_do(one, two, cause):
 
 def test_other_contents_are_a_cause_only_where_the_sample_moves_the_loss_otherwise():
     whole, halves = side(WHOLE, "all"), side(HALVES, "all", content=50)  # padded otherwise
-    assert data_difference(stepped(whole, halves)) is None
+    assert contents_difference(stepped(whole, halves)) is None
     other = side(HALVES, "all", content=50, lengths={sample: 1.0 + sample**2 for sample in LABELS})
-    assert data_difference(stepped(whole, other)).cause == "other-contents"
+    assert data_difference(stepped(whole, other)) is None, "what else differs is named before"
+    assert contents_difference(stepped(whole, other)).cause == "other-contents"
 
 
 def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
@@ -134,17 +135,16 @@ def test_a_gradient_may_be_off_by_four_roundings_of_what_was_computed():
         assert gradient_limit(stepped(*runs)) == pytest.approx(limit + order)
 
 
-@pytest.mark.parametrize(("seeds", "named"), [("ab", True), ("aa", False), ("", False)])
-def test_a_forward_that_seeds_by_rank_is_named_though_batches_are_padded_otherwise(seeds, named):
-    """Forwards of other lengths draw more or less; only what gives the generator another seed is a mistake."""
+@pytest.mark.parametrize(("states", "named"), [("aa", True), ("ab", False)])
+def test_equal_draws_for_other_samples_are_named_though_batches_are_padded_otherwise(states, named):
+    """Forwards of other lengths draw more or less, and end with other states."""
     runs = side(WHOLE, "all"), side(HALVES, "all")
     for run in runs:
         for rank, each in run.spots[0].part.ranks.items():
             forward = each.steps[0]["fwd"][0]
-            forward |= {"w": 4 + rank, "rng": [{"torch": "before"}, {"torch": f"behind {rank} {len(forward['s'])}"}]}
-            forward |= {"seeds": {"torch": seeds[rank]}} if seeds else {}
+            forward |= {"rng": [{"torch": states[rank]}, {"torch": f"behind {rank} {len(forward['s'])}"}]}
     by_design, found = random_difference(stepped(*runs))
-    assert (found and (found.stage, found.cause, found.rank)) == (("randomness", "own-generator", 1) if named else None)
+    assert (found and (found.stage, found.cause, found.rank)) == (("randomness", "equal-draws", 1) if named else None)
     assert bool(by_design) is not named
 
 

@@ -65,6 +65,7 @@ def test_absolute_positions_behind_left_padding_are_named(dtype, one, two):
         ("augmented", 0, "data", "other-contents"),
         ("own-buffer", 0, "buffers", "diverging-buffers"),
         ("train-mode", 5, "evaluation", "train-mode"),
+        ("train-and-graph", 5, "evaluation", "train-mode"),
     ],
 )
 def test_a_mistake_among_padded_rows_is_named(mistake, step, stage, cause, one, two):

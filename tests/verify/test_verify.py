@@ -22,6 +22,7 @@ from toys import Ragged
 import lockstep
 from lockstep import cli
 from lockstep.config import cli as options
+from lockstep.config.engine_options import EngineOptions
 from lockstep.config.schema import SINK_FLAGS, Config
 from lockstep.config.sections import Optim
 from lockstep.errors import ConfigError, DifferenceError, LockstepError
@@ -69,6 +70,14 @@ def test_batch_norm_and_float32_images():
     assert names(idle.rows[1].reason, "rank 1", "--micro-batch-size", "--batch-size")
     local = lockstep.verify(tasks.Images(), config(micro_batch_size=4, batchnorm="local"), engines=("ddp",), **QUICK)
     assert (local.rows[1].difference.stage, local.rows[1].difference.step) == ("buffers", 0)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_agrees():
+    """Two copies of the model on two ranks each: sums over four ranks would count each shard twice."""
+    settings = config(engine_options=EngineOptions(sharding="hybrid", shard_size=2), optim=Optim(clip=0.5))
+    table = lockstep.verify(Ragged(), settings, engines=("fsdp",), world_sizes=(4,), steps=2, resume_at=1)
+    assert table.ok, str(table)
 
 
 def test_a_task_may_hold_float32_tensors_and_modules():

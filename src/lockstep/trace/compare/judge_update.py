@@ -160,12 +160,10 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
         {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
         for side, spot in ((step.pair.one, spots[0]), (step.pair.two, spots[1]))
     ]
-    if not uses[0] or not uses[1]:
-        return None
-    modes, widths = ([_values(each, name) for each in uses] for name in ("mode", "p"))
-    if modes[0] != modes[1]:
-        text = f"in {SECOND if 1 in modes[1] else FIRST} the model evaluates in training mode"
-        return step.finding("evaluation", "train-mode", text, "model.training")
+    training = _in_training_mode(step, spots, uses)
+    if training is not None or not uses[0] or not uses[1]:
+        return training
+    widths = [_values(each, "p") for each in uses]
     first_samples, second_samples = trained(*uses)
     first, second = counted(readers(first_samples)), counted(readers(second_samples))
     if first == second:
@@ -191,6 +189,27 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
         return step.finding("evaluation", "lost-evaluation", text, "samples")
     text = f"{sum(more.values())} of {sum(second.values())} samples are different"
     return step.finding("evaluation", "evaluation", text, "samples")
+
+
+def _in_training_mode(
+    step: StepPair, spots: tuple[Spot | None, Spot | None], uses: list[dict[int, Use]]
+) -> TraceFinding | None:
+    """Report that one run evaluates in training mode: without gradients, or by forwards that no backward follows."""
+    training = [bool(each) and 1 in _values(each, "mode") for each in uses]
+    if bool(uses[0]) != bool(uses[1]):
+        idle = [_without_backward(side, spot) for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True)]
+        training = [bool(own) and not each for own, each in zip(idle, uses, strict=True)]
+        training = training if not all(idle) else [False, False]
+    if training[0] == training[1]:
+        return None
+    text = f"in {SECOND if training[1] else FIRST} the model evaluates in training mode"
+    return step.finding("evaluation", "train-mode", text, "model.training")
+
+
+def _without_backward(side: TraceSide, spot: Spot | None) -> int:
+    """Count a step's training forwards without a backward."""
+    uses = side.used(spot).at(spot.at, 0).values() if spot is not None else ()
+    return sum(not forward.get("backwards") for use in uses for forward in use.forwards)
 
 
 def _values(uses: dict[int, Use], name: str) -> set[int]:
