@@ -343,7 +343,7 @@ def test_errors_become_one_line_and_a_code(capsys, monkeypatch):
         exit_code = 3
 
     def fail(argv):
-        raise {"odd": Odd("one line"), "ctrl-c": KeyboardInterrupt()}[argv[0]]
+        raise {"odd": Odd("one line"), "ctrl-c": KeyboardInterrupt(), "exit": SystemExit(75)}[argv[0]]
 
     monkeypatch.setitem(cli.COMMANDS, "fail", (__name__, "fail", ""))
     monkeypatch.setattr(sys.modules[__name__], "fail", fail, raising=False)
@@ -351,6 +351,10 @@ def test_errors_become_one_line_and_a_code(capsys, monkeypatch):
         with pytest.raises(SystemExit) as caught:
             cli.main(["fail", how])
         assert (caught.value.code, capsys.readouterr().err) == (code, line)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fail", "exit"])
+    assert caught.value.code == 1  # 75 is lockstep's alone
+    assert "sys.exit(75)" in capsys.readouterr().err
 
 
 def test_the_command_line_as_a_person_types_it():

@@ -11,7 +11,7 @@ import sys
 
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import end_with_launcher
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import RESERVED_CODES, LockstepError, UsageError
 
 __all__ = ["main"]
 
@@ -103,8 +103,11 @@ def main(argv: list[str] | None = None) -> None:
         code = 130
     except BrokenPipeError:  # `lockstep ... | head`
         code = 141
-    except SystemExit:
-        raise
+    except SystemExit as end:  # of the user's code
+        if end.code not in RESERVED_CODES:
+            raise
+        failures.report(LockstepError(f"the code, or a library, called sys.exit({end.code}) outside a run"))
+        code = 1
     except BaseException as error:  # lockstep's own, or a bug in the user's code or in lockstep
         failures.report(error)
         code = error.exit_code if isinstance(error, LockstepError) else 1

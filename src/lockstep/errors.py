@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "RESERVED_CODES",
     "SETTINGS",
     "CheckpointError",
     "ConfigError",
@@ -194,15 +195,24 @@ class CheckpointError(UsageError):
 
 
 class DifferenceError(LockstepError):
-    """A difference that a check found."""
+    """A difference that a check found.
+
+    Attributes:
+        goes_back: it is one of a run's replicas: another start resumes from before it.
+    """
 
     exit_code = 3
+    goes_back = False
 
 
 class StorageError(LockstepError):
     """A disk or a network file system does not answer; no file is known to be damaged."""
 
     exit_code = 75
+
+
+# Codes with a meaning for launchers and schedulers: they count only if lockstep itself noted them.
+RESERVED_CODES = frozenset({UsageError.exit_code, DifferenceError.exit_code, StorageError.exit_code})
 
 
 class PeerError(LockstepError):

@@ -341,6 +341,13 @@ def test_from_args_with_a_list_raises():
         Config.from_args(["--lrr", "0.5"])
 
 
+def test_from_args_under_a_launcher_raises(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mine.py", "--lrr", "0.5"])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "note")
+    with pytest.raises(ConfigError, match="unknown flag --lrr"):
+        Config.from_args()
+
+
 def shown(argv, capsys, prog="lockstep train"):
     """What a help prints."""
     with pytest.raises(SystemExit) as caught:

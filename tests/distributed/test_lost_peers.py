@@ -143,7 +143,7 @@ def test_only_torchs_own_allocator_is_out_of_host_memory():
         torch.empty(1 << 50)
 
 
-@pytest.mark.parametrize(("code", "ends"), [(0, 1), (None, 1), (3, 3), ("no device", 1)])
+@pytest.mark.parametrize(("code", "ends"), [(0, 1), (None, 1), (5, 5), (3, 1), (75, 1), ("no device", 1)])
 def test_a_call_of_exit_is_an_error_with_its_place(code, ends):
     with pytest.raises(LockstepError) as caught, translate_errors():
         raise SystemExit(code)

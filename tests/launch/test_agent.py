@@ -181,12 +181,37 @@ def test_before_the_first_step_who_did_not_notice_that_the_others_ended_is_missi
         assert mine._failure.message == text
 
 
-def test_bad_input_is_not_tried_again_whoever_says_it(watched):
-    for commands, left in (((BAD, USAGE), 0), ((USAGE, BAD), 0), ((BAD, BAD), 2)):
+def test_bad_input_is_not_tried_again_whoever_says_it(watched, tmp_path):
+    noted = {"line": "no", "code": UsageError.exit_code}
+    for commands, note, left in (
+        ((BAD, USAGE), noted, 0),
+        ((USAGE, BAD), noted, 0),
+        ((BAD, USAGE), {}, 2),  # the user's code
+        ((BAD, "exit 3"), {"line": "no", "code": 3}, 0),
+        ((BAD, "exit 3"), {"line": "no", "code": 3, "goes_back": True}, 2),
+        ((BAD, BAD), {}, 2),
+    ):
         mine, processes, group = watched(*commands, ended=[0, 1])
+        for local, command in enumerate(commands):
+            (tmp_path / f"note-{local}").write_text(json.dumps({"lockstep": {} if command == BAD else note}))
         mine._explain(processes, group)
-        assert mine._remaining_restarts == left
-    assert UsageError.exit_code == 2
+        assert mine._remaining_restarts == left, (commands, note)
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_a_code_counts_only_where_a_note_has_it(watched, tmp_path, code):
+    def read(**note):
+        mine, _, group = watched(f"exit {code}", ended=[0])
+        (tmp_path / "note-0").write_text(json.dumps({"lockstep": note}))
+        return mine._read_failure(0, code, 1.0, group)
+
+    assert read(code=code, line="no").code == code
+    for note in ({}, {"code": 1, "line": "SystemExit"}):
+        found = read(**note)
+        assert found.code == 1
+        assert note.get("line", f"with code {code}") in str(found)
+    (tmp_path / "ended").write_text(str(code))  # the run's own end
+    assert read().code == code
 
 
 @pytest.mark.parametrize(

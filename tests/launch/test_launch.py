@@ -323,9 +323,22 @@ def launched(job, starts, *signals, stop_seconds=30.0):
     return launcher.returncode, len(starts.read_text())
 
 
-@pytest.mark.parametrize(("code", "starts"), [(2, 1), (1, 3), (75, 3)])
-def test_bad_input_is_not_started_again_and_other_failures_are(tmp_path, code, starts):
-    assert launched(script(f"sys.exit({code})"), tmp_path / "starts") == (code, starts)
+NOTED = "from lockstep import errors; from lockstep.distributed.failures import note; error = errors.{}('no'); "
+NOTED += "note(error); sys.exit(error.exit_code)"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "starts"),
+    [
+        (NOTED.format("UsageError"), 2, 1),
+        (NOTED.format("DifferenceError"), 3, 1),
+        (NOTED.format("StorageError"), 75, 3),
+        ("sys.exit(2)", 1, 3),  # of the user's code, which means nothing by it
+        ("os._exit(75)", 1, 3),
+    ],
+)
+def test_bad_input_is_not_started_again_and_other_failures_are(tmp_path, line, code, starts):
+    assert launched(script(line), tmp_path / "starts") == (code, starts)
 
 
 def test_a_signal_to_the_launcher_stops_restarts(tmp_path):

@@ -200,6 +200,14 @@ def test_with_fewer_than_the_least_or_more_losses_than_allowed_the_run_ends_and_
     assert run.lose("3") == "that is loss 3 within an hour, but --max-losses is 2"
 
 
+@pytest.mark.parametrize("code", [2, 3])
+def test_bad_input_and_a_difference_are_no_losses(code):
+    run = Run(3)
+    assert run.lose("1", code, "no") == "-"
+    assert run.losses.fatal.code == code
+    assert run.losses.causes == []
+
+
 def test_losses_of_more_than_an_hour_ago_are_forgotten():
     run = Run(3, most=1)
     run.lose("1")

@@ -396,8 +396,8 @@ class Config:
             config = lockstep.Config.from_args(batch_size=64, optim={"clip": 0.5})      # flags override these
 
         Args:
-            argv: the flags. None: those of this process; an error then prints one line and exits with code 2, and
-                `--help` exits with code 0.
+            argv: the flags. None: those of this process; an error then prints one line and exits with code 2 (under
+                a launcher it is raised, which notes it), and `--help` exits with code 0.
             defaults: fields, as for the class; the flags and --config override them.
 
         Raises:
@@ -412,6 +412,8 @@ class Config:
         try:
             return cast(Self, parse(sys.argv[1:], script, defaults))
         except ConfigError as error:
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                raise
             print(f"{script}: error: {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from None
 

@@ -29,9 +29,12 @@ from typing import Any
 from lockstep.config.secrets import mask, printable
 from lockstep.distributed.progress import FOLDER_VARIABLE, Progress, RankProgress, own_label, rank_label
 from lockstep.errors import (
+    RESERVED_CODES,
+    DifferenceError,
     LockstepError,
     PeerError,
     StorageError,
+    UsageError,
     error_line,
     passed_here,
     user_location,
@@ -76,6 +79,7 @@ class ProcessFailure:
         origin: the class of its error and the line of code that raised it; "" if unknown.
         names_nobody: it lost other ranks and does not know which.
         at_start: its rank when the launcher started it; None: the same.
+        goes_back: its code is 3, and another start resumes from before the difference.
     """
 
     rank: int
@@ -88,10 +92,19 @@ class ProcessFailure:
     origin: str = ""
     names_nobody: bool = False
     at_start: int | None = None
+    goes_back: bool = False
 
     @classmethod
-    def read(cls, rank: int, code: int, path: Path, place: RankProgress | None, end_time: float) -> "ProcessFailure":
-        """Read a process's failure from its exit code and its note, if there is one."""
+    def read(
+        cls, rank: int, code: int, path: Path, place: RankProgress | None, end_time: float, *, run_code: int = 0
+    ) -> "ProcessFailure":
+        """Read a process's failure from its exit code and its note, if there is one.
+
+        A reserved code that neither the note nor the run's end has is the user's, and counts as 1.
+
+        Args:
+            run_code: the code that the run noted at its end; 0: none.
+        """
         note: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
@@ -102,6 +115,9 @@ class ProcessFailure:
         ended_by_python = code < 0 or code == 1  # it crashed on its way out, or did not catch the error
         if ended_by_python and isinstance(note.get("code"), int):
             code = note["code"]
+        if code in RESERVED_CODES and code not in (note.get("code"), run_code):
+            message = message or f"its code, or a library, ended the process with code {code}, before the run's end"
+            code = 1
         return cls(
             rank,
             code,
@@ -111,7 +127,13 @@ class ProcessFailure:
             place,
             origin=str(note.get("origin", "")) or ("exit" if code == 0 else ""),
             names_nobody=bool(note.get("names_nobody")),
+            goes_back=bool(note.get("goes_back")),
         )
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another start would fail the same way: bad input, or a difference with nothing from before it."""
+        return self.code == UsageError.exit_code or (self.code == DifferenceError.exit_code and not self.goes_back)
 
     def repeats(self, earlier: "ProcessFailure") -> bool:
         """Whether the same line of code raised both in the same step.
@@ -189,6 +211,7 @@ def note(error: BaseException) -> bool:
             "code": code,
             "origin": origin,
             "names_nobody": isinstance(error, PeerError) and error.names_nobody,
+            "goes_back": isinstance(error, DifferenceError) and error.goes_back,
         },
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW

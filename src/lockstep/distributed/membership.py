@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.launcher import ROUND_VARIABLE
 from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Progress, rank_label, renumber
-from lockstep.errors import ConfigError, LockstepError, PeerError, error_line
+from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, PeerError, error_line
 
 __all__ = [
     "STOP_SIGNALS",
@@ -215,7 +215,8 @@ def _exit_error(call: SystemExit) -> LockstepError:
         f"sys.exit({call.code!r}) was called before the run's end, in {Path(frame.filename).name}:{frame.lineno} "
         f"({frame.name}); raise an error there, or end the run with run.stop() on all ranks"
     )
-    error.exit_code = call.code if isinstance(call.code, int) and call.code else 1
+    if isinstance(call.code, int) and call.code and call.code not in RESERVED_CODES:
+        error.exit_code = call.code
     return error
 
 

@@ -54,7 +54,7 @@ from lockstep.distributed.progress import (
     rank_label,
     read_end,
 )
-from lockstep.errors import LockstepError, StorageError, UsageError
+from lockstep.errors import LockstepError, StorageError
 from lockstep.launch.job import Job, count_oom_kills
 from lockstep.launch.losses import REPEATED
 from lockstep.launch.nodes import Decisions, Seat, open_decisions
@@ -469,8 +469,8 @@ class _Agent(LocalElasticAgent):
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.names_nobody:
             self._failure = dataclasses.replace(self._failure, message=self._describe_silent(silent, group))
-        if UsageError.exit_code in (self._failure.code, *(failure.code for failure in failures)):
-            self._remaining_restarts = 0  # bad input stays bad
+        if any(failure.is_final for failure in (self._failure, *failures)):
+            self._remaining_restarts = 0
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
             self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
         self._restart_failures.append(self._failure)
@@ -511,7 +511,8 @@ class _Agent(LocalElasticAgent):
         rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        failure = ProcessFailure.read(rank, code, note, RankProgress.read(self._folder / str(slot)), when)
+        place, run_code = RankProgress.read(self._folder / str(slot)), read_end(self._folder)
+        failure = ProcessFailure.read(rank, code, note, place, when, run_code=run_code)
         failure = dataclasses.replace(failure, at_start=slot)
         if self._names.get(local) in self._silenced:
             return dataclasses.replace(failure, message="it said nothing while the others waited for it, and was ended")

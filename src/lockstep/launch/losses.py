@@ -21,7 +21,7 @@ from typing import Protocol
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
-from lockstep.errors import UsageError
+from lockstep.errors import DifferenceError, UsageError
 
 __all__ = [
     "REPEATED",
@@ -30,6 +30,7 @@ __all__ = [
 
 REPEATED = "the same line of code failed in the same step again"
 
+_FATAL_CODES = (UsageError.exit_code, DifferenceError.exit_code)  # of what is wrong on the others too: no loss
 _HOUR = 3600.0
 _ALARMS_PER_LOSS = 3  # regroupings without a loss to allow per allowed loss: on a busy machine groups form slowly
 _REFUSED = (
@@ -126,9 +127,9 @@ class Membership:
             continues.
         """
         now = self._now()
-        bad_input = [failure for failure in ended.values() if failure.code == UsageError.exit_code]
-        if bad_input or (ended and not living):
-            self.fatal = first_failure(bad_input or ended.values())
+        errors = [failure for failure in ended.values() if failure.code in _FATAL_CODES]
+        if errors or (ended and not living):
+            self.fatal = first_failure(errors or ended.values())
             self._announce_end("-")
             return "-"
         for name, failure in ended.items():

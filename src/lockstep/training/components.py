@@ -158,7 +158,7 @@ def record_step(session: Session, components: StepComponents, current: Step) -> 
         components.meter.add(step)
         if late:  # every rank logs it in the same step, whenever its device delivers the numbers
             components.recorder.log(step.record)
-    components.guards.after_step(record)
+    components.guards.after_step(record, saves=components.recorder.save_due(current.global_step))
     if not late:
         components.recorder.log(record)
 
@@ -214,6 +214,7 @@ def save(components: StepComponents, global_step: int, *, final: bool = False) -
     if components.recorder.saved_step != global_step:
         flush_steps(components)
         with trace_mark("save"):
+            components.guards.compare(global_step)  # collective
             components.guards.store_state()
             components.recorder.save(global_step, final=final)
 

@@ -30,7 +30,7 @@ from lockstep.distributed.balance import ShareReport, check_same_shares
 from lockstep.distributed.exchange import MOST_STEPS, StepExchange
 from lockstep.engines.buffers import unmoved
 from lockstep.engines.registry import kinds, name_of
-from lockstep.errors import LockstepError
+from lockstep.errors import DifferenceError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.guards import desync
 from lockstep.guards.audit import Audit, Recomputer
@@ -284,7 +284,7 @@ class RunGuards:
         self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
         if built.start and built.world.size > 1:  # a new run's weights were compared in `build`
-            desync.check(built.all_tensors(), built.world, built.start, self._kinds)  # collective
+            self._compare(built.start)  # collective
 
     def _audit(self, clock: Clock) -> Audit:
         built = self._built
@@ -332,8 +332,11 @@ class RunGuards:
                 self._check(step)
             yield step
 
-    def after_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, *, saves: bool = False) -> None:
         """Check for stragglers, and compare the replicas if that is due.
+
+        Args:
+            saves: a save is due, which compares them unless a hook prevents it.
 
         Raises:
             LockstepError: the ranks' replicas differ.
@@ -345,9 +348,31 @@ class RunGuards:
         if slow and self._built.world.is_main:
             _LOG.warning(slow, extra={"only_file": self._is_young})
         freq, global_step = self._config.desync_freq, record.step + 1
-        replicas = freq and self._built.world.size > 1
-        if replicas and (global_step % freq == 0 or global_step == self._built.last_step):
-            desync.check(self._built.all_tensors(), self._built.world, global_step, self._kinds)  # collective
+        is_compared_later = saves and not self._built.task.hooks
+        if freq and global_step % freq == 0 and not is_compared_later:
+            self.compare(global_step)  # collective
+
+    def compare(self, step: int) -> None:
+        """Compare the replicas' states after `step` steps, unless `--guards.desync-freq` is 0. Collective.
+
+        Each save begins with it, so that no checkpoint has a difference that is found later.
+
+        Raises:
+            DifferenceError: they differ; the newest checkpoint is named.
+        """
+        if self._config.desync_freq and self._built.world.size > 1:
+            self._compare(step)  # collective
+
+    def _compare(self, step: int) -> None:
+        built = self._built
+        try:
+            desync.check(built.all_tensors(), built.world, step, self._kinds)  # collective
+        except DifferenceError as error:
+            has_saved = built.start > 0 and built.config.checkpoint.mode != "none"
+            line = f"; the newest checkpoint, of step {built.start}, is from before it" if has_saved else ""
+            difference = DifferenceError(f"{error}{line}")
+            difference.goes_back = True
+            raise difference from None
 
     def _kinds(self) -> dict[str, str]:
         return kinds(self._built.engine)

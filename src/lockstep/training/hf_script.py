@@ -43,6 +43,7 @@ def run_script(script: Script, options: Mapping[str, Any]) -> int:
         ConfigError: transformers is missing, the script rejects an argument, or its Trainer uses an unsupported
             feature.
         UsageError: the script ended without a call of `trainer.train()`.
+        SystemExit: the script called sys.exit; not if it ended with the run's own code.
         LockstepError: the run failed.
     """
     trainers = as_it_is("--hf-script", str(script.path)).Trainer
@@ -51,8 +52,10 @@ def run_script(script: Script, options: Mapping[str, Any]) -> int:
         try:
             runpy.run_path(str(script.path), run_name="__main__")
         except SystemExit as end:
+            if end.code and end.code == training.exit_code:
+                return training.exit_code
             if end.code:
-                return _exit_code(end.code)
+                raise
         except ValueError as error:
             if error_origin(error) == "transformers.hf_argparser:parse_dict":
                 raise ConfigError(f"--hf-args {script.arguments}: {str(error).splitlines()[0]}") from error
@@ -75,6 +78,7 @@ class _TrainReplacement:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self.folders: list[tuple[str, str]] = []
+        self.exit_code = 0  # of the last run
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
         """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
@@ -104,6 +108,7 @@ class _TrainReplacement:
             if run.status != "interrupted":
                 raise
             result = run.result
+        self.exit_code = result.exit_code
         if result.exit_code:
             raise SystemExit(result.exit_code)
         return _set_results(trainer, config, task, result, time.perf_counter() - start)
@@ -183,11 +188,3 @@ def _script_environment(script: Script) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-
-
-def _exit_code(code: Any) -> int:
-    """Return an exit code as Python does: print a string, and fail."""
-    if isinstance(code, int):
-        return code
-    print(code, file=sys.stderr)
-    return 1

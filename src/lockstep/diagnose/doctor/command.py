@@ -20,6 +20,7 @@ from lockstep.config.secrets import mask, printable
 from lockstep.diagnose.doctor.differences import numbers
 from lockstep.diagnose.doctor.examine import DoctorReport, Line, examine
 from lockstep.diagnose.doctor.finding import FAIL, OK, SKIP, WARN, CheckContext
+from lockstep.distributed import failures
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, DifferenceError
 from lockstep.files import bytes_text
@@ -164,6 +165,5 @@ def _exit_code(report: DoctorReport, place: CheckContext) -> int:
     problem.relayed = place.rank != 0 and not report.alone
     if not report.hung:
         raise problem
-    if not problem.relayed:
-        print(f"lockstep: error: {problem}", file=sys.stderr)
+    failures.report(problem)  # a launcher trusts the code only with a note
     return problem.exit_code
