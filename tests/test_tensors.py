@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker
 
-from lockstep.tensors import as_bytes, collate_samples, from_bytes
+from lockstep.tensors import as_bytes, collate_samples, from_bytes, host_bytes
 
 Pair = namedtuple("Pair", "x y")
 ROW = torch.arange(6.0).reshape(2, 3)
@@ -110,3 +110,10 @@ def test_the_bytes_of_a_contiguous_tensor_are_its_memory():
     tensor = torch.zeros(4, 3)[:1, :1]
     as_bytes(tensor)[3] = 64
     assert tensor.item() == 2.0
+
+
+def test_a_tensor_whose_bytes_were_read_can_still_be_resized():
+    """As torch.ao's fake quantization does with its buffers in a forward."""
+    tensor = torch.ones(1)
+    assert bytes(host_bytes(tensor)) == torch.ones(1).numpy().tobytes()
+    assert tensor.resize_(1000).shape == (1000,)

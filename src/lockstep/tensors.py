@@ -22,6 +22,7 @@ __all__ = [
     "copy_into",
     "copy_to_device",
     "from_bytes",
+    "host_bytes",
     "is_dtensor",
     "local_of",
     "not_finite",
@@ -64,6 +65,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = plain.contiguous().reshape(-1)
     # `contiguous` and `reshape` keep the stride of a dimension of size 1, whatever it is, and `view` looks at it.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a host tensor in row-major order, without a copy where it is contiguous."""
+    # Not `numpy()`: it forbids the storage to be resized for good, as modules of torch.ao do in their forwards.
+    return np.from_dlpack(as_bytes(tensor)).data
 
 
 def from_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

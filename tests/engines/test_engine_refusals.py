@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run
-from refusals import names
+from refusals import names, refuses
 from support import build
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from toys import Network, Ragged
 
 from lockstep.config.cli import parse, read_toml, to_toml
@@ -204,6 +206,20 @@ def _odd(world, kind):
 def test_parameters_that_cannot_be_split_are_named():
     assert "a block has parameters in float32 and float64" in run(_odd, 2, "mixed")[0]
     assert "cannot split other, which is not contiguous" in run(_odd, 2, "turned")[0]
+
+
+def _split_by_hand(world):
+    model = torch.nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for name, parameter in list(model.named_parameters()):
+        model.register_parameter(name, torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    for name in ("ddp", "zero", "fsdp"):
+        with refuses(ConfigError, f"--engine {name}", "weight", "DTensor"):
+            engine(name, model, sgd, world)
+
+
+def test_a_model_of_dtensors_is_refused_by_name():
+    run(_split_by_hand, 2)
 
 
 def _optimizers(world):

@@ -39,7 +39,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, compare
 from lockstep.errors import CheckpointError
 from lockstep.files import bytes_text, retry_io, sync
-from lockstep.tensors import as_bytes, not_finite
+from lockstep.tensors import host_bytes, not_finite
 
 __all__ = [
     "HostBuffer",
@@ -425,7 +425,7 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a plain tensor in row-major order, little-endian; copied only if needed."""
-    return as_bytes(tensor.detach().cpu()).numpy().data  # waits for the device
+    return host_bytes(tensor.detach().cpu())  # waits for the device
 
 
 def _write_document(path: Path, data: bytes) -> dict[str, Any]:

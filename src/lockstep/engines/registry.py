@@ -37,6 +37,7 @@ from lockstep.engines.wrappers import UNFROZEN, Changes, Copied, Hooked, Remade
 from lockstep.errors import ConfigError
 from lockstep.hooks import Hooks, OwnSteps
 from lockstep.run_state import TrainedSet
+from lockstep.tensors import is_dtensor
 from lockstep.transforms.batchnorm import recording
 from lockstep.transforms.weight_copies import copies_of
 
@@ -145,6 +146,9 @@ def engine(  # noqa: PLR0913
             support, or an optimizer that does not work with it.
     """
     name = name_of(name, world)
+    split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
+    if split and not hasattr(model, "reshard"):  # fsdp's own, after a loss of a rank
+        raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
     copies = copies_of(model)

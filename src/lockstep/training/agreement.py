@@ -42,7 +42,7 @@ from lockstep.files import create_file
 from lockstep.guards.contents import KEY, Contents, alike, check_contents, digest
 from lockstep.guards.samples import RetryingDataset
 from lockstep.task import Task, has_own
-from lockstep.tensors import as_bytes, from_bytes
+from lockstep.tensors import as_bytes, from_bytes, host_bytes
 from lockstep.training.evaluation import sets_by_name
 from lockstep.training.run_dir import RunFolder
 from lockstep.transforms.precision import is_fast
@@ -291,7 +291,7 @@ def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int
     unequal = [name for name, value in ranks[0].items() if any(each[name] != value for each in ranks)]
     for name in unequal:
         tensor = tensors[name]
-        buffer = _host_bytes(tensor).clone()
+        buffer = as_bytes(tensor.cpu()).clone()  # waits for the device
         dist.broadcast(buffer, src=0, group=world.control)  # collective
         tensor.copy_(from_bytes(buffer, tensor.dtype, tensor.shape))
     return len(unequal)
@@ -309,13 +309,8 @@ def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
     return dict(tensors.values())
 
 
-def _host_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes in host memory, in row-major order. uint8 [n]"""
-    return as_bytes(tensor.detach().cpu())  # waits for the device
-
-
 def _hash(tensor: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(_host_bytes(tensor).numpy().data)
+    return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))  # waits for the device
 
 
 # --- shared run folder

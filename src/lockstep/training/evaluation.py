@@ -30,6 +30,7 @@ from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential
 from lockstep.distributed.world import World
 from lockstep.engines.base import at_rest
+from lockstep.engines.fsdp.forwards import equal_forwards
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
@@ -37,7 +38,7 @@ from lockstep.passes import split_loss
 from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
 from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
-from lockstep.tensors import as_bytes
+from lockstep.tensors import host_bytes
 from lockstep.transforms.precision import eager
 from lockstep.whole_step import WHOLE_LOSS, make_whole_step
 
@@ -165,7 +166,7 @@ def _never() -> bool:
 def _to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
         host = value.detach().cpu()  # waits for the device
-        text = base64.b64encode(as_bytes(host).numpy().tobytes()).decode()
+        text = base64.b64encode(host_bytes(host)).decode()
         return {"dtype": str(host.dtype).removeprefix("torch."), "shape": list(host.shape), "v": text}
     return [_to_json(each) for each in value]
 
@@ -263,7 +264,7 @@ def evaluate(
         with torch.set_grad_enabled(needs_graph(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
             whole_step = WholeStepLosses(task, batches, world, reseed) if has_step_loss(task) else None
-            results = _evaluate_rank(engine.model, task, batches, reseed, progress, whole_step)
+            results = _evaluate_rank(engine.model, task, batches, world, reseed, progress, whole_step)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -397,19 +398,21 @@ def _evaluate_rank(
     model: nn.Module,
     task: Task,
     batches: Batches,
+    world: World,
     reseed: Any,
     progress: Progress | None,
     whole_step: "WholeStepLosses | None",
 ) -> _RankResults:
     report = (lambda done: progress(done, batches.slots_in_all)) if progress else None
     with closing(batches.micro(0)) as micro:  # an error ends the loader processes too
-        return _evaluate_micro_batches(model, task, micro, reseed, report, whole_step)
+        return _evaluate_micro_batches(model, task, micro, world, reseed, report, whole_step)
 
 
 def _evaluate_micro_batches(
     model: nn.Module,
     task: Task,
     micro: Iterable[tuple[int, MicroBatch]],
+    world: World,
     reseed: Any,
     progress: Callable[[int], None] | None,
     whole_step: "WholeStepLosses | None",
@@ -418,7 +421,8 @@ def _evaluate_micro_batches(
     rows: list[list[Any]] = []
     for done, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)
-        loss, metrics = measure(model, batch)
+        with equal_forwards(model, world):  # collective under fsdp
+            loss, metrics = measure(model, batch)
         if done == 1:
             results.names = list(metrics)
             results.pairs = [name for name, value in metrics.items() if not is_metric(value)]

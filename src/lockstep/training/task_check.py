@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.fsdp.forwards import equal_forwards
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import describe_value, loss_of
@@ -170,9 +171,10 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     trial.seed()
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     numbers = list[str]()
-    if method == "metrics":
-        numbers = _number_names(call_method("loss", lambda data: task.loss(model, data), batch.data, model, task))
-    result: Any = call_method(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
+    with equal_forwards(model, trial.world):  # collective under fsdp
+        if method == "metrics":
+            numbers = _number_names(call_method("loss", lambda data: task.loss(model, data), batch.data, model, task))
+        result: Any = call_method(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_EVALUATE_FORM}; it returned {describe_value(result)}")
@@ -240,11 +242,12 @@ def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[
     """Compute the loss of the task's own `evaluate`, then sum and count of each pair."""
     task, model = trial.task, trial.model
     loss = list[float]()
-    if has_own(task, "evaluate"):
-        value, metrics = task.evaluate(model, batch.data)
-        loss = [loss_value(value)]
-    else:
-        metrics = task.metrics(model, batch.data)
+    with equal_forwards(model, trial.world):  # collective under fsdp
+        if has_own(task, "evaluate"):
+            value, metrics = task.evaluate(model, batch.data)
+            loss = [loss_value(value)]
+        else:
+            metrics = task.metrics(model, batch.data)
     for value in metrics.values():
         if is_metric(value):
             pop_state(value)  # reset it, or the next batch would add to it

@@ -24,7 +24,7 @@ from lockstep.engines.base import at_rest
 from lockstep.errors import ConfigError
 from lockstep.object_state import ObjectState
 from lockstep.task import Task, has_own, inner_task, user_task
-from lockstep.tensors import as_bytes
+from lockstep.tensors import host_bytes
 
 __all__ = [
     "describe_marks",
@@ -211,7 +211,7 @@ def _add_to(digest: Any, value: Any, depth: int) -> None:
     if isinstance(value, Tensor):
         host = value.detach().cpu()  # waits for the device
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(as_bytes(host).numpy().tobytes())
+        digest.update(host_bytes(host))
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype}{value.shape}".encode())
         digest.update(value.tobytes())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.tasks.metric_states import merge
-from lockstep.tensors import as_bytes
+from lockstep.tensors import host_bytes
 
 __all__ = [
     "Leavings",
@@ -404,7 +404,7 @@ def _split_items(notes: list[tuple[Key, int]], items: list[Any]) -> Iterator[tup
 
 def _encode(tensor: Tensor) -> list[Any]:
     """Convert a host tensor to plain values."""
-    raw = as_bytes(tensor).numpy().tobytes()
+    raw = host_bytes(tensor)
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), base64.b64encode(raw).decode()]
 
 

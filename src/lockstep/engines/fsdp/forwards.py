@@ -1,0 +1,84 @@
+"""Let each rank call a sharded model as often as its metrics need.
+
+    with equal_forwards(model, world):
+        metrics = task.metrics(model, batch)    # two forwards on one rank, one on another
+
+Every forward of a sharded model gathers parameters from all ranks. Before each one the ranks tell each other whether
+they compute; a rank that has finished repeats its last forward, and drops the result, until all have.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.distributed.membership import translate_errors
+from lockstep.distributed.progress import rank_label
+from lockstep.distributed.world import World
+from lockstep.errors import ConfigError
+from lockstep.tensors import is_dtensor
+
+__all__ = ["equal_forwards"]
+
+
+@contextmanager
+def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
+    """Make every rank take part in all forwards of the context. Collective, for a sharded model on several ranks.
+
+    Raises:
+        ConfigError: some ranks call the model and others never do, so these have no input to repeat.
+    """
+    if world.size == 1 or not any(map(is_dtensor, model.parameters())):
+        yield
+        return
+    forwards = _Forwards(world)
+    # Before FSDP's own hook, which gathers.
+    handle = model.register_forward_pre_hook(forwards.announce, prepend=True, with_kwargs=True)
+    try:
+        yield
+    finally:  # also after an error of this rank: the others may be in a forward
+        handle.remove()
+        forwards.follow(model)  # collective
+
+
+class _Forwards:
+    """The forwards of one context on this rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._inputs: tuple[Any, Any] | None = None
+        self._is_over = self._has_graph = False
+
+    def announce(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Tell the other ranks of a forward before it begins. Collective."""
+        self._inputs = (args, kwargs)
+        self._exchange(True)  # collective
+
+    def follow(self, model: nn.Module) -> None:
+        """Repeat the last forward until no rank computes. Collective."""
+        while not self._is_over and self._exchange(False):  # collective
+            assert self._inputs is not None
+            args, kwargs = self._inputs
+            with torch.set_grad_enabled(self._has_graph):  # FSDP keeps other parameters gathered with a graph
+                model(*args, **kwargs)
+
+    def _exchange(self, computes: bool) -> bool:
+        """Return whether any rank computes a forward now. Collective."""
+        world = self._world
+        table = torch.zeros(world.size, 3, dtype=torch.int32)
+        table[world.rank] = torch.tensor([computes, self._inputs is None, computes and torch.is_grad_enabled()])
+        with translate_errors():
+            dist.all_reduce(table, group=world.control)  # collective
+        computing, idle, with_graph = (column.nonzero().flatten().tolist() for column in table.unbind(1))
+        self._has_graph = bool(with_graph)
+        if computing and idle:
+            self._is_over = True
+            raise ConfigError(
+                f"--engine fsdp: the task's metrics call the model on {rank_label(computing[0])} and not on "
+                f"{rank_label(idle[0])}, but all ranks take part in each forward: call it for every batch, or use "
+                "--engine ddp"
+            )
+        return bool(computing)
