@@ -199,7 +199,7 @@ def _in_training_mode(
     if bool(uses[0]) != bool(uses[1]):
         idle = [_without_backward(side, spot) for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True)]
         training = [bool(own) and not each for own, each in zip(idle, uses, strict=True)]
-        training = training if not all(idle) else [False, False]
+        training = [False, False] if every(map(bool, idle)) else training
     if training[0] == training[1]:
         return None
     text = f"in {SECOND if training[1] else FIRST} the model evaluates in training mode"

@@ -3,7 +3,7 @@
 updates = Updates(journal, names, passes)
 updates.before(optimizer); updates.after(optimizer)         # the second ends the step
 
-`state_digests` and `seed_digests` digest the random generators. `PassRecorder` records batches, forwards and
+`state_digests` digests the random generators. `PassRecorder` records batches, forwards and
 backwards. `Updates` records the gradients that the optimizer receives, its groups, and the weights, buffers and
 optimizer state afterwards.
 """
@@ -54,21 +54,6 @@ def state_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, 
     for name, generator in own:
         digests[name] = _digest_state("", generator.get_state())
     return digests
-
-
-def seed_digests(own: Iterable[tuple[str, torch.Generator]] = ()) -> dict[str, str]:
-    """Digest the seeds of torch's generators, which a draw leaves unchanged.
-
-    Args:
-        own: the model's generators by name.
-
-    Returns:
-        Generator's name -> digest of its seed. Python's and numpy's do not keep theirs.
-    """
-    seeds = {"torch": torch.initial_seed(), **{name: generator.initial_seed() for name, generator in own}}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        seeds["cuda"] = torch.cuda.initial_seed()
-    return {name: hashlib.blake2b(str(seed).encode(), digest_size=4).hexdigest() for name, seed in seeds.items()}
 
 
 def _digest_state(name: str, state: torch.Tensor) -> str:
@@ -252,8 +237,6 @@ class PassRecorder:
         if record["train"]:
             own = self._names.generators(module, self.journal.thorough)
             record["rng"].append(state_digests(own))
-            if record["rng"][0] != record["rng"][1]:
-                record["seeds"] = seed_digests(own)
             trained = trained_output(output, batch.size)
             if trained is not None:
                 self._follow(record, trained)
