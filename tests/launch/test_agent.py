@@ -97,6 +97,22 @@ def test_the_first_that_failed_is_told_and_who_did_not_notice_is_ended(watched, 
     assert capfd.readouterr().err == ""  # no restart follows
 
 
+def test_a_process_that_ends_between_two_looks_has_its_cause_told(watched, monkeypatch):
+    """torch's watch may see an end that this one did not see a moment before."""
+    mine, processes, group = watched(SLEEPS, SLEEPS, notes={1: "the cause"}, left=0)
+    mine._oom_check_time = time.monotonic()
+
+    def looks(self, group):
+        processes[1].kill()
+        processes[1].wait()
+        return agent.RunResult(state=agent.WorkerState.FAILED)
+
+    monkeypatch.setattr(agent.LocalElasticAgent, "_monitor_workers", looks)
+    monkeypatch.setattr(agent, "reap_orphans", lambda children: None)
+    assert mine._monitor_workers(group).is_failed()
+    assert (mine._failure.rank, mine._failure.message) == (5, "the cause")
+
+
 @pytest.mark.parametrize(
     ("commands", "grace", "killed"),
     [

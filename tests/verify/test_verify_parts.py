@@ -474,7 +474,7 @@ class Noting:
         self.heard.append([parameter.tolist() for parameter in self.model.parameters()])
 
     def backward(self, loss, weight=1.0):
-        self.heard.append(weight)
+        self.heard.append(float(loss) * weight)
 
     def step(self, factor=None, limit=math.inf, momentum=None, evaluate=None):
         self.heard.append(("step", factor))
@@ -488,8 +488,8 @@ def test_a_fault_of_one_moment_comes_at_its_step_alone_and_once():
         inner.heard.clear()
         engine = fault("unsent-gradient").inside(inner, context(rank, begin=begin))
         for _ in range(3):
-            engine.backward(None, 1.0)
-            engine.backward(None, 1.0)
+            engine.backward(torch.ones(()), 1.0)
+            engine.backward(torch.ones(()), 1.0)
             engine.step(0.5)
         assert [heard for heard in inner.heard if isinstance(heard, float)] == weights
     model = nn.Linear(1, 1)

@@ -342,6 +342,8 @@ class _Agent(LocalElasticAgent):
         if has_loss:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and not has_loss:  # a process has ended since it was polled
+            self._explain(processes, worker_group)
         return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
 
     def _kill_deaf(self) -> None:
