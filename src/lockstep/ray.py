@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch.secret import SECRET_VARIABLE
 from lockstep.launch.workers import life_pipe, private_folder
 
 __all__ = ["doctor", "train"]
@@ -122,7 +124,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         nodes=size.nodes,
         processes=processes,
         bundle={"CPU": float(cores)} | ({"GPU": float(size.gpus_per_node)} if size.gpus_per_node else {}),
-        variables={"OMP_NUM_THREADS": str(threads), **env},
+        variables={"OMP_NUM_THREADS": str(threads), SECRET_VARIABLE: secrets.token_hex(32), **env},
         timeout=config.timeout,
     )
     earlier: list[int] = []  # launchers of lost actors

@@ -47,6 +47,7 @@ def job_of(manifests):
 ALL = [
     *("--nnodes", "2", "--namespace", "team", "--resource", "nvidia.com/gpu=8", "--resource", "cpu=32"),
     *("--env", "A=$(HOME) and é: '\"", "--secret", "keys", "--grace", "60", "--max-restarts", "3", "--min-ranks", "4"),
+    *("--rdzv-secret-file", "/keys/s"),
 ]
 
 
@@ -78,7 +79,7 @@ def test_what_follows_a_pods_end_and_what_a_pod_gets(capsys):
         assert {each["mountPath"] for each in container["volumeMounts"]} == {"/dev/shm", "/runs"}
         assert pod["volumes"][0]["emptyDir"] == {"medium": "Memory"}
         assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "32"}
-        assert container["args"][:4] == ["launch", "--min-ranks", "4", "--"]
+        assert container["args"][:6] == ["launch", "--min-ranks", "4", "--rdzv-secret-file", "/keys/s", "--"]
         assert {"name": "OMP_NUM_THREADS", "value": "4"} in container["env"]
         assert manifests[-1]["metadata"] == {"name": "my-run", "namespace": "team"}
     assert manifests[1]["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 8}  # one rank for each GPU

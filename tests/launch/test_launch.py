@@ -348,8 +348,9 @@ def test_a_signal_to_the_launcher_stops_restarts(tmp_path):
 
 def test_a_process_that_ignores_the_signal_is_killed(tmp_path):
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); open(os.environ['STARTS'], 'a').write('x')"
-    found = launched(script(deaf, "time.sleep(100)"), tmp_path / "starts", signal.SIGTERM, stop_seconds=1.0)
-    assert found[1] <= 2
+    began = time.monotonic()
+    launched(script(deaf, "time.sleep(200)"), tmp_path / "starts", signal.SIGTERM, stop_seconds=1.0)
+    assert time.monotonic() - began < 100
 
 
 def test_restarts_add_up_over_all_starts(monkeypatch):

@@ -1,4 +1,4 @@
-"""What an attacker can do who reaches the launchers' ports: no code of theirs runs, and nothing unsigned is obeyed."""
+"""Attack the launchers' ports: no code of an attacker runs, and no unsigned message is obeyed."""
 
 import base64
 import json

@@ -21,6 +21,14 @@ def script(capsys, *flags, train=()):
     return capsys.readouterr().out
 
 
+def run_line(text, start):
+    """The value of the variable that this line of the script sets."""
+    (line,) = (line for line in text.splitlines() if line.startswith(start))
+    show = f'{line}; echo "$LOCKSTEP_RDZV_SECRET"'
+    around = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_RDZV_SECRET"}
+    return subprocess.run(["bash", "-c", show], env=around, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def options(text):
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
 
@@ -40,6 +48,8 @@ def test_the_script_has_what_was_asked_for(capsys, tmp_path, monkeypatch):
         "account=lab",
         "--max-restarts",
         "2",
+        "--rdzv-secret-file",
+        "s",
     ]
     text = script(capsys, *flags, train=["--experiment-name", "a", "--save-dir", "runs", "--lr", "1e-3"])
     found = options(text)
@@ -49,7 +59,9 @@ def test_the_script_has_what_was_asked_for(capsys, tmp_path, monkeypatch):
     assert found["signal"] == "USR1@300"
     assert found["ntasks-per-node"] == "1"
     assert "exclusive" in found
-    assert "lockstep launch --nproc-per-node 8 --max-restarts 2" in text
+    assert "lockstep launch --nproc-per-node 8 --max-restarts 2 --rdzv-secret-file s" in text
+    found = run_line(text, "export LOCKSTEP_RDZV_SECRET")
+    assert re.fullmatch("[0-9a-f]{64}", found)
     assert f'--stderr "{tmp_path}/runs/a/slurm"/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.stderr' in text
     assert "-- train --experiment-name a --save-dir runs --lr 1e-3" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0

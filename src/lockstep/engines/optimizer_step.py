@@ -34,7 +34,6 @@ __all__ = [
     "LossScale",
     "OptimizerStep",
     "combined",
-    "in_model_order",
     "norms_of",
     "total_norm",
     "trained",
@@ -213,7 +212,6 @@ class OptimizerStep:
         norm: computes the 2-norm of the whole gradient from this rank's gradients; the same on every rank.
         norms: computes the norm of each gradient, the same on every rank; None: gradients are whole.
         local: returns the plain tensor behind a gradient; None: gradients are plain.
-        order: of the parameters in the norm, which decides its bits; None: see `in_model_order`.
         cleared: parameters whose gradients a step clears, see `trained`; None: the optimizer's.
         fixed: only gradients of `cleared` are exchanged, so a group added later may have no other parameters.
         exchange: sums `.grad` over the ranks after a pass that an optimizer repeats. Collective.
@@ -222,7 +220,7 @@ class OptimizerStep:
         dense: the flag that requires dense gradients; "": none does.
 
     Attributes:
-        parameters: the optimizer's, in the order of the norm.
+        parameters: the optimizer's, in the order of the norm, which decides its bits: see `_in_model_order`.
         blank: the optimizer's state was created only to be loaded into; the first step drops it and creates its own.
         is_mixed: some parameters are sharded and some are whole.
         scale: the factor of the loss; 1 without loss scaling; 0-dim where the device decides.
@@ -239,7 +237,6 @@ class OptimizerStep:
         settings: Settings,
         norm: Norm | None = None,
         local: Callable[[Tensor], Tensor] | None = None,
-        order: list[Tensor] | None = None,
         cleared: list[Tensor] | None = None,
         fixed: bool = False,
         norms: Callable[[list[Tensor]], list[Tensor]] | None = None,
@@ -264,8 +261,7 @@ class OptimizerStep:
         self.blank = self._by_kernel = self.is_mixed = False
         self._group_settings = settings_of(optimizer)
         self._groups: list[dict[str, Any]] = []
-        self.parameters: list[Tensor] = order or []
-        self._is_ordered = order is not None
+        self.parameters: list[Tensor] = []
         self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
         self._take_groups()
         self._scaler: LossScale | DeviceLossScale | None = None
@@ -282,7 +278,7 @@ class OptimizerStep:
     def _take_groups(self) -> None:
         """Add the optimizer's new groups."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
-        held = self.parameters if self._is_ordered else in_model_order(self.model, self.optimizer)
+        held = _in_model_order(self.model, self.optimizer)
         if self._fixed and not self._cleared.keys() >= set(held):
             raise LockstepError(
                 "a parameter group was added whose parameters did not require gradients when the engine was built, so "
@@ -527,7 +523,7 @@ def _init_momentum(optimizer: SGD) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
-def in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+def _in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters in the model's order, in which `clip_grad_norm_(model.parameters())` adds."""
     held = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     members = dict.fromkeys(p for p in model.parameters() if p in held)

@@ -22,7 +22,7 @@ from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import ReplicatedEngine, check_launched
 from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import has_modes
-from lockstep.engines.optimizer_step import OptimizerStep, in_model_order, trained
+from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.tensors import local_of
@@ -56,11 +56,8 @@ class Zero:
         self._zero.register_step_pre_hook(self._run_pre_hooks)
         self._zero.register_step_post_hook(self._run_post_hooks)
         parameters = trained(model, plain)
-        order = in_model_order(model, plain)
         name = "--engine zero"
-        self._update = OptimizerStep(
-            model, self._zero, settings, order=order, cleared=parameters, fixed=True, once=name, dense=name
-        )
+        self._update = OptimizerStep(model, self._zero, settings, cleared=parameters, fixed=True, once=name, dense=name)
         self._replicas = ReplicatedEngine("zero", model, parameters, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}

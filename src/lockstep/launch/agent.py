@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -307,7 +306,8 @@ class _Agent(LocalElasticAgent):
             self._membership.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # for other nodes
         is_repeat = self.stop_signal == number == signal.SIGINT
         self.stop_signal = signal.Signals(number)
-        self._stopped_at = self._stopped_at or time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
         # Each process has its own session, so that a Ctrl-C in the terminal does not reach it directly too.
         to_send = signal.SIGKILL if is_repeat else self.stop_signal
         for process in self._processes().values():
@@ -330,7 +330,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._reap()
         self._stderr.show()
-        self._kill_deaf()
+        self._kill_unresponsive()
         failed = any(process.poll() for process in self._processes().values())
         if not failed and time.monotonic() - self._oom_check_time > 2.0:
             self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
@@ -346,9 +346,11 @@ class _Agent(LocalElasticAgent):
             self._explain(processes, worker_group)
         return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
 
-    def _kill_deaf(self) -> None:
+    def _kill_unresponsive(self) -> None:
         """Kill processes that ignore a signal; one in a run saves first, and its watchdog ends it if it hangs."""
-        if self.stop_signal is None or time.monotonic() - (self._stopped_at or math.inf) < _STOP_SECONDS:
+        if self.stop_signal is None or self._stopped_at is None:
+            return
+        if time.monotonic() - self._stopped_at < _STOP_SECONDS:
             return
         for local, process in self._processes().items():
             slot = self._names[local].partition(".")[0]

@@ -40,7 +40,7 @@ _PORT = 29500  # the one that Kubeflow Trainer sets
 # Flags of launch that the manifest or the controller replaces.
 _SET_BY_CONTROLLER = ("node_rank", "master_addr", "master_port", "rdzv_endpoint", "rdzv_id")
 # Flags that each pod's launcher needs too.
-_OF_PODS = ("min_ranks", "max_losses", "nccl_debug", "rdzv_backend", "rdzv_conf")
+_OF_PODS = ("min_ranks", "max_losses", "nccl_debug", "rdzv_backend", "rdzv_conf", "rdzv_secret_file")
 
 _SCRIPT = (
     'command -v lockstep >/dev/null || { echo "lockstep: this image has no lockstep on its PATH; install '

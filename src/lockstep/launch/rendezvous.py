@@ -3,8 +3,9 @@
     handler = open_rendezvous(job, say)        # waits until node 0's launcher listens
     handler.next_rendezvous()                  # reports every 15 s which nodes are missing
 
-On one node nothing listens. On several it is torch's, but its state is signed JSON, its store listens on one address, a
-broken link does not block the launcher, and a launcher that was started with other settings is refused at once.
+One launcher meets nobody, and opens no store for it. On several nodes it is torch's, but its state is signed JSON, its
+store listens on one address, a broken link does not block the launcher, and a launcher that was started with other
+settings is refused at once.
 """
 
 import contextlib

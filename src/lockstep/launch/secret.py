@@ -63,7 +63,10 @@ class Secret:
         """
         digest, _, text = data.decode("utf-8", "replace").partition(" ")
         if not hmac.compare_digest(digest.encode(), self._digest(purpose, text).encode()):
-            raise SignatureError(f"the {purpose} of the other launchers are not signed with this launcher's secret")
+            raise SignatureError(
+                f"what another launcher wrote ({purpose}) is not signed with this launcher's secret; give all of them "
+                f"the same {_FLAG}, or {SECRET_VARIABLE}"
+            )
         return json.loads(text)
 
     def derive(self, text: str) -> "Secret":

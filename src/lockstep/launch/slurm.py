@@ -103,7 +103,14 @@ _SIGNAL_SECONDS = 300  # before the time limit, so that the run can save; at mos
 _SECRET_FREE = re.compile(r"[^\x00-\x1f]*")
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(\d+)(?::(\d+)(?::(\d+))?)?)")
-_PASSED_ON = {"max_restarts": 0, "min_ranks": 1, "max_losses": None, "rdzv_conf": "", "master_port": 0}  # and defaults
+_PASSED_ON = {  # flags, and their defaults
+    "max_restarts": 0,
+    "min_ranks": 1,
+    "max_losses": None,
+    "rdzv_conf": "",
+    "rdzv_secret_file": None,
+    "master_port": 0,
+}
 
 
 _HOLE = re.compile(r"@\{([\w-]+)\}")  # not $, of which shell scripts are full
