@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = [
+    "FINAL_CODES",
     "RESERVED_CODES",
     "SETTINGS",
     "CheckpointError",
@@ -210,6 +211,8 @@ class StorageError(LockstepError):
 
     exit_code = 75
 
+
+FINAL_CODES = (UsageError.exit_code, DifferenceError.exit_code)  # of a command: another start would fail the same way
 
 # Codes with a meaning for launchers and schedulers: they count only if lockstep itself noted them.
 RESERVED_CODES = frozenset({UsageError.exit_code, DifferenceError.exit_code, StorageError.exit_code})

@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 from lockstep.config import cli
 from lockstep.config.schema import Config
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import FINAL_CODES, ConfigError, LockstepError
 from lockstep.launch.secret import SECRET_VARIABLE
 from lockstep.launch.workers import life_pipe, private_folder
 
 __all__ = ["doctor", "train"]
 
-_FINAL = (2, 3)  # exit codes of bad input, and of a difference that a check found: another start would not help
 _PATIENCE = 1800.0  # seconds until Ray has the nodes, which it may have to start
 _GRACE = 60.0  # seconds for the nodes to end after one has, on top of --timeout
 _KILL = 30.0  # seconds between SIGTERM and SIGKILL
@@ -132,7 +131,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         code, line = _run_round(ray, job, earlier)
         if code == 0:
             return
-        if code in _FINAL or attempt == size.restarts:
+        if code in FINAL_CODES or attempt == size.restarts:
             break
         print(f"lockstep: {line}; restart {attempt + 1} of {size.restarts}", file=sys.stderr, flush=True)
     again = "; the same call goes on from the newest checkpoint, if there is one" if command == "train" else ""
@@ -269,7 +268,7 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
     if not failed:
         return 0, ""
     # Bad input first, then a loss, since the others failed for it; then the first.
-    return min(failed, key=lambda end: 0 if end[0] in _FINAL else 1 if end[0] == _LOST else 2)
+    return min(failed, key=lambda end: 0 if end[0] in FINAL_CODES else 1 if end[0] == _LOST else 2)
 
 
 def _meeting(job: _Job, host: str, port: int) -> list[str]:

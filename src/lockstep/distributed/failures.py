@@ -135,6 +135,11 @@ class ProcessFailure:
         """Whether another start would fail the same way: bad input, or a difference with nothing from before it."""
         return self.code == UsageError.exit_code or (self.code == DifferenceError.exit_code and not self.goes_back)
 
+    @property
+    def exit_code(self) -> int:
+        """The launcher's exit code: 3 only if final, since a scheduler starts no such run again."""
+        return 1 if self.goes_back else max(self.code, 1)
+
     def repeats(self, earlier: "ProcessFailure") -> bool:
         """Whether the same line of code raised both in the same step.
 

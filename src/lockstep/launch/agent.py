@@ -213,7 +213,7 @@ class _Agent(LocalElasticAgent):
         self._spared: set[int] = set()  # local ranks of processes that the run continues without
         self._silenced: set[str] = set()  # names of processes killed for their silence
         self._failed: dict[str, ProcessFailure] = {}  # by name
-        self._decisions = open_decisions(job, self._describe, self._folder)
+        self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
         self._preloaded: Preloaded | None = None
         self._can_fork = adopts and Preloaded.can_fork(job.command)
@@ -548,9 +548,10 @@ class _Agent(LocalElasticAgent):
         advice = "" if self.has_cause else "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
         error.follows = failure is None or failure.follows
-        code = failure.code if failure else 1
-        before_steps = -code in STOP_SIGNALS and not (failure and failure.message)
-        error.exit_code = 128 - code if before_steps else max(code, 1)
+        if failure and -failure.code in STOP_SIGNALS and not failure.message:  # before the steps began
+            error.exit_code = 128 - failure.code
+        elif failure:
+            error.exit_code = failure.exit_code
         return error
 
     def _exit_barrier(self) -> None:

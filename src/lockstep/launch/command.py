@@ -238,6 +238,7 @@ def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
         | ({CORES_VARIABLE: str(sum(map(len, shares)))} if shares else {}),
         shares=shares,
         secret=read_secret(args.rdzv_secret_file, os.environ),
+        node_rank=args.node_rank,
         stderr=Path(args.stderr).expanduser().absolute() if args.stderr else None,
     )
 

@@ -137,6 +137,7 @@ class Job:
         shares: the cores of each process, by local rank; () if they are not bound.
         stderr: folder for a file of each rank's standard error; None: it is the launcher's.
         secret: signs what the launchers of several nodes tell each other.
+        node_rank: --node-rank, for messages; 0 where none was given.
     """
 
     command: list[str]
@@ -154,3 +155,4 @@ class Job:
     shares: tuple[frozenset[int], ...] = ()
     stderr: Path | None = None
     secret: Secret = field(default=NO_SECRET, repr=False)
+    node_rank: int = 0

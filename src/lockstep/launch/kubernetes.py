@@ -26,7 +26,7 @@ from lockstep.config.cli import Parser
 from lockstep.config.schema import Config
 from lockstep.config.secrets import is_secret_name, mask_args
 from lockstep.distributed.launcher import is_own_address
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import FINAL_CODES, ConfigError, LockstepError
 from lockstep.files import create_file
 
 __all__ = ["MASTER_VARIABLE", "add_flags", "check_flags", "torchrun_flags", "wait_for_master", "write_manifest"]
@@ -47,9 +47,10 @@ _SCRIPT = (
     'torch-lockstep in it" >&2; exit 2; }; exec lockstep "$@"'
 )
 
-# A JobSet's spec. Exit codes: 2 and 3 would fail again; 75 saved itself (or its storage did not answer) and is started
-# again without being counted, as is a pod that the cluster evicted. Anything else fails the Job, and the JobSet starts
-# all pods again, --max-restarts times: the pods that only lost one of the others end like that too.
+# A JobSet's spec. Exit codes: 2 and 3 would fail again (a run that goes back to before a difference ends with 1); 75
+# saved itself (or its storage did not answer) and is started again without being counted, as is a pod that the cluster
+# evicted. Anything else fails the Job, and the JobSet starts all pods again, --max-restarts times: the pods that only
+# lost one of the others end like that too.
 _JOB = """\
 failurePolicy:
   maxRestarts: {{ restarts }}  # of all pods, after one failed or was lost; they resume from the newest checkpoint
@@ -74,7 +75,7 @@ replicatedJobs:
       podFailurePolicy:
         rules:
         - action: FailJob  # bad input, or a check that found a difference: another start would not help
-          onExitCodes: {containerName: node, operator: In, values: [2, 3]}
+          onExitCodes: {containerName: node, operator: In, values: {{ final }}}
         - action: Ignore  # the run saved itself: its pod is started again, and this is not counted
           onExitCodes: {containerName: node, operator: In, values: [75]}
         - action: Ignore  # preempted, drained, or its machine was lost
@@ -263,6 +264,7 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
         "volumes": volumes,
         "port": _PORT,
         "trainjob": trainjob,
+        "final": list(FINAL_CODES),
     }
     job = environment.from_string(_JOB).render(values).rstrip()
     return environment.from_string(_TRAINJOB if trainjob else _JOBSET).render(values, job=job).rstrip() + "\n"

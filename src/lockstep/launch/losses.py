@@ -21,7 +21,7 @@ from typing import Protocol
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
 from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
-from lockstep.errors import DifferenceError, UsageError
+from lockstep.errors import FINAL_CODES
 
 __all__ = [
     "REPEATED",
@@ -30,7 +30,6 @@ __all__ = [
 
 REPEATED = "the same line of code failed in the same step again"
 
-_FATAL_CODES = (UsageError.exit_code, DifferenceError.exit_code)  # of what is wrong on the others too: no loss
 _HOUR = 3600.0
 _ALARMS_PER_LOSS = 3  # regroupings without a loss to allow per allowed loss: on a busy machine groups form slowly
 _REFUSED = (
@@ -127,7 +126,8 @@ class Membership:
             continues.
         """
         now = self._now()
-        errors = [failure for failure in ended.values() if failure.code in _FATAL_CODES]
+        # What is wrong on the others too is no loss.
+        errors = [failure for failure in ended.values() if failure.code in FINAL_CODES]
         if errors or (ended and not living):
             self.fatal = first_failure(errors or ended.values())
             self._announce_end("-")

@@ -30,6 +30,7 @@ from lockstep.errors import LockstepError, StorageError
 from lockstep.launch.job import Job
 from lockstep.launch.link import Link
 from lockstep.launch.losses import Membership
+from lockstep.launch.rendezvous import join_seconds
 from lockstep.launch.secret import NO_SECRET, Secret
 
 __all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
@@ -37,7 +38,8 @@ __all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
 _INFO = "lockstep/launcher"  # of each node, in the round's store
 _INFO_SECONDS = 60.0  # for all launchers of a round to write it
 _RUN = "lockstep/run"  # address of the run under way, in the rendezvous' store, for a node that comes back
-_SEAT_SECONDS, _SEAT_PAUSE = 10.0, 0.5  # for the loss of the node to be settled
+_SEAT_SECONDS, _SEAT_PAUSE = 2.0, 0.5  # seconds in which a loss is usually settled
+_REPORT_SECONDS = 15.0
 _CONNECT_SECONDS = 10.0
 _HELLO_SECONDS = 5.0  # for a connection's first line
 _BEAT = 1.0  # seconds between two lines at most
@@ -122,12 +124,15 @@ class Decisions(Protocol):
     def close(self) -> None: ...
 
 
-def open_decisions(job: Job, describe: Callable[[ProcessFailure], str], folder: Path) -> Decisions | None:
+def open_decisions(
+    job: Job, describe: Callable[[ProcessFailure], str], folder: Path, say: Callable[[str], None] = print
+) -> Decisions | None:
     """Open the meeting point of a run that survives losses, or prepare to follow node 0's launcher.
 
     Args:
         describe: describes a failure for the log.
         folder: where this node's ranks record their progress.
+        say: prints a line.
 
     Returns:
         None: a loss ends the run.
@@ -136,7 +141,7 @@ def open_decisions(job: Job, describe: Callable[[ProcessFailure], str], folder: 
         os.environ.pop(name, None)  # of another launcher around this one
     several = job.nodes[1] > 1
     if several and not job.is_host:
-        return Follower(job.endpoint, folder, job.secret) if job.backend == "c10d" else None
+        return Follower(job, folder, say) if job.backend == "c10d" else None
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
     if listener is None:
@@ -150,9 +155,15 @@ def open_decisions(job: Job, describe: Callable[[ProcessFailure], str], folder: 
 
 @dataclasses.dataclass(slots=True)
 class _Node:
-    """Another node, as its launcher reports it."""
+    """Another node, as its launcher reports it.
+
+    Attributes:
+        number: torch's, of this round.
+        label: the number in messages: --node-rank, where it was given.
+    """
 
     number: int
+    label: int
     host: str
     link: Link
     slots: list[str]
@@ -327,13 +338,14 @@ class Coordinator:
     def _add_node(self, link: Link, hello: dict[str, Any]) -> None:
         if "processes" in hello:
             seat = self._give_seat(link, hello)
-            link.send({"seat": seat})
+            link.send({"seat": seat, "why": "" if seat else self._explain_no_seat(hello["processes"])})
             if seat is None:
                 link.close()
             return
         self._is_stale = True
         names = [str(name) for name in hello["names"]]
-        self._nodes.append(_Node(int(hello["node"]), str(hello["host"]), link, names, set(names)))
+        number, label = int(hello["node"]), int(hello["label"])
+        self._nodes.append(_Node(number, label or number, str(hello["host"]), link, names, set(names)))
 
     def _give_seat(self, link: Link, hello: dict[str, Any]) -> Seat | None:
         """Return the place of a lost node for one that comes back; None while there is none of its size."""
@@ -343,9 +355,20 @@ class Coordinator:
                 names = [f"{slot}.{self._newest.get(slot, 0) + 1}" for slot in node.slots]
                 self._is_stale = True
                 self._nodes.remove(node)
-                self._nodes.append(_Node(node.number, str(hello["host"]), link, node.slots, set()))
+                label = int(hello["label"]) or node.label
+                self._nodes.append(_Node(node.number, label, str(hello["host"]), link, node.slots, set()))
                 return Seat(node.number, len(self._nodes) + 1, names, len(self._world), self._token)
         return None
+
+    def _explain_no_seat(self, processes: int) -> str:
+        lost = [node for node in self._nodes if node.is_lost]
+        if not lost:
+            hosts = ", ".join([socket.gethostname(), *(node.host for node in self._nodes)])
+            return f"none of its {len(self._nodes) + 1} nodes ({hosts}) is lost"
+        sizes = sorted({len(node.slots) for node in lost})
+        if processes not in sizes:
+            return f"the lost node had {' or '.join(map(str, sizes))} processes, and --nproc-per-node is {processes}"
+        return "the others have not left the lost node's ranks yet"
 
     def _hear(self, node: _Node, *, is_last: bool) -> None:
         if node.is_lost:
@@ -374,7 +397,7 @@ class Coordinator:
         places = [self.rank_of(name) for name in sorted(node.living)]
         ranks = sorted(rank for rank in places if rank is not None)
         named = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}" if ranks else "no rank"
-        message = f"node {node.number} ({node.host}, with {named}) is lost: {why}"
+        message = f"node {node.label} ({node.host}, with {named}) is lost: {why}"
         failure = ProcessFailure(
             ranks[0] if ranks else 0, 1, message, when=time.time(), place=_progress(self._folder), shared=True
         )
@@ -425,13 +448,14 @@ class Follower:
     """Another node's launcher: reports to node 0's, and obeys. Attributes as in `Decisions`.
 
     Args:
-        endpoint: host:port of the rendezvous, for messages.
+        job: gives the address of the rendezvous, this node's number and the launchers' secret.
         folder: where this node's ranks record their progress.
-        secret: of the launchers.
+        say: prints a line.
     """
 
-    def __init__(self, endpoint: str, folder: Path, secret: Secret = NO_SECRET) -> None:
-        self._endpoint, self._folder, self._secret = endpoint, folder, secret
+    def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
+        self._endpoint, self._folder, self._secret, self._say = job.endpoint, folder, job.secret, say
+        self._label, self._patience = job.node_rank, join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []
         self._end = ""
@@ -479,30 +503,56 @@ class Follower:
         return True
 
     def rejoin(self, processes: int) -> Seat | None:
-        """Ask for the place of this node in a run under way; see `Decisions`."""
+        """Ask for the place of a lost node in a run under way, and wait for one; see `Decisions`.
+
+        Raises:
+            LockstepError: the run had no place for this launcher, or has ended.
+        """
         if self._has_begun:
             return None
         host, _, port = self._endpoint.rpartition(":")
-        store = TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
-        until = time.monotonic() + _SEAT_SECONDS
-        while time.monotonic() < until:
-            info = self._secret.read("run", store.get(_RUN)) if store.check([_RUN]) else None
-            if info is None:  # no run is under way: it meets the others
-                return None
-            with contextlib.suppress(OSError):
-                messages = self._connect(info, {"processes": processes}).wait_for_message(_SEAT_SECONDS)
-                if messages and messages[0]["seat"]:
-                    self._seat = Seat(*messages[0]["seat"])
+        began, report, why = time.monotonic(), _SEAT_SECONDS, ""
+        try:
+            store = TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
+            while (seconds := time.monotonic() - began) < self._patience:
+                info = self._secret.read("run", store.get(_RUN)) if store.check([_RUN]) else None
+                if info is None:  # no run is under way: it meets the others
+                    return None
+                why = self._ask_for_seat(info, processes)
+                if self._seat:
                     return self._seat
+                if seconds > report:
+                    report += _REPORT_SECONDS
+                    left = self._patience - seconds
+                    self._say(f"waiting for a place in the run at {self._endpoint}: {why}; {left:.0f} s left")
+                time.sleep(_SEAT_PAUSE)
+        except RuntimeError as error:  # the store has gone with node 0's launcher
+            ended = f"the run at {self._endpoint} ended while this launcher waited for a place in it"
+            raise LockstepError(f"{ended} ({why})" if why else f"{ended}") from error
+        raise LockstepError(
+            f"the run at {self._endpoint} had no place for this launcher within {self._patience:g} s: {why}; end this "
+            "launcher, or give another run a --master-port of its own"
+        )
+
+    def _ask_for_seat(self, info: dict[str, Any], processes: int) -> str:
+        """Ask for a place once, and return why there is none."""
+        why = f"node 0's launcher does not answer at {info['host']}:{info['port']}"
+        try:
+            for message in self._connect(info, {"processes": processes}).wait_for_message(_CONNECT_SECONDS):
+                self._seat = Seat(*message["seat"]) if message["seat"] else None
+                why = str(message["why"])
+                break
+        except OSError as error:
+            why += f" ({error.strerror or error})"
+        if self._seat is None:
             self.close()
-            time.sleep(_SEAT_PAUSE)
-        return None
+        return why
 
     def _connect(self, info: dict[str, Any], hello: dict[str, Any]) -> Link:
         connection = socket.create_connection((info["host"], info["port"]), timeout=_CONNECT_SECONDS)
         os.environ[MEETING_VARIABLE], os.environ[FOLLOWER_VARIABLE] = info["meeting"], "1"
         self._link = Link(connection, self._secret.derive(info["number"]), is_server=False)
-        self._link.send({"host": socket.gethostname()} | hello)
+        self._link.send({"host": socket.gethostname(), "label": self._label} | hello)
         return self._link
 
     def rank_of(self, name: str) -> int | None:

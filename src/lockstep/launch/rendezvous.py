@@ -38,7 +38,7 @@ from lockstep.launch.job import Job
 from lockstep.launch.rendezvous_state import SignedBackend
 from lockstep.launch.secret import SECRET_VARIABLE, SignatureError
 
-__all__ = ["local_address", "open_rendezvous"]
+__all__ = ["join_seconds", "local_address", "open_rendezvous"]
 
 _GREETING_SECONDS = 60.0  # seconds for the meeting point's greeting
 _READ_SECONDS = 5.0  # seconds to wait for the meeting point to answer, while the processes are watched
@@ -262,6 +262,8 @@ class NodeRendezvous(RendezvousHandler):
         nodes = {*state.participants, *state.wait_list} | ({own} if own else set())
         names = sorted(map(self._name, nodes))
         came = f"{len(names)} of {least if least == most else f'{least} to {most}'} nodes came ({', '.join(names)})"
+        if state.complete and len(state.participants) >= most and own not in state.participants:
+            return f"{came}, and the run needs no more: end this launcher, or wait until a node is lost"
         if state.complete:
             return f"{came}; the others have not left the round before"
         if len(names) >= least:

@@ -25,7 +25,7 @@ from lockstep.config import cli
 from lockstep.config.cli import Parser
 from lockstep.config.fields import is_url
 from lockstep.distributed.failures import describe_error
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import FINAL_CODES, ConfigError, LockstepError
 
 __all__ = ["FLAGS", "add_slurm_flags", "record_end", "submit"]
 
@@ -54,7 +54,8 @@ code=$?
 # Nodes whose launcher has not reported an end; none if that is all of them, since then it was not the nodes.
 lost=$(find "$ends" -type f -empty -printf '%f\\n' 2>/dev/null)
 [ "$(wc -w <<<"$lost")" = "$SLURM_JOB_NUM_NODES" ] && lost=
-cause=$(sort -n "$ends"/* 2>/dev/null | head -n 1 | cut -d ' ' -f 3-)
+first=$(sort -n "$ends"/* 2>/dev/null | head -n 1)
+cause=$(cut -d ' ' -f 3- <<<"$first")
 
 again() {    # $1: why. The next job of a chain goes on; otherwise this one is requeued, without the lost nodes.
     echo "lockstep: $1; the run goes on in the next job" >&2
@@ -69,7 +70,9 @@ again() {    # $1: why. The next job of a chain goes on; otherwise this one is r
 }
 
 early=$slurm/$SLURM_JOB_ID.early
-if [ "$code" = 75 ]; then
+if [ "${first%% *}" = -1 ]; then    # bad input, or a difference that another start would find again
+    rm -f "$early"
+elif [ "$code" = 75 ]; then
     rm -f "$early"
     again "saved before the time limit, or on a signal"
 elif [ "$code" = 138 ] && [ ! -e "$early" ]; then    # 128 + SIGUSR1
@@ -357,13 +360,21 @@ def _submit_chain(script: Path, count: int) -> list[str]:
     return jobs
 
 
+def _order(error: BaseException) -> int:
+    if not isinstance(error, LockstepError):
+        return 0
+    if error.follows:
+        return 1
+    return -1 if error.exit_code in FINAL_CODES else 0
+
+
 @contextlib.contextmanager
 def record_end() -> Iterator[None]:
     """Record how this node's launcher ends, for the job's script; does nothing in other launchers.
 
-    The file is empty from here on. At the end it has one line: 0 for a cause, 1 for a consequence of a failure
-    elsewhere, 2 for neither; seconds since 1970; the error. A launcher that is killed, or whose node is lost, leaves
-    it empty.
+    The file is empty from here on. At the end it has one line: -1 for a cause that another start would meet again, 0
+    for any other cause, 1 for a consequence of a failure elsewhere, 2 for neither; seconds since 1970; the error. A
+    launcher that is killed, or whose node is lost, leaves it empty.
     """
     folder = os.environ.get(_ENDS_VARIABLE)
     if not folder:
@@ -376,7 +387,7 @@ def record_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        order = 1 if isinstance(error, LockstepError) and error.follows else 0
+        order = _order(error)
         line = f"lockstep: error: {describe_error(error)}"
         raise
     finally:
