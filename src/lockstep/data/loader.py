@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep.counts import check_count, describe_count, samples_in
 from lockstep.data.rows import Rows, never_draws, rows_of
+from lockstep.data.shared_memory import no_room, shortage
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import DataError, LockstepError, SampleError, error_line
@@ -277,8 +278,10 @@ class Drawing:
 def blamed(method: str, error: Exception, location: str) -> DataError:
     """Describe an error in a user's method in one line.
 
-    It names the method, the place, the error and its source line.
+    It names the method, the place, the error and its source line. The want of shared memory is no fault of the method.
     """
+    if reason := shortage(error):
+        return SampleError(f"{location}: {reason}")
     return DataError(f"the task's `{method}` failed at {location}: {failure(error)}; fix it there")
 
 
@@ -394,6 +397,7 @@ _KILL_TIMEOUT = 5.0  # seconds that a process may take to end before it is kille
 # thread of gloo makes its thread state, and in whatever a library does after a fork.
 _START_TIMEOUT = 2.0  # seconds until a process counts as such a one; doubled in each further try
 _START_TRIES = 5
+_REPORT = 1000  # characters of a report: more would not be written at once
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"  # module of its SIGCHLD handler
 
@@ -463,10 +467,12 @@ class Loader:
                 except (RuntimeError, OSError, EOFError) as error:
                     if not processes.has_lost_one():  # the program's own error, from a live process
                         raise
-                    self._record_death(pending[0].step if pending else 0, error)
+                    self._record_death(pending[0].step if pending else 0, error, processes.reason())
             remaining, pending = chain(list(pending), remaining), deque()
 
-    def _record_death(self, step: int, error: Exception) -> None:
+    def _record_death(self, step: int, error: Exception, reason: str) -> None:
+        if reason:  # another process would meet it again
+            raise SampleError(f"{rank_label(self._rank)}, step {step + 1}: {reason}") from error
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self._deaths >= self._loading.retries:
             raise SampleError(
@@ -513,6 +519,7 @@ class _Processes:
         self._pending, self._pinned, self._workers = pending, pinned, loading.workers
         self._delivered = 0
         self._started: dict[int, int] = {}  # pids by process number
+        self._reason = ""
         # Only forked processes inherit locks; others first import torch, which has no time limit.
         self._timeout = _timeout(tries) if multiprocessing.get_start_method() == "fork" else None
         before = set(multiprocessing.active_children())
@@ -532,7 +539,12 @@ class _Processes:
                 worker_init_fn=partial(_init_worker, collecting, self._report),
                 generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
-            self._iterator: Any = iter(loader)  # forks
+            try:
+                self._iterator: Any = iter(loader)  # forks
+            except OSError as error:
+                if reason := shortage(error):
+                    raise SampleError(reason) from error
+                raise
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._remove_torch_handler()
 
@@ -558,8 +570,7 @@ class _Processes:
         while number not in self._started:
             ready = wait([self._reports, *sentinels], self._timeout)
             if self._reports in ready:
-                started, pid = self._reports.recv()
-                self._started[started] = pid
+                self._read_reports()
             elif ready:
                 return
             else:
@@ -568,12 +579,25 @@ class _Processes:
 
     def _kill_unstarted(self) -> None:
         """Kill processes that never ran Python: no other signal ends them."""
-        while self._reports.poll():
-            number, pid = self._reports.recv()
-            self._started[number] = pid
+        self._read_reports()
         for child in self._children:
             if child.pid not in self._started.values():
                 child.kill()
+
+    def _read_reports(self) -> None:
+        while self._reports.poll():
+            number, report = self._reports.recv()
+            if isinstance(report, int):
+                self._started[number] = report
+            else:
+                self._reason = report
+
+    def reason(self) -> str:
+        """Return why a process ended, if it said so or the system did; "" if unknown."""
+        self._read_reports()
+        if not self._reason and any(child.exitcode == -signal.SIGBUS for child in self._children):
+            return no_room()  # a page of a shared file that the system could not provide
+        return self._reason
 
     def has_lost_one(self) -> bool:
         """Whether a process has ended; none ends by itself before the last batch."""
@@ -656,8 +680,19 @@ def _as_is(value: Any) -> Any:
     return value
 
 
+def _end_unsent(report: Connection, number: int, error: Exception, _: Any) -> None:
+    """End this process, since a batch could not be sent: Python drops it, and the training would wait for it."""
+    said = (
+        shortage(error) or f"a loader process cannot send its batch: {error_line(error)}; return another from `collate`"
+    )
+    report.send((number, (shortage(error) or unsent)[:_REPORT]))  # one atomic write
+    os._exit(1)
+
+
 def _init_worker(collecting: bool, report: Connection, number: int) -> None:
     """Set up a loader process: keep its libraries off the cores of other ranks."""
+    # A hook of Python's own, for errors in the thread that sends.
+    multiprocessing.queues.Queue._on_queue_feeder_error = partial(_end_unsent, report, number)  # type: ignore
     try:
         _keep_inherited(collecting)
         _end_with_parent()

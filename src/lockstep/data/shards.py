@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,6 +30,7 @@ from torch import Tensor
 from lockstep.data.arrow_shards import ArrowShards
 from lockstep.data.shard_cache import ShardCache, ShardFile, Store, digest_of, stamp_of
 from lockstep.data.shard_formats import OpenShard, ShardFormat, TarShards, TokenShards, read_mds_index
+from lockstep.data.shared_memory import shared_zeros
 from lockstep.errors import ConfigError, DataError, LockstepError, error_line
 from lockstep.files import default_cache, write_whole
 
@@ -228,7 +228,7 @@ class _Access:
 
     def __init__(self, store: Store, cache: ShardCache, form: ShardFormat) -> None:
         self.store, self.cache, self.form = store, cache, form
-        self.fetches: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.fetches: Tensor = shared_zeros(1)
 
     def local(self, file: ShardFile) -> tuple[Path, Path | None]:
         """Return the path of a shard, ready to be opened, and of the file that its format keeps beside it.

@@ -17,13 +17,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self, final
 
-import torch
 from torch import Tensor
 
 from lockstep.clock import trace_mark
 from lockstep.counts import Exact, total
 from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
+from lockstep.data.shared_memory import shared_zeros
 from lockstep.data.stream_mixture import LaneMixture, MixtureSource, reader_of
 from lockstep.data.streams import START, Cursor, Lanes, StreamSource
 from lockstep.distributed.balance import ShareSchedule
@@ -58,7 +58,7 @@ class StreamData:
 
     def __init__(self, source: StreamSource | MixtureSource, retries: int = 0) -> None:
         self.source, self.retries = source, retries
-        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.counts: Tensor = shared_zeros(2)
 
     def count_retry(self) -> None:
         """Count a further try of a part."""

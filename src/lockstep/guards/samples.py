@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader, collate_draws, draws
 from lockstep.data.rows import rows_of
+from lockstep.data.shared_memory import shared_zeros
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import SampleError
 
@@ -44,7 +44,7 @@ class RetryingDataset(Dataset[Any]):
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
         self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
-        self.counts: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.counts: Tensor = shared_zeros(2)
         self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many

@@ -216,6 +216,7 @@ class _Agent(LocalElasticAgent):
         self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
         self._preloaded: Preloaded | None = None
+        self._prints = False  # the rank that prints the progress is on this node
         self._can_fork = adopts and Preloaded.can_fork(job.command)
         self._started = time.monotonic()
 
@@ -383,6 +384,7 @@ class _Agent(LocalElasticAgent):
         self._end_reason = membership.update(living, {name: self._failed[name] for name in names})
         if membership.stop_signal and self.stop_signal is None:  # sent to another node's launcher
             self._forward(membership.stop_signal, None)
+        self._report_printer(membership)
         places = {name: local for local, name in self._names.items()}
         if membership.is_over:  # too late to join
             self._spare([local for name, local in places.items() if membership.rank_of(name) is None])
@@ -399,6 +401,14 @@ class _Agent(LocalElasticAgent):
                 self._spare([places[name]])
         membership.silent, membership.refused, membership.replace = [], [], []
         return True
+
+    def _report_printer(self, membership: Decisions) -> None:
+        """Report once that another node's screen shows the progress from now on."""
+        prints = bool(membership.members) and membership.members[0] in self._names.values()
+        if self._prints and not prints and not membership.is_over:
+            where = f"on the screen of {membership.printer}, and in metrics.jsonl of the run's folder"
+            self._print(f"the run goes on without this node's rank 0: its progress is {where}")
+        self._prints = prints
 
     def _spare(self, locals_: list[int], *, kill: bool = True) -> None:
         """Continue without these processes: their end is not a failure."""

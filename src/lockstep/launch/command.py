@@ -23,6 +23,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from lockstep.adapters.hf_trainer import flags
 from lockstep.config import cli
@@ -47,6 +48,7 @@ __all__ = ["command"]
 _MAX_LOSSES = 8
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "127.0.0.1"
+_CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 _ELSEWHERE = "it is not a flag of launch; flags of train go after `-- train`"
 
 
@@ -90,7 +92,7 @@ def _launch(args: argparse.Namespace, target: list[str], exact: bool) -> int:
         print(_torchrun_command(job))
         return 0
     with create_log_folder(logs):
-        succeeded, stop_signal, code = importlib.import_module("lockstep.launch.agent").run(job)  # imports torch
+        succeeded, stop_signal, code = _import_agent().run(job)
     if succeeded:
         return int(code)
     number = stop_signal or signal.SIGTERM
@@ -100,6 +102,19 @@ def _launch(args: argparse.Namespace, target: list[str], exact: bool) -> int:
     )
     error.exit_code = 128 + number
     raise error
+
+
+def _import_agent() -> ModuleType:
+    """Import torch with it, whose store prints a stack of C++ where another launcher has ended.
+
+    The ranks keep torch's warnings.
+    """
+    is_set = _CPP_LOG in os.environ
+    os.environ.setdefault(_CPP_LOG, "ERROR")  # read as torch is imported
+    agent = importlib.import_module("lockstep.launch.agent")
+    if not is_set:
+        del os.environ[_CPP_LOG]
+    return agent
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

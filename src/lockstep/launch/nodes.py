@@ -46,6 +46,7 @@ _BEAT = 1.0  # seconds between two lines at most
 _NOTHING_NEW: dict[str, Any] = {}  # the message of a beat
 _ORDERS = ("replace", "silent", "refused")  # names of processes, each told once to the node that has them
 _DEAF = 5.0  # seconds without a line, after which a node whose ranks do not report is lost
+_QUIET = 30.0  # seconds without a line, after which one on the screen says so
 _LEAVE = 15.0  # the same, once this node's ranks have ended; and of node 0, once a rank here has failed
 
 
@@ -79,6 +80,7 @@ class Decisions(Protocol):
         code: exit code of a run that saved before its end, once it is over.
         stop_signal: the signal that requests the end, which reaches all nodes; 0: none. Set here and by the caller.
         is_orphaned: node 0's launcher is lost, so this one cannot restart anything.
+        printer: the node whose rank 0 prints the run's progress, in words; "": not known.
     """
 
     @property
@@ -96,6 +98,7 @@ class Decisions(Protocol):
     code: int
     stop_signal: int
     is_orphaned: bool
+    printer: str
 
     def rejoin(self, processes: int) -> Seat | None:
         """Call before each rendezvous.
@@ -145,12 +148,12 @@ def open_decisions(
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
     if listener is None:
-        return Coordinator(None, "", None, folder, job.secret) if several and job.backend == "c10d" else None
+        return Coordinator(None, "", None, folder, job.secret, say) if several and job.backend == "c10d" else None
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     membership = Membership(store, least=job.least, most=job.losses, describe=describe)
     os.environ[MEETING_VARIABLE] = meeting = f"{host}:{port}"
-    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder, job.secret)
+    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder, job.secret, say)
 
 
 @dataclasses.dataclass(slots=True)
@@ -170,6 +173,7 @@ class _Node:
     living: set[str]
     failed: dict[str, ProcessFailure] = dataclasses.field(default_factory=dict)
     is_lost: bool = False
+    is_quiet: bool = False
     code: int = 0
     stop_signal: int = 0
     version: int = -1  # of the state that it was sent last
@@ -185,6 +189,7 @@ class Coordinator:
         listener: for the other launchers; None on one node.
         folder: where this node's ranks record their progress.
         secret: of the launchers.
+        say: prints a line.
     """
 
     def __init__(
@@ -194,7 +199,9 @@ class Coordinator:
         listener: socket.socket | None,
         folder: Path,
         secret: Secret = NO_SECRET,
+        say: Callable[[str], None] = print,
     ) -> None:
+        self._say = say
         self._membership, self._meeting, self._listener, self._folder = membership, meeting, listener, folder
         if listener:
             listener.setblocking(False)
@@ -216,6 +223,7 @@ class Coordinator:
         self.fatal: ProcessFailure | None = None
         self.is_over = self.is_orphaned = False
         self.code = self.stop_signal = 0
+        self.printer = ""
 
     @property
     def members(self) -> list[str]:
@@ -383,9 +391,14 @@ class Coordinator:
                 self.add_new(name)
                 slot, _, number = name.partition(".")
                 self._newest[slot] = int(number)
+        quiet = time.monotonic() - node.link.heard
+        if quiet > _QUIET and not node.is_quiet:
+            text = f"node {node.label} ({node.host}): its launcher has not answered for {_QUIET:g} s"
+            self._say(f"{text}; its ranks count as lost once the others wait for them")
+        node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
-        elif is_last and time.monotonic() - node.link.heard > _LEAVE:
+        elif is_last and quiet > _LEAVE:
             self._lose(node, "its launcher is silent")
 
     def _lose(self, node: _Node, why: str) -> None:
@@ -407,7 +420,9 @@ class Coordinator:
     def _instruct(self, reason: str, membership: Membership) -> None:
         """Send each node what is decided about its processes; keep this node's."""
         now = time.monotonic()
+        self.printer = self._find_printer(membership.members)
         state = {
+            "printer": self.printer,
             "members": membership.members,
             "number": membership.number,
             "over": self.is_over,
@@ -433,6 +448,13 @@ class Coordinator:
         for name in _ORDERS:
             setattr(self, name, _of(self._own, getattr(membership, name)))
             setattr(membership, name, [])
+
+    def _find_printer(self, members: list[str]) -> str:
+        slot = members[0].partition(".")[0] if members else ""
+        for node in self._nodes:
+            if slot in node.slots:
+                return f"node {node.label} ({node.host})"
+        return f"node 0 ({socket.gethostname()})"
 
     def _order(self, node: _Node, membership: Membership, now: float) -> None:
         """Send a node what is to be done with its processes, if anything is."""
@@ -460,7 +482,7 @@ class Follower:
         self._new: list[str] = []
         self._end = ""
         self._seat: Seat | None = None
-        self._has_begun = False
+        self._has_begun = self._has_warned = False
         self._sent: dict[str, Any] = {}
         self._sent_at = 0.0
         self.members: list[str] = []
@@ -472,6 +494,7 @@ class Follower:
         self.refused: list[str] = []
         self.is_over = self.is_orphaned = False
         self.code = self.stop_signal = 0
+        self.printer = ""
 
     def begin(self, round_: str, names: list[str], group: Any) -> bool:
         """Connect to node 0's launcher; return whether a loss is survived.
@@ -584,6 +607,7 @@ class Follower:
             if "members" not in message:
                 continue
             self.members, self.number = message["members"], message["number"]
+            self.printer = message["printer"]
             self.is_over, self.code, self._end = message["over"], message["code"], message["end"]
             self.stop_signal = max(self.stop_signal, message["stop"])
             self.fatal = _failure(message["cause"]) if message["cause"] else None
@@ -591,10 +615,12 @@ class Follower:
             self.fatal = None
         if self._end:
             return self._end
-        self.is_over = self.is_over or not (self._link.is_open or living or ended)
         is_silent = now - self._link.heard > _LEAVE
+        has_left = is_silent or not self._link.is_open
+        self.is_over = self.is_over or (has_left and not living and not ended)
         # If node 0's launcher alone is lost, all ranks save themselves: only a failure here shows that they could not.
-        if not ended or (self._link.is_open and not is_silent):
+        if not ended or not has_left:
+            self._warn(now)
             return ""
         self.is_orphaned = True
         self.fatal = ProcessFailure(
@@ -607,6 +633,14 @@ class Follower:
             shared=True,
         )
         return "-"
+
+    def _warn(self, now: float) -> None:
+        """Report once that node 0's launcher does not answer; it may be stopped."""
+        assert self._link is not None
+        is_silent = now - self._link.heard > _QUIET
+        if is_silent and not self._has_warned:
+            self._say(f"node 0's launcher has not answered for {_QUIET:g} s; the ranks go on until one of them is lost")
+        self._has_warned = is_silent
 
     def close(self) -> None:
         """Close the connection."""

@@ -151,7 +151,7 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         lost += generation.lost
         session.lost_ranks += generation.lost
         session.initial_ranks = session.initial_ranks or built.world.size
-        built.state.losses = (built.state.losses or 0) + len(generation.lost)
+        built.state.losses = session.losses = (built.state.losses or 0) + len(generation.lost)
         size = ranks_per_replica(built)
         sources = _sources(generation, size)
         try:
@@ -189,6 +189,8 @@ def regroup_to_build(session: Session, member: Member) -> None:
         world.drop_groups([])
         generation = member.regroup(_leave_report(session, world, _REBUILDING), _MAX_TIMEOUTS * world.timeout + _SLACK)
         try:
+            session.lost_ranks += generation.lost
+            session.losses += len(generation.lost)
             rank, tries = generation.members.index(member.name), session.regroup_tries
             session.regroup_tries += 1
             session.world = world.regroup(rank, len(generation.members), generation.number, tries)
@@ -413,7 +415,7 @@ def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: 
     for line in generation.lost:
         _LOG.warning("%s; the others go on", line)
     if not generation.lost and not generation.fresh:
-        _LOG.warning("the ranks lost their connections, though all are alive, and go on: %s", reason)
+        _LOG.warning("the ranks have formed their groups again, and go on; none is lost: %s", reason)
     new = f", {len(generation.fresh)} of them new" if generation.fresh else ""
     ranks = "1 rank goes" if len(generation.members) == 1 else f"{len(generation.members)} ranks go"
     _LOG.info("%s on after step %d%s (after %.2f s)", ranks, built.start, new, seconds)

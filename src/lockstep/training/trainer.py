@@ -454,6 +454,8 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
             if built.folder.dead_owner:
                 _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
             count_restarts(built.state)
+            if session.losses:  # the checkpoint of a rollback may be from before them
+                built.state.losses = max(built.state.losses or 0, session.losses)
             announce(built)
             for line in built.notes:
                 _LOG.info("%s", line, extra={"only_file": True})
