@@ -1,0 +1,48 @@
+"""Name /dev/shm where it has no room for what loader processes share.
+
+    counts = shared_zeros(2)        # written by loader processes, read here; needs no /dev/shm
+    shortage(error)                 # "there is no room in /dev/shm ...", or "" for an error of another kind
+
+Loader processes send batches through /dev/shm, of which a container has 64 MiB unless told otherwise.
+"""
+
+import errno
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import error_origin
+
+__all__ = ["no_room", "shared_zeros", "shortage"]
+
+_FOLDER = "/dev/shm"
+_TORCH = ("_new_shared", "_share_fd_cpu_", "_share_filename_cpu_")  # functions of torch.storage, since torch 2.0
+_ITEM = 8  # bytes of a number
+
+
+def shared_zeros(size: int) -> Tensor:
+    """Return int64 zeros that forked processes share: memory without a file, so none of /dev/shm."""
+    return torch.frombuffer(mmap.mmap(-1, _ITEM * size), dtype=torch.int64)
+
+
+def shortage(error: BaseException) -> str:
+    """Describe an error that was raised for want of shared memory; "" for any other."""
+    module, _, function = error_origin(error).partition(":")
+    of_torch = module == "torch.storage" and function in _TORCH
+    of_python = module == "multiprocessing.synchronize" and isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return no_room() if of_torch or of_python else ""
+
+
+def no_room() -> str:
+    """Return what is missing, and the ways out."""
+    try:
+        status = os.statvfs(_FOLDER)
+        room = f" ({status.f_bavail * status.f_frsize >> 10} of {status.f_blocks * status.f_frsize >> 10} KiB are free)"
+    except OSError:
+        room = ""
+    return (
+        f"there is no room in {_FOLDER}{room}, by which loader processes send batches; enlarge it (--shm-size or "
+        "--ipc=host of a container), or load in the training process with --data.workers 0"
+    )
