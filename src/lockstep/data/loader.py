@@ -682,9 +682,7 @@ def _as_is(value: Any) -> Any:
 
 def _end_unsent(report: Connection, number: int, error: Exception, _: Any) -> None:
     """End this process, since a batch could not be sent: Python drops it, and the training would wait for it."""
-    said = (
-        shortage(error) or f"a loader process cannot send its batch: {error_line(error)}; return another from `collate`"
-    )
+    unsent = f"a loader process cannot send its batch: {error_line(error)}; return another one from `collate`"
     report.send((number, (shortage(error) or unsent)[:_REPORT]))  # one atomic write
     os._exit(1)
 

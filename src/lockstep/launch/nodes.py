@@ -394,7 +394,7 @@ class Coordinator:
         quiet = time.monotonic() - node.link.heard
         if quiet > _QUIET and not node.is_quiet:
             text = f"node {node.label} ({node.host}): its launcher has not answered for {_QUIET:g} s"
-            self._say(f"{text}; its ranks count as lost once the others wait for them")
+            self._say(f"{text}: it is stopped, or the node cannot be reached and is lost after --timeout")
         node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
