@@ -160,7 +160,7 @@ def test_r24_each_policy_ends_rightly(data, tmp_path, policy, step, code):
 def test_r8_a_flipped_bit_names_the_tensor(data, tmp_path):
     fault = {"rank": 1, "step": 7, "at": UPDATE, "do": "flip"}
     run = launch(data, tmp_path, "--guards.desync-freq", "2", faults=[fault], python=warm.python())
-    assert run.code == 3, run.said
+    assert run.code == 1, run.said  # another start goes back to before it: 3 would be final
     assert "after step 8 rank 0 and rank 1 differ" in run.last
     assert "in model/tokens.weight" in run.last  # the first in the order of the model
 
@@ -446,7 +446,7 @@ def test_ten_clean_runs_raise_no_alarm(data, tmp_path):
 @pytest.mark.slow
 def test_a_flip_in_the_last_steps_is_found_at_the_end(data, tmp_path):
     run = launch(data, tmp_path, faults=[{"rank": 1, "step": 12, "at": UPDATE, "do": "flip"}])
-    assert run.code == 3, run.said
+    assert run.code == 1, run.said
     assert "after step 14 rank 0 and rank 1 differ" in run.last
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import time
 import weakref
@@ -23,7 +24,7 @@ from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
-from lockstep.errors import DataError
+from lockstep.errors import DataError, SampleError
 from lockstep.guards.samples import RetryingDataset, loading_failures
 
 
@@ -177,6 +178,27 @@ def test_a_loader_process_that_dies_is_begun_again_and_nothing_is_lost(tmp_path)
     (tmp_path / "exit").touch()  # that would be the second in this start of the run
     with pytest.raises(DataError, match=r"rank 0: a loader process died in step \d: "):
         content(batches)
+
+
+class Small(Noisy):
+    """Its loader processes may make no shared memory of more than 100 bytes, as where /dev/shm is full."""
+
+    def __getitem__(self, index):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        return torch.zeros(100)
+
+
+class Unsent(Task):
+    def collate(self, samples):
+        return {"samples": samples, "noise": lambda: None}
+
+
+def test_a_batch_that_cannot_be_sent_is_one_line_and_no_wait():
+    for task in (Task(), None):  # sent by a thread; collated into shared memory by torch
+        with refuses(SampleError, "/dev/shm", "--data.workers 0"):
+            content(feed(Small(), task, workers=1, retries=5))
+    with refuses(SampleError, "rank 0, step 1", "`collate`"):
+        content(feed(Noisy(), Unsent(), workers=1, retries=5))
 
 
 BLOCKED_FORKS = []  # a folder; each file in it is taken by one forked child, which then runs no line more

@@ -212,6 +212,7 @@ def test_bad_input_is_not_tried_again_whoever_says_it(watched, tmp_path):
             (tmp_path / f"note-{local}").write_text(json.dumps({"lockstep": {} if command == BAD else note}))
         mine._explain(processes, group)
         assert mine._remaining_restarts == left, (commands, note)
+        assert mine.error().exit_code == (1 if left else note["code"])
 
 
 @pytest.mark.parametrize("code", [2, 3, 75])

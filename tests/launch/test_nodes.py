@@ -296,7 +296,7 @@ def test_a_node_is_sent_the_members_once_and_then_beats(tmp_path):
     for number in range(1, 8):
         link = SimpleNamespace(send=sent[number].append, receive=list, is_open=True, heard=time.monotonic())
         slots = ranks[2 * number : 2 * number + 2]
-        first._nodes.append(nodes._Node(number, "host", link, slots, set(slots)))
+        first._nodes.append(nodes._Node(number, number, "host", link, slots, set(slots)))
     for _ in range(3):
         for node in first._nodes:
             node.sent_at = -1e9

@@ -218,15 +218,15 @@ def test_the_end_of_a_launcher_is_recorded(tmp_path, monkeypatch):
     error = LockstepError("rank 0 failed first")
     lost = LockstepError("lost the others")
     lost.follows = True
-    for node, raised in (("a", lost), ("b", error), ("c", None)):
+    for node, raised in (("a", lost), ("b", error), ("c", None), ("e", ConfigError("no such flag"))):
         monkeypatch.setenv("SLURMD_NODENAME", node)
         with pytest.raises(LockstepError) if raised else slurm.record_end():
             if raised:
                 with slurm.record_end():
                     assert (tmp_path / node).read_bytes() == b""  # a node that is lost now leaves it so
                     raise raised
-    found = {node: (tmp_path / node).read_text().split(" ", 2) for node in "abc"}
-    assert [found[node][0] for node in "abc"] == ["1", "0", "2"]
+    found = {node: (tmp_path / node).read_text().split(" ", 2) for node in "abce"}
+    assert [found[node][0] for node in "abce"] == ["1", "0", "2", "-1"]
     assert names(found["b"][2], "rank 0 failed first")
     (tmp_path / "d").mkdir()  # it cannot be written, as on a full disk
     monkeypatch.setenv("SLURMD_NODENAME", "d")

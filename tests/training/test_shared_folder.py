@@ -6,6 +6,7 @@ import socket
 import pytest
 import small_runs
 from ranks import run
+from refusals import names
 from toys import Ragged
 
 import lockstep
@@ -39,6 +40,23 @@ def test_a_rank_that_does_not_see_the_run_s_folder_is_named_before_anything_is_t
     assert not os.listdir(tmp_path / "own")
     assert {path.name for path in tmp_path.iterdir()} == {"own", "a"}
     assert not list(tmp_path.rglob(".lockstep*"))
+
+
+def read_only(world, folder):
+    """What a run comes to where rank 1's node has the folder mounted read-only."""
+    if world.rank:
+        os.access = lambda path, mode, **_: not mode & os.W_OK
+    try:
+        lockstep.train(small_runs.config(folder, max_steps=1, report=False), Ragged(), world)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_node_that_may_not_write_is_named_before_anything_is_written(tmp_path):
+    for said in run(read_only, 2, tmp_path):
+        assert names(said, "rank 1", socket.gethostname(), tmp_path, "--save-dir")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("made", "above"), [("", 2), ("a", 1), ("a/r", 0)])

@@ -1,7 +1,7 @@
 """Name /dev/shm where it has no room for what loader processes share.
 
     counts = shared_zeros(2)        # written by loader processes, read here; needs no /dev/shm
-    shortage(error)                 # "there is no room in /dev/shm ...", or "" for an error of another kind
+    shortage(error)                 # "/dev/shm ... has too little room", or "" for an error of another kind
 
 Loader processes send batches through /dev/shm, of which a container has 64 MiB unless told otherwise.
 """
@@ -43,6 +43,6 @@ def no_room() -> str:
     except OSError:
         room = ""
     return (
-        f"there is no room in {_FOLDER}{room}, by which loader processes send batches; enlarge it (--shm-size or "
+        f"{_FOLDER}{room}, by which loader processes send batches, has too little room; enlarge it (--shm-size or "
         "--ipc=host of a container), or load in the training process with --data.workers 0"
     )

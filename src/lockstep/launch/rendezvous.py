@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -219,6 +220,7 @@ class NodeRendezvous(RendezvousHandler):
     ) -> None:
         self._handler, self._job, self._store, self._say = handler, job, store, say
         self._counter = _WaitingCounter(handler)
+        self._has_warned = False
         self._last = ""  # description, since torch takes all out who waited for too long
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -286,10 +288,17 @@ class NodeRendezvous(RendezvousHandler):
             return ""
 
     def num_nodes_waiting(self) -> int:
-        """Count the nodes that wait for the next round; 0 if that is not known yet."""
-        if self._job.backend == "c10d" and self._job.is_host:
+        """Count the nodes that wait for the next round; 0 if that is not known."""
+        if self._job.backend != "c10d" or not self._job.is_host:
+            return self._counter.read()
+        try:
             return int(self._handler.num_nodes_waiting())
-        return self._counter.read()
+        except RendezvousStateError:  # the next round will fail for it; this one needs no state
+            if not self._has_warned:
+                text = f"at {self._job.endpoint} somebody without the launchers' secret has written their state"
+                self._say(f"{text}; the run goes on, and can neither be restarted nor take nodes in")
+            self._has_warned = True
+            return 0
 
     @property
     def use_agent_store(self) -> bool:

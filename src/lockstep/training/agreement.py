@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import platform
 import secrets
 import socket
@@ -392,30 +393,39 @@ def exchange_first_facts(
 
 
 def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:
-    """Check that every rank sees rank 0's run folder, in which rank 0 has written a token. Collective.
+    """Check that every rank sees rank 0's run folder, in which rank 0 has written a token, and may write. Collective.
 
     Device and inode numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for
     two folders.
 
     Raises:
-        ConfigError: on every rank, if a rank does not see the token.
+        ConfigError: on every rank, if a rank does not see the token, or has the folder read-only.
     """
     if world.size == 1:
         return
     path = folder.path.absolute()
     visible = world.is_main or (token is not None and _sees_token(path, *token))
+    writable = os.access(folder.nearest_existing(), os.W_OK | os.X_OK)
 
     def check(ranks: list[Any]) -> None:
-        blind = [rank for rank, (_, _, visible) in enumerate(ranks) if not visible]
+        blind = [rank for rank, (_, _, visible, _) in enumerate(ranks) if not visible]
         if blind:
-            (host, own_path, _), more = ranks[blind[0]], f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
+            host, own_path, *_ = ranks[blind[0]]
+            more = f" (and {len(blind) - 1} more ranks)" if len(blind) > 1 else ""
             raise ConfigError(
                 f"rank {blind[0]} on {host}{more} does not see the run's folder: its {own_path} is not {ranks[0][1]} "
                 f"of rank 0 on {ranks[0][0]}; set --save-dir to the absolute path of a folder that all nodes share, or "
                 "to the URL of an object store"
             )
 
-    world.defer([socket.gethostname(), str(path), visible], check)  # collective
+        for rank, (host, own_path, _, writable) in enumerate(ranks):
+            if not writable:
+                raise ConfigError(
+                    f"{rank_label(rank)} on {host} cannot write to {own_path}, into which every rank writes; mount it "
+                    "writable there, or set --save-dir to a folder that is writable on all nodes"
+                )
+
+    world.defer([socket.gethostname(), str(path), visible, writable], check)  # collective
 
 
 def find_folders(folder: RunFolder, world: World) -> None:
