@@ -11,12 +11,14 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from refusals import names
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from lockstep.distributed.failures import ProcessFailure
 from lockstep.distributed.launcher import FOLLOWER_VARIABLE
 from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
 from lockstep.distributed.progress import MEETING_VARIABLE, note_end
+from lockstep.errors import LockstepError
 from lockstep.launch import nodes
 from lockstep.launch.job import Job
 from lockstep.launch.losses import Membership
@@ -180,6 +182,49 @@ def test_a_node_that_comes_back_takes_its_place_again_between_two_steps(launcher
     assert run.first.rejoin(2) is None  # a restart: from now on all meet
     other = nodes.open_decisions(job(is_host=False, **run.changes), str, run.folders[1])
     assert other.rejoin(2) is None
+
+
+def test_a_launcher_that_is_one_too_many_is_told_why_and_ends(launchers, monkeypatch):
+    monkeypatch.setattr(nodes, "_SEAT_SECONDS", 0.2)
+    run = launchers()
+    run.meeting()
+    said, ends = [], []
+    changes = {**run.changes, "is_host": False, "options": {"join_timeout": "2"}}
+    more = nodes.open_decisions(job(**changes), str, run.folders[1], said.append)
+
+    def ask():
+        try:
+            more.rejoin(2)
+        except LockstepError as error:
+            ends.append(str(error))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    run.poll(lambda: ends)
+    asking.join()
+    for line in (*said, *ends):
+        assert names(line, run.changes["endpoint"], 2, socket.gethostname())
+    assert (len(said), len(ends)) == (1, 1)
+
+
+def test_a_launcher_that_is_stopped_is_named_once_and_the_others_end_without_it(launchers, monkeypatch):
+    monkeypatch.setattr(nodes, "_QUIET", 0.1)
+    monkeypatch.setattr(nodes, "_LEAVE", 0.3)
+    run = launchers(node_rank=4)
+    run.meeting()
+    run.poll(lambda: run.second.members)
+    said = [[], []]
+    run.first._say, run.second._say = said[0].append, said[1].append
+    stopped, run.each[1] = run.each[1], None
+    run.poll(seconds=0.3)
+    assert names(*said[0], "node 4", socket.gethostname())
+    run.each = [None, stopped]  # and the other way round
+    run.poll(seconds=0.2)
+    assert names(*said[1], "node 0")
+    run.living[1] = set()
+    assert run.poll(lambda: stopped.is_over) == [""]
+    assert stopped.is_over
+    run.each[0] = run.first
 
 
 def test_a_node_that_is_silent_is_lost_when_the_others_wait_for_its_ranks(launchers, monkeypatch):

@@ -223,7 +223,7 @@ for port in map(int, ports):
     try:
         with socket.create_connection((host, port), timeout=2) as connection:
             connection.sendall(evil)
-        store = TCPStore(host, port, None, False, timedelta(seconds=2), wait_for_workers=False)
+        store = TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
         keys = store.list_keys() if hasattr(store, "list_keys") else []
         for number, key in enumerate([*keys, "torch.rendezvous.lockstep", "lockstep/run", "lockstep/settings"]):
             store.set(key, forms[number % 3].decode("latin-1"))
@@ -251,10 +251,16 @@ def command(folder, steps, *flags):
     return words, environment(STEP_SECONDS="0.05") | {SECRET_VARIABLE: "0123456789abcdef"}
 
 
-def listeners(pid):
-    """The ports at which somebody listens in this process's network."""
-    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A"}
+def listeners(pids):
+    """The ports at which these processes listen."""
+    links = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    own = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return {int(row[1].partition(":")[2], 16) for row in own}
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def wait_for_step(launcher, step):
@@ -266,11 +272,10 @@ def wait_for_step(launcher, step):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
-    before = listeners("self")
     words, around = command(tmp_path, 100_000, "--nproc-per-node=2")
     with subprocess.Popen(words, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         wait_for_step(launcher, 3)
-        assert attack(tmp_path, "127.0.0.1", listeners("self") - before) > 0
+        assert attack(tmp_path, "127.0.0.1", listeners([launcher.pid, *children(launcher.pid)])) > 0
         launcher.terminate()
         said = launcher.communicate(timeout=60)[0]
     assert not (tmp_path / "canary").exists()

@@ -187,6 +187,8 @@ class _Agent(LocalElasticAgent):
     """
 
     _stopped_at: float | None = None  # when the signal came, on the monotonic clock
+    _final_code = 0  # of a rank that would fail again, whichever failed first
+    _prints = False  # the rank that prints the progress is on this node
 
     def __init__(self, job: Job, folder: Path, adopts: bool) -> None:
         self._stderr = RankStderr(str(folder), job.stderr)
@@ -216,7 +218,6 @@ class _Agent(LocalElasticAgent):
         self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
         self._preloaded: Preloaded | None = None
-        self._prints = False  # the rank that prints the progress is on this node
         self._can_fork = adopts and Preloaded.can_fork(job.command)
         self._started = time.monotonic()
 
@@ -483,7 +484,8 @@ class _Agent(LocalElasticAgent):
             self._failure = dataclasses.replace(self._failure, shared=True)
         if silent and self._failure.names_nobody:
             self._failure = dataclasses.replace(self._failure, message=self._describe_silent(silent, group))
-        if any(failure.is_final for failure in (self._failure, *failures)):
+        self._final_code = max(failure.code if failure.is_final else 0 for failure in (self._failure, *failures))
+        if self._final_code:
             self._remaining_restarts = 0
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
             self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
@@ -561,7 +563,7 @@ class _Agent(LocalElasticAgent):
         if failure and -failure.code in STOP_SIGNALS and not failure.message:  # before the steps began
             error.exit_code = 128 - failure.code
         elif failure:
-            error.exit_code = failure.exit_code
+            error.exit_code = self._final_code or failure.exit_code
         return error
 
     def _exit_barrier(self) -> None:
