@@ -204,7 +204,7 @@ def test_the_launcher_of_one_node_listens_to_nobody_but_its_ranks(tmp_path, rank
 
 # A user without rights and without the secret: reads what is open, and writes pickles over all that the stores hold.
 ATTACKER = """
-import base64, os, pickle, socket, sys
+import base64, os, pickle, socket, struct, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 host, canary, *ports = sys.argv[1:]
@@ -221,8 +221,12 @@ forms = [evil, base64.b64encode(evil), os.urandom(64)]
 wrote = 0
 for port in map(int, ports):
     try:
-        with socket.create_connection((host, port), timeout=2) as connection:
+        with socket.create_connection((host, port), timeout=1) as connection:
             connection.sendall(evil)
+        with socket.create_connection((host, port), timeout=1) as connection:
+            connection.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 5))  # a store answers its client's greeting
+            if connection.recv(4) != struct.pack("=I", 5):
+                continue
         store = TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
         keys = store.list_keys() if hasattr(store, "list_keys") else []
         for number, key in enumerate([*keys, "torch.rendezvous.lockstep", "lockstep/run", "lockstep/settings"]):
@@ -273,11 +277,14 @@ def wait_for_step(launcher, step):
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
     words, around = command(tmp_path, 100_000, "--nproc-per-node=2")
-    with subprocess.Popen(words, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    launcher = subprocess.Popen(words, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
         wait_for_step(launcher, 3)
         assert attack(tmp_path, "127.0.0.1", listeners([launcher.pid, *children(launcher.pid)])) > 0
         launcher.terminate()
         said = launcher.communicate(timeout=60)[0]
+    finally:
+        launcher.kill()  # its ranks end with it
     assert not (tmp_path / "canary").exists()
     assert said.count("lockstep: error") <= 1, said
 
