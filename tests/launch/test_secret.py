@@ -204,7 +204,7 @@ def test_the_launcher_of_one_node_listens_to_nobody_but_its_ranks(tmp_path, rank
 
 # A user without rights and without the secret: reads what is open, and writes pickles over all that the stores hold.
 ATTACKER = """
-import base64, os, pickle, socket, struct, sys
+import base64, encodings.idna, os, pickle, socket, struct, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
 host, canary, *ports = sys.argv[1:]
@@ -285,6 +285,7 @@ def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
         said = launcher.communicate(timeout=60)[0]
     finally:
         launcher.kill()  # its ranks end with it
+        launcher.communicate()
     assert not (tmp_path / "canary").exists()
     assert said.count("lockstep: error") <= 1, said
 
