@@ -9,10 +9,8 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-from namespaces import CABLE, cluster
 from refusals import names, refuses
 from shell import environment, free_port
 from test_nodes import Launchers, job
@@ -200,110 +198,3 @@ def test_the_launcher_of_one_node_listens_to_nobody_but_its_ranks(tmp_path, rank
     done = subprocess.run(words, env=around, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"LISTENS {addresses} None") == ranks, done.stdout
-
-
-# A user without rights and without the secret: reads what is open, and writes pickles over all that the stores hold.
-ATTACKER = """
-import base64, encodings.idna, os, pickle, socket, struct, sys
-from datetime import timedelta
-from torch.distributed import TCPStore
-host, canary, *ports = sys.argv[1:]
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
-
-class Canary:
-    def __reduce__(self):
-        return os.mkdir, (canary,)
-
-evil = pickle.dumps(Canary())
-forms = [evil, base64.b64encode(evil), os.urandom(64)]
-wrote = 0
-for port in map(int, ports):
-    try:
-        with socket.create_connection((host, port), timeout=1) as connection:
-            connection.sendall(evil)
-        with socket.create_connection((host, port), timeout=1) as connection:
-            connection.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 5))  # a store answers its client's greeting
-            if connection.recv(4) != struct.pack("=I", 5):
-                continue
-        store = TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
-        keys = store.list_keys() if hasattr(store, "list_keys") else []
-        for number, key in enumerate([*keys, "torch.rendezvous.lockstep", "lockstep/run", "lockstep/settings"]):
-            store.set(key, forms[number % 3].decode("latin-1"))
-            wrote += 1
-    except (OSError, RuntimeError):
-        pass  # no store listens there
-print("WROTE", wrote)
-"""
-
-
-def attack(folder, host, ports, start=subprocess.Popen):
-    """Attack these ports as another user; return the number of values that were overwritten."""
-    canary = folder / "canary"
-    words = [sys.executable, "-c", ATTACKER, host, str(canary), *map(str, ports)]
-    process = start(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = process.communicate(timeout=60)[0]
-    assert (process.returncode, "WROTE" in said, canary.exists()) == (0, True, False), said
-    return int(said.split()[-1])
-
-
-def command(folder, steps, *flags):
-    task = Path(__file__).parents[1] / "slurm" / "slow_steps.py"
-    train = f"train --task {task}:Slow --device cpu --batch-size 8 --max-steps {steps} --log-freq 1 --no-report"
-    words = [sys.executable, "-m", "lockstep", "launch", *flags, "--", *train.split(), "--save-dir", str(folder)]
-    return words, environment(STEP_SECONDS="0.05") | {SECRET_VARIABLE: "0123456789abcdef"}
-
-
-def listeners(pids):
-    """The ports at which these processes listen."""
-    links = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
-    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    own = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
-    return {int(row[1].partition(":")[2], 16) for row in own}
-
-
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_for_step(launcher, step):
-    for line in launcher.stdout:
-        if line.startswith(f"step {step}/"):
-            return
-    raise AssertionError("the run ended before")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
-    words, around = command(tmp_path, 100_000, "--nproc-per-node=2")
-    launcher = subprocess.Popen(words, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_for_step(launcher, 3)
-        assert attack(tmp_path, "127.0.0.1", listeners([launcher.pid, *children(launcher.pid)])) > 0
-        launcher.terminate()
-        said = launcher.communicate(timeout=60)[0]
-    finally:
-        launcher.kill()  # its ranks end with it
-        launcher.communicate()
-    assert not (tmp_path / "canary").exists()
-    assert said.count("lockstep: error") <= 1, said
-
-
-@pytest.mark.slow
-def test_a_machine_without_the_secret_neither_runs_code_nor_joins_nor_ends_the_run(tmp_path):
-    with cluster(3) as (*nodes, stranger):
-        launchers = []
-        for number, node in enumerate(nodes):
-            words, around = command(tmp_path, 100, "--nnodes=2", f"--node-rank={number}", "--master-addr=node0")
-            launchers.append(node.start(words, env=around | {"GLOO_SOCKET_IFNAME": CABLE}))
-        wait_for_step(launchers[0], 3)
-        assert attack(tmp_path, "node0", [29400], stranger.start) > 0
-        words, around = command(tmp_path, 100, "--nnodes=2", "--node-rank=1", "--master-addr=node0")
-        other = stranger.start(words, env=around | {SECRET_VARIABLE: "an attacker's own one"})
-        assert names(other.communicate(timeout=60)[0], "--rdzv-secret-file")
-        assert other.returncode == 2
-        ends = [launcher.communicate(timeout=90)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], ends
-    assert names(ends[0], "node0:29400", "secret")
-    assert not (tmp_path / "canary").exists()
