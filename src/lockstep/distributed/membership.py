@@ -38,12 +38,14 @@ from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Pro
 from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, PeerError, error_line
 
 __all__ = [
+    "STARTING",
     "STOP_SIGNALS",
     "Generation",
     "LeaveReport",
     "Member",
     "check_store",
     "heeds_hangup",
+    "is_lost_peer",
     "key_prefix",
     "leave_terminal",
     "lost_peers",
@@ -164,14 +166,23 @@ def lost_peers(rank: int, when: str = "") -> PeerError:
     return found
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether torch raised `error` because another rank is gone, or did not respond in time."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
-    if not f"{innermost}.".startswith(_COMMUNICATING):
+def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:
+    """Whether torch raised `error` because another rank is gone, or did not respond in time.
+
+    Args:
+        in_collective: a call of a collective raised it; else the code that raised it tells.
+    """
+    if not in_collective and not _raised_in_collective(error):
         return False
     # Subclasses of RuntimeError mean other failures: out of memory, a failed kernel.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _has_closed_link())
+
+
+def _raised_in_collective(error: BaseException) -> bool:
+    """Whether the innermost code is one of the modules of torch that communicate."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
+    return f"{innermost}.".startswith(_COMMUNICATING)
 
 
 def _has_closed_link() -> bool:
@@ -218,6 +229,9 @@ def _exit_error(call: SystemExit) -> LockstepError:
     if isinstance(call.code, int) and call.code and call.code not in RESERVED_CODES:
         error.exit_code = call.code
     return error
+
+
+STARTING = "starting"  # in place of a reason why the others cannot continue
 
 
 def key_prefix(round_: str) -> str:
@@ -302,6 +316,10 @@ class Member:
     def is_new(self) -> bool:
         """Whether it replaces a lost process, and has not joined the others yet."""
         return self.generation < 0
+
+    def report_start(self) -> None:
+        """Report to the launcher that this start of the run has trained no step, so that it can be begun again."""
+        self._connected().set(f"{self._keys}/ready/{self.name}", STARTING)
 
     def report_ready(self, why_not: str = "", experiment: str = "", replica: int = 1) -> None:
         """Report to the launcher the run's name, and whether others can continue without this process.

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.distributed.membership import translate_errors
+from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -70,8 +69,7 @@ class _Forwards:
         world = self._world
         table = torch.zeros(world.size, 3, dtype=torch.int32)
         table[world.rank] = torch.tensor([computes, self._inputs is None, computes and torch.is_grad_enabled()])
-        with translate_errors():
-            dist.all_reduce(table, group=world.control)  # collective
+        collectives.all_reduce(table, group=world.control)  # collective
         computing, idle, with_graph = (column.nonzero().flatten().tolist() for column in table.unbind(1))
         self._has_graph = bool(with_graph)
         if computing and idle:
