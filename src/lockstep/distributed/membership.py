@@ -44,6 +44,8 @@ __all__ = [
     "LeaveReport",
     "Member",
     "check_store",
+    "forget_lost_peers",
+    "has_lost_peers",
     "heeds_hangup",
     "is_lost_peer",
     "key_prefix",
@@ -126,6 +128,7 @@ def _knows_protocol() -> bool:
 _COMMUNICATING = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph", "deepspeed.")
 _WRAPPERS = ("torch._ops", "torch.utils._contextlib")  # modules that wrap calls of the backend
 _TAG = 0x6C6B  # of a message that no rank sends
+_NOTICED: list[bool] = []  # not empty once a collective has failed for want of the others
 
 
 @contextmanager
@@ -157,6 +160,7 @@ def lost_peers(rank: int, when: str = "") -> PeerError:
     Args:
         when: position in the run, as "before step 7"; "": the current one.
     """
+    _NOTICED[:] = [True]
     when = when or (f"at {place}" if (place := Progress.present()) else "")
     found = PeerError(
         f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}; the first error is in the log of the "
@@ -164,6 +168,16 @@ def lost_peers(rank: int, when: str = "") -> PeerError:
     )
     found.names_nobody = True
     return found
+
+
+def has_lost_peers() -> bool:
+    """Whether a collective of this process has failed for want of the others, since its groups were made."""
+    return bool(_NOTICED)
+
+
+def forget_lost_peers() -> None:
+    """Begin anew, with new groups."""
+    _NOTICED.clear()
 
 
 def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:

@@ -45,7 +45,7 @@ from lockstep.distributed.launcher import (
     launcher_number,
     listen,
 )
-from lockstep.distributed.membership import check_store, lost_peers
+from lockstep.distributed.membership import check_store, forget_lost_peers, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -297,6 +297,7 @@ class World:
         ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
         os.environ.setdefault(CONNECT_ON_DEMAND, str(int(connects_on_demand(self.size))))
         store = None
+        forget_lost_peers()
         if not _is_one_node():
             choose_interface(meeting_point()[0], os.environ)
         try:

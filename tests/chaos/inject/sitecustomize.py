@@ -4,7 +4,8 @@ LOCKSTEP_CHAOS='[{"rank": 1, "step": 7, "at": "lockstep.checkpoint.write:write_f
 
 rank: which process; step: the first step (0-based) in which it may happen, counted by the exchange; at: the function
 that it happens at the entry of; call: the how manieth of its calls counts from then on; attempt: of the launcher's
-starts; once: a file that is made when it happens, after which it does not happen again. What can be done is `_DEEDS`. The product knows nothing of this.
+starts; once: a file that is made when it happens, after which it does not happen again. What can be done is `_DEEDS`.
+The product knows nothing of this.
 """
 
 import importlib
