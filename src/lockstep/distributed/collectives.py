@@ -4,8 +4,8 @@
     wait(work)                              # of a collective with `async_op`
     full_tensor(parameter)                  # of a DTensor
 
-All collectives of lockstep pass here, so that whoever calls them sees the same error. Those that torch issues by
-itself, in the hooks of DDP and FSDP, are translated where forward and backward are called:
+All collectives of lockstep pass here or through `World`, so that whoever calls them sees the same error. Those that
+torch issues by itself, in the hooks of DDP and FSDP, are translated where forward and backward are called:
 `membership.translate_errors`.
 """
 
@@ -25,7 +25,6 @@ __all__ = [
     "barrier",
     "broadcast",
     "full_tensor",
-    "new_group",
     "wait",
 ]
 
@@ -67,12 +66,6 @@ def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None,
 def barrier(**options: Any) -> Any:
     """Call `dist.barrier`. Collective."""
     return _issue(dist.barrier, **options)  # collective
-
-
-def new_group(ranks: list[int] | None, **options: Any) -> dist.ProcessGroup:
-    """Call `dist.new_group`. Collective."""
-    group: dist.ProcessGroup = _issue(dist.new_group, ranks, **options)  # collective
-    return group
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:

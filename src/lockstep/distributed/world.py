@@ -280,12 +280,19 @@ class World:
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
     def new_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Create another gloo group. Collective over its ranks; None: all."""
+        """Create another gloo group. Collective over its ranks; None: all.
+
+        Raises:
+            PeerError: one of them is lost, or did not come in time.
+        """
         wait = timedelta(seconds=self._patience or self.timeout)
-        group: dist.ProcessGroup = dist.new_group(  # collective
-            ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
-        )
-        _connect(group)
+        try:
+            group: dist.ProcessGroup = dist.new_group(  # collective
+                ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
+            )
+            _connect(group)
+        except RuntimeError as error:
+            raise lost_peers(self.rank) from error
         if self._patience:
             _let_wait(group, self.timeout)
         return group
@@ -315,7 +322,7 @@ class World:
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
-        except (dist.DistError, RuntimeError, ValueError) as error:
+        except (PeerError, RuntimeError, ValueError) as error:
             _STORES.clear()  # the next join reconnects
             why, names = self._why_apart(store)
             apart = PeerError(f"rank {self.rank} of {self.size} could not join the others: {why}")

@@ -49,7 +49,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
-from lockstep.data.loader import failure
+from lockstep.data.loader import blamed, failure
 from lockstep.distributed import collectives
 from lockstep.distributed.membership import translate_errors
 from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
@@ -517,16 +517,32 @@ class _Judgement:
             self.finding = found
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
-        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory."""
+        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory.
+
+        Collective with sharded parameters.
+
+        Raises:
+            DataError: it failed on this rank alone, while the others wait for it in a forward or backward.
+        """
+        trial, problem = self._weighing.trial, None
         try:
             with translate_errors():
-                return action()
+                found = action()
         except PeerError:
             raise
         except Exception as error:
+            problem = error
             if isinstance(error, torch.OutOfMemoryError):
-                self._weighing.trial.memory_error = error
-            return self._undecided(failure(error))._replace(failed=True)
+                trial.memory_error = error
+            found = self._undecided(failure(error))._replace(failed=True)
+        if self._weighing.is_sharded:
+            try:
+                trial.world.gather(None)  # collective
+            except PeerError:
+                if problem is None:
+                    raise
+                raise blamed("loss", problem, "a trial before step 1") from problem
+        return found
 
     def _undecided(self, problem: str) -> Finding:
         return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
