@@ -68,7 +68,8 @@ MOMENTS = {
 }
 INTERNAL = {"meet", "groups", "save", "recovery", "end", "worker"}  # an error there ends no rank
 BEFORE = {"import", "meet", "model", "data", "trial", "groups"}  # before step 1
-LIMIT = 75.0
+LIMIT = 180.0  # seconds; a machine may be busy
+_END = 10.0  # seconds for the last processes to end
 SETTINGS = "--max-steps 8 --batch-size 12 --micro-batch-size 2 --ckpt-freq 4 --eval-freq 4 --log-freq 1 --no-report"
 
 
@@ -118,8 +119,9 @@ def run(
     except subprocess.TimeoutExpired:
         code = None
     seconds = time.monotonic() - began
-    time.sleep(0.3)
-    left = [pid for pid in _with_argument(str(folder)) if pid != os.getpid()]
+    until = time.monotonic() + _END
+    while (left := _with_argument(str(folder))) and time.monotonic() < until:
+        time.sleep(0.1)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -127,11 +129,11 @@ def run(
 
 
 def _with_argument(word: str) -> list[int]:
-    """Return the processes with `word` in their command lines."""
+    """Return the other processes with `word` in their command lines."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            if word.encode() in (path / "cmdline").read_bytes():
+            if word.encode() in (path / "cmdline").read_bytes() and int(path.name) != os.getpid():
                 found.append(int(path.name))
         except OSError:
             continue
