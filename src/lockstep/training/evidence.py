@@ -524,7 +524,8 @@ class _Judgement:
         Raises:
             DataError: it failed on this rank alone, while the others wait for it in a forward or backward.
         """
-        trial, problem = self._weighing.trial, None
+        trial = self._weighing.trial
+        problem: Exception | None = None
         try:
             with translate_errors():
                 found = action()

@@ -80,7 +80,8 @@ class _Forwards:
             ConfigError: some ranks call the model and others never do.
             PeerError: another rank has failed before its first call.
         """
-        world, is_idle = self._world, self._inputs is None
+        world = self._world
+        is_idle = self._inputs is None
         row = [computes, is_idle, computes and torch.is_grad_enabled(), is_idle and self.has_failed]
         table = torch.zeros(world.size, len(row), dtype=torch.int32)
         table[world.rank] = torch.tensor(row)
