@@ -136,6 +136,16 @@ def test_engines_are_named_in_their_own_room_alone():
             assert not words & ENGINES.keys(), where
 
 
+def test_a_collective_is_issued_where_its_failure_is_translated():
+    """But for the hook that DDP's backward calls, for own measurements, and for traced and compared programs."""
+    issued = re.compile(r"(?<![\w.])dist\.(all_\w+|broadcast|barrier|reduce\w*|new_group)\(|\.full_tensor\(\)")
+    own = {f"distributed/{name}.py" for name in ("collectives", "world", "exchange")} | {"engines/ddp.py"}
+    for path in modules():
+        where = path.relative_to(ROOT).as_posix()
+        if where not in own and not where.startswith(("trace/", "verify/", "diagnose/")):
+            assert not issued.search(path.read_text(encoding="utf-8")), where
+
+
 ENTRIES = {"__main__", "trace/attach/sitecustomize"}  # that Python starts, and nothing imports
 
 

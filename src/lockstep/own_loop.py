@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
@@ -39,6 +38,7 @@ from lockstep.data.batches import Batches, Loading, MicroBatch, Origin, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Sequential, order_from
 from lockstep.data.shard_order import Geometry, own_order, place_order
+from lockstep.distributed import collectives
 from lockstep.distributed.exchange import StepExchange
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -379,7 +379,7 @@ def _gather_rows(own: Tensor, world: World) -> Tensor:
     send[: len(own)] = own
     data = as_bytes(send)  # gloo does not support every dtype
     received = [torch.empty_like(data) for _ in lengths]
-    dist.all_gather(received, data)  # collective
+    collectives.all_gather(received, data)  # collective
     parts = [from_bytes(each, own.dtype, send.shape)[:length] for each, length in zip(received, lengths, strict=True)]
     return torch.cat(parts)
 
@@ -615,7 +615,7 @@ def step_backward(
     losses = passes.first(step.number, step.micro, 1.0)
     total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=step.world.device)
     if step.world.size > 1:
-        dist.all_reduce(total)  # collective
+        collectives.all_reduce(total)  # collective
     return total
 
 

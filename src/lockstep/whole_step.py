@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.data.batches import MicroBatch
+from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule, equal_shares
-from lockstep.distributed.membership import translate_errors
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine
@@ -165,15 +164,14 @@ class WholeStep:
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
         # As bytes: one collective for all dtypes, also those that a backend does not support.
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._first_form().rows]
-        with translate_errors():
-            dist.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
-            sizes = [int(count) for count in counts]
-            send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
-            if size:
-                parts = [as_bytes(column).view(size, width) for column, width in zip(columns, widths, strict=True)]
-                send[:size] = torch.cat(parts, dim=1)
-            received = [torch.empty_like(send) for _ in sizes]
-            dist.all_gather(received, send)  # collective
+        collectives.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
+        sizes = [int(count) for count in counts]
+        send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
+        if size:
+            parts = [as_bytes(column).view(size, width) for column, width in zip(columns, widths, strict=True)]
+            send[:size] = torch.cat(parts, dim=1)
+        received = [torch.empty_like(send) for _ in sizes]
+        collectives.all_gather(received, send)  # collective
         packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
         blocks = packed.split_with_sizes(widths, dim=1)
         whole = [
@@ -243,10 +241,9 @@ class WholeStep:
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
-        with translate_errors():
-            piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
-            total = like.new_empty(padded)
-            dist.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
+        piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
+        total = like.new_empty(padded)
+        collectives.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
         return total[:length]
 
     def _tree(self, tensors: list[Tensor]) -> Any:

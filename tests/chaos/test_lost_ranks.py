@@ -283,13 +283,6 @@ def test_r23_an_error_is_told_once_absorbed_and_ends_the_run_where_it_comes_agai
     assert run.steps == list(range(1, 8))
 
 
-def test_r26_a_rank_that_exits_with_0_in_the_middle_is_lost_and_the_others_go_on(data, tmp_path, whole):
-    fault = {"rank": 1, "step": 7, "at": LOSS, "do": "exit", "code": 0}
-    run = survived(data, tmp_path, whole, [fault], processes=2, python=warm.python())
-    assert "warning: rank 1 ended with code 0 before the run's end, at step 8" in run.said
-    assert run.state["losses"] == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero", "fsdp"])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,11 +8,11 @@ import pytest
 from refusals import refuses
 
 from lockstep.distributed.failures import ProcessFailure
-from lockstep.distributed.membership import Generation, LeaveReport, Member, lost_peers
+from lockstep.distributed.membership import STARTING, Generation, LeaveReport, Member, lost_peers
 from lockstep.distributed.progress import RankProgress, rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import PeerError
-from lockstep.launch.losses import Membership
+from lockstep.launch.losses import AGAIN, Membership
 
 KEYS = "lockstep/members/0"
 
@@ -399,3 +399,44 @@ def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():
     assert (first.name, first.generation, first.is_new, first._keys) == ("2", 0, False, "lockstep/members/3")
     later = Member.of_this_process(meeting | {"LOCKSTEP_MEMBER": "2.1"})
     assert (later.name, later.is_new) == ("2.1", True)
+
+
+def starting(count=3, **settings):
+    """A run whose ranks have met, and have not begun a step."""
+    run = Run(count, **settings)
+    for name in run.living:
+        run.store.set(f"{KEYS}/ready/{name}", STARTING)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("code", "more", "reason"),
+    [
+        (-9, {}, AGAIN),
+        (0, {"origin": "exit"}, AGAIN),
+        (1, {"origin": "ValueError task.py:7"}, "-"),
+        (3, {"origin": "DifferenceError startup.py:84"}, "-"),
+        (-15, {}, "-"),
+    ],
+)
+def test_before_the_steps_all_start_again_except_after_an_error_of_the_programs_own(code, more, reason):
+    run = starting()
+    assert run.lose("1", code, at_start=1, **more) == reason
+    assert run.losses.fatal.at_start == 1
+    assert run.losses.causes == []
+
+
+def test_the_same_end_before_the_steps_of_the_next_start_ends_the_run():
+    run = starting()
+    assert run.lose("1", at_start=1) == AGAIN
+    for rank, reason in ((2, AGAIN), (1, "-")):
+        run.losses.begin("0", ["0", "1", "2"])
+        run.ended, run.living = {}, {"0", "1", "2"}
+        assert run.lose(str(rank), at_start=rank) == reason
+
+
+def test_who_only_lost_the_others_before_the_steps_waits_for_the_cause():
+    run = starting()
+    assert run.lose("0", 1, "lost the others", follows=True, when=2.0) == ""
+    assert run.lose("1", 1, "ValueError", origin="ValueError task.py:7", when=1.0) == "-"
+    assert run.losses.fatal.rank == 1

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.counts import Exact, number, parts
+from lockstep.distributed import collectives
 from lockstep.distributed.membership import lost_peers
 from lockstep.distributed.progress import COMPUTING, WAITING, Progress, rank_label
 from lockstep.distributed.world import World
@@ -81,7 +82,7 @@ def gather_rows(
     sizes = [[_element_count(shapes[k], peer, ranks) for k in indices] for peer in range(ranks)]
     totals = [sum(each) for each in sizes]
     received = sends.new_empty(sum(totals))
-    dist.all_to_all_single(received, sends, totals, lengths, group=group)  # collective
+    collectives.all_to_all_single(received, sends, totals, lengths, group=group)  # collective
     chunks = received.split_with_sizes(totals)
     by_rank = [chunk.split_with_sizes(each) for chunk, each in zip(chunks, sizes, strict=True)]
     return [torch.cat([pieces[k] for pieces in by_rank]).view(*shapes[index]) for k, index in enumerate(indices)]
@@ -109,7 +110,7 @@ def scatter_rows(
     counts = [[_element_count(shapes[k], rank, ranks) for k in own] for own in order]
     totals = [sum(each) for each in counts]
     received = like.new_empty(sum(totals))
-    dist.all_to_all_single(received, sends, totals, [sum(each) for each in sizes], group=group)  # collective
+    collectives.all_to_all_single(received, sends, totals, [sum(each) for each in sizes], group=group)  # collective
     by_index: dict[int, Tensor] = {}
     for own, chunk, each in zip(order, received.split_with_sizes(totals), counts, strict=True):
         by_index |= zip(own, chunk.split_with_sizes(each), strict=True)
@@ -384,11 +385,8 @@ class StepExchange:
         if self._world.size == 1:
             return [values]
         rows = self._buffer(len(values))
-        try:
-            own = torch.tensor(values, dtype=torch.float64)
-            dist.all_gather(list(rows.unbind()), own, group=self._group)  # collective
-        except RuntimeError as error:
-            raise lost_peers(self._world.rank) from error
+        own = torch.tensor(values, dtype=torch.float64)
+        collectives.all_gather(list(rows.unbind()), own, group=self._group)  # collective
         by_rank: list[list[float]] = rows.tolist()
         return by_rank
 
@@ -415,7 +413,7 @@ class StepExchange:
             self._rows = self._buffer(len(row))
             self._rows_by_rank = list(self._rows.unbind())
         own = torch.tensor(row, dtype=torch.float64)
-        work = dist.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
+        work = collectives.all_gather(self._rows_by_rank, own, group=self._group, async_op=True)  # collective
         return _PendingExchange(due, length, work, self._rows, start, items)
 
     def _busy_seconds(self) -> BusySeconds:

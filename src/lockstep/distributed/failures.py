@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 
+_EXIT = "exit"  # origin of an end with code 0
 _LIMIT = 1 << 20  # largest number of bytes read from a note
 _CAUSE, _LOST = "lockstep-cause", "lockstep-lost"  # files of errors that a rank of this node has printed
 _DEBUG_VARIABLE = "LOCKSTEP_DEBUG"  # set: lockstep's errors are printed with their tracebacks
@@ -125,7 +126,7 @@ class ProcessFailure:
             follows,
             when if isinstance(when, float) else end_time,
             place,
-            origin=str(note.get("origin", "")) or ("exit" if code == 0 else ""),
+            origin=str(note.get("origin", "")) or (_EXIT if code == 0 else ""),
             names_nobody=bool(note.get("names_nobody")),
             goes_back=bool(note.get("goes_back")),
         )
@@ -139,6 +140,11 @@ class ProcessFailure:
     def exit_code(self) -> int:
         """The launcher's exit code: 3 only if final, since a scheduler starts no such run again."""
         return 1 if self.goes_back else max(self.code, 1)
+
+    @property
+    def is_error(self) -> bool:
+        """Whether an exception ended the process, other than the loss of another rank."""
+        return bool(self.origin) and self.origin != _EXIT and not self.follows
 
     def repeats(self, earlier: "ProcessFailure") -> bool:
         """Whether the same line of code raised both in the same step.

@@ -38,12 +38,16 @@ from lockstep.distributed.progress import MEETING_VARIABLE, MEMBER_VARIABLE, Pro
 from lockstep.errors import RESERVED_CODES, ConfigError, LockstepError, PeerError, error_line
 
 __all__ = [
+    "STARTING",
     "STOP_SIGNALS",
     "Generation",
     "LeaveReport",
     "Member",
     "check_store",
+    "forget_lost_peers",
+    "has_lost_peers",
     "heeds_hangup",
+    "is_lost_peer",
     "key_prefix",
     "leave_terminal",
     "lost_peers",
@@ -124,6 +128,7 @@ def _knows_protocol() -> bool:
 _COMMUNICATING = ("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph", "deepspeed.")
 _WRAPPERS = ("torch._ops", "torch.utils._contextlib")  # modules that wrap calls of the backend
 _TAG = 0x6C6B  # of a message that no rank sends
+_NOTICED: list[bool] = []  # not empty once a collective has failed for want of the others
 
 
 @contextmanager
@@ -155,6 +160,7 @@ def lost_peers(rank: int, when: str = "") -> PeerError:
     Args:
         when: position in the run, as "before step 7"; "": the current one.
     """
+    _NOTICED[:] = [True]
     when = when or (f"at {place}" if (place := Progress.present()) else "")
     found = PeerError(
         f"{rank_label(rank)} lost the other ranks{' ' if when else ''}{when}; the first error is in the log of the "
@@ -164,14 +170,33 @@ def lost_peers(rank: int, when: str = "") -> PeerError:
     return found
 
 
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether torch raised `error` because another rank is gone, or did not respond in time."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
-    if not f"{innermost}.".startswith(_COMMUNICATING):
+def has_lost_peers() -> bool:
+    """Whether a collective of this process has failed for want of the others, since its groups were made."""
+    return bool(_NOTICED)
+
+
+def forget_lost_peers() -> None:
+    """Begin anew, with new groups."""
+    _NOTICED.clear()
+
+
+def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:
+    """Whether torch raised `error` because another rank is gone, or did not respond in time.
+
+    Args:
+        in_collective: a call of a collective raised it; else the code that raised it tells.
+    """
+    if not in_collective and not _raised_in_collective(error):
         return False
     # Subclasses of RuntimeError mean other failures: out of memory, a failed kernel.
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _has_closed_link())
+
+
+def _raised_in_collective(error: BaseException) -> bool:
+    """Whether the innermost code is one of the modules of torch that communicate."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
+    return f"{innermost}.".startswith(_COMMUNICATING)
 
 
 def _has_closed_link() -> bool:
@@ -218,6 +243,9 @@ def _exit_error(call: SystemExit) -> LockstepError:
     if isinstance(call.code, int) and call.code and call.code not in RESERVED_CODES:
         error.exit_code = call.code
     return error
+
+
+STARTING = "starting"  # in place of a reason why the others cannot continue
 
 
 def key_prefix(round_: str) -> str:
@@ -302,6 +330,10 @@ class Member:
     def is_new(self) -> bool:
         """Whether it replaces a lost process, and has not joined the others yet."""
         return self.generation < 0
+
+    def report_start(self) -> None:
+        """Report to the launcher that this start of the run has trained no step, so that it can be begun again."""
+        self._connected().set(f"{self._keys}/ready/{self.name}", STARTING)
 
     def report_ready(self, why_not: str = "", experiment: str = "", replica: int = 1) -> None:
         """Report to the launcher the run's name, and whether others can continue without this process.

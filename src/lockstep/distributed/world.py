@@ -45,7 +45,7 @@ from lockstep.distributed.launcher import (
     launcher_number,
     listen,
 )
-from lockstep.distributed.membership import check_store, lost_peers
+from lockstep.distributed.membership import check_store, forget_lost_peers, lost_peers
 from lockstep.distributed.progress import MEETING_VARIABLE, rank_label, renumber
 from lockstep.distributed.starters import read_starter
 from lockstep.errors import ConfigError, LockstepError, PeerError
@@ -280,12 +280,19 @@ class World:
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
 
     def new_group(self, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """Create another gloo group. Collective over its ranks; None: all."""
+        """Create another gloo group. Collective over its ranks; None: all.
+
+        Raises:
+            PeerError: one of them is lost, or did not come in time.
+        """
         wait = timedelta(seconds=self._patience or self.timeout)
-        group: dist.ProcessGroup = dist.new_group(  # collective
-            ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
-        )
-        _connect(group)
+        try:
+            group: dist.ProcessGroup = dist.new_group(  # collective
+                ranks, backend="gloo", timeout=wait, use_local_synchronization=ranks is not None
+            )
+            _connect(group)
+        except RuntimeError as error:
+            raise lost_peers(self.rank) from error
         if self._patience:
             _let_wait(group, self.timeout)
         return group
@@ -297,6 +304,7 @@ class World:
         ensure_descriptors(descriptors_of(self.size, hosts_store), f"rank {self.rank} of {self.size}")
         os.environ.setdefault(CONNECT_ON_DEMAND, str(int(connects_on_demand(self.size))))
         store = None
+        forget_lost_peers()
         if not _is_one_node():
             choose_interface(meeting_point()[0], os.environ)
         try:
@@ -314,7 +322,7 @@ class World:
             if dist.group.WORLD is not None:
                 _let_wait(dist.group.WORLD, self.timeout)
             self.control = self.new_group()
-        except (dist.DistError, RuntimeError, ValueError) as error:
+        except (PeerError, RuntimeError, ValueError) as error:
             _STORES.clear()  # the next join reconnects
             why, names = self._why_apart(store)
             apart = PeerError(f"rank {self.rank} of {self.size} could not join the others: {why}")

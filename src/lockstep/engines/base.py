@@ -21,7 +21,9 @@ from torch.overrides import has_torch_function_unary
 from lockstep.config.engine_options import EngineOptions
 from lockstep.config.sections import Fp16
 from lockstep.data.loader import failure
+from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
+from lockstep.distributed.membership import translate_errors
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import DataError, LockstepError, name_settings
 from lockstep.tensors import is_dtensor
@@ -290,7 +292,7 @@ class Penalty:
             if is_dtensor(gradient) and is_dtensor(parameter):
                 gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             elif is_dtensor(gradient):  # of a parameter that fsdp holds whole
-                gradient = gradient.full_tensor()  # collective
+                gradient = collectives.full_tensor(gradient)  # collective
             if parameter.grad is None:
                 parameter.grad = gradient
             elif parameter.grad.is_sparse:
@@ -301,11 +303,12 @@ class Penalty:
 
     def _value(self) -> Tensor | None:
         try:
-            value = self._compute(self._model)
+            with translate_errors():
+                value = self._compute(self._model)
             if value is None:
                 return None
             if is_dtensor(value):
-                value = value.full_tensor()  # collective
+                value = collectives.full_tensor(value)  # collective
         except LockstepError:
             raise
         except Exception as error:

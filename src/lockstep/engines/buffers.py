@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.distributed import collectives
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, StepResult
@@ -80,7 +80,7 @@ class Replay:
             rows = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
         if self._world.size > 1 and not self._is_shared:
             parts = [torch.empty_like(rows) for _ in range(self._world.size)]
-            dist.all_gather(parts, rows)  # collective
+            collectives.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
         self._fold_in(rows)
         self._rows = []  # for a loop that does not call `accumulate`, and so never `begin`

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.engine_options import EngineOptions
+from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
@@ -49,6 +50,7 @@ def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Futur
     """
     buffer: Tensor = bucket.buffer()
     view = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
+    # Called from the backward, whose errors are translated where it is called.
     work: Any = dist.all_reduce((view / dist.get_world_size()).to(dtype), async_op=True)  # collective
 
     def copy_back(future: "torch.futures.Future[Any]") -> Tensor:
@@ -109,7 +111,7 @@ class GradientUsage:
         """Return each parameter's (ranks that used it in fewer than `backwards` backwards, total uses)."""
         table = torch.tensor([[int(count < backwards), count] for count in self._counts], dtype=torch.int64)
         if self._world.size > 1:
-            dist.all_reduce(table, group=self._world.control)  # collective
+            collectives.all_reduce(table, group=self._world.control)  # collective
         return [(misses, uses) for misses, uses in table.reshape(-1, 2).tolist()]
 
     def close(self) -> None:
@@ -378,7 +380,7 @@ def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Broadcast rank 0's values of `tensors`, in place. None may be expanded."""
     with torch.no_grad():
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)  # collective
+            collectives.broadcast(tensor, src=0)  # collective
 
 
 def sum_by_hand(parameters: list[nn.Parameter], world: World) -> None:
@@ -386,12 +388,12 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World) -> None:
     if world.size == 1:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    dist.all_reduce(flags, group=world.control)  # collective
+    collectives.all_reduce(flags, group=world.control)  # collective
     for parameter, flag in zip(parameters, flags.tolist(), strict=True):
         if flag:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)  # collective
+            collectives.all_reduce(parameter.grad)  # collective
 
 
 @final

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed import collectives
 from lockstep.distributed.balance import Shares, ShareSchedule, equal_shares
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
@@ -281,14 +282,14 @@ class Exchange:
         one_round = len(parts.rounds) == 1
         self._local_flags = [False] * len(self._parts)
         total = piece_of_sum(map(self._flatten, local_sums), lambda pieces: self._allocate(pieces, one_round), parts)
-        dist.all_gather(list(self._vector.view(self._ranks, -1).unbind()), total)  # collective
+        collectives.all_gather(list(self._vector.view(self._ranks, -1).unbind()), total)  # collective
         return [part if flag else None for part, flag in zip(self._parts, self._global_flags(), strict=True)]
 
     def _global_flags(self) -> Sequence[float | bool]:
         """Return, for each parameter, whether any rank used it. Call after the sums."""
         if self._late and self._sends_flags is not False:
             vector = torch.tensor([*self._local_flags, not all(self._local_flags)], dtype=torch.int32)
-            dist.all_reduce(vector, group=self._control)  # collective
+            collectives.all_reduce(vector, group=self._control)  # collective
             *counts, lacking = vector.tolist()
             if self._sends_flags is None:
                 self._sends_flags = lacking > 0  # alike on all ranks
@@ -350,11 +351,11 @@ def _exchange(
     """Send each rank its piece of the vector; receive from the ranks that send."""
     flat, size = coming.view(-1), coming.shape[1]
     if all(span is not None for span in spans) and vector is not None:
-        dist.all_to_all_single(flat, vector, group=group)  # collective
+        collectives.all_to_all_single(flat, vector, group=group)  # collective
         return
     out = [size * (vector is not None)] * len(spans)
     into = [size * (span is not None) for span in spans]
-    dist.all_to_all_single(flat, flat[:0] if vector is None else vector, into, out, group=group)  # collective
+    collectives.all_to_all_single(flat, flat[:0] if vector is None else vector, into, out, group=group)  # collective
 
 
 def _add_gradients(left: Gradients, right: Gradients) -> Gradients:

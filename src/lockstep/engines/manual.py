@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, Settings, StepResult
 from lockstep.engines.buffers import Replay
@@ -181,7 +182,7 @@ class Manual:
         present = [any(p in part for part in parts) for p in parameters]
         if self._world.size > 1:
             flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
+            collectives.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
             present = [bool(flag) for flag in flags.tolist()]  # waits for the device
         parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
@@ -250,7 +251,7 @@ class Manual:
         if self._world.size > 1:
             for buffer, _ in self._plain_buffers():
                 data = buffer.contiguous()
-                dist.broadcast(data, src=0)  # collective
+                collectives.broadcast(data, src=0)  # collective
                 if data is not buffer:
                     buffer.copy_(data)
 
@@ -279,7 +280,7 @@ class Manual:
         for row in rows[1:]:
             total = total + row
         if self._world.size > 1 and not self._exact:
-            dist.all_reduce(total)  # collective
+            collectives.all_reduce(total)  # collective
         for parameter, part in zip(parameters, total.split_with_sizes([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view_as(parameter).clone()
 
@@ -292,7 +293,7 @@ class Manual:
         for place, row in enumerate(rows):
             padded[place] = row
         rows_by_rank = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(rows_by_rank, padded)  # collective
+        collectives.all_gather(rows_by_rank, padded)  # collective
         return [row for part, count in zip(rows_by_rank, counts, strict=True) for row in part[:count]]
 
 

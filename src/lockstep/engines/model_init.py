@@ -12,10 +12,10 @@ once, and every other process holds at most one whole block.
 from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.engine_options import EngineOptions
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING
 from lockstep.errors import ConfigError
@@ -83,7 +83,7 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
                 tensor = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
                 local = module._buffers[name] = tensor.contiguous()
                 if not alone:
-                    dist.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
+                    collectives.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
 
 
 def _place_parameter(
@@ -98,5 +98,5 @@ def _place_parameter(
         target.data = target.data.to(world.device)
     memo[parameter] = memo[target] = target
     if send:
-        dist.broadcast(target.data, src=0)  # collective
+        collectives.broadcast(target.data, src=0)  # collective
     return target

@@ -16,9 +16,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import StepResult
@@ -315,7 +315,7 @@ class Moving:
             if not others_write or place.step_value is None or not place.fits:  # the latter is refused at `share`
                 continue
             writers = changed_elements(place.now, place.step_value).to(torch.int32)
-            dist.all_reduce(writers)  # collective, in the checked steps
+            collectives.all_reduce(writers)  # collective, in the checked steps
             if is_by_rows(writers):
                 raise ConfigError(
                     f"the ranks write different rows of {place.description}: if each sample or stream has rows of its "
@@ -412,7 +412,7 @@ class Moving:
                     "the same on all ranks; keep both"
                 )
             data = present.contiguous()
-            dist.broadcast(data, src=0)  # collective
+            collectives.broadcast(data, src=0)  # collective
             if data is not present:
                 present.copy_(data)
 

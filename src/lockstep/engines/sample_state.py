@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.tensors import as_bytes
@@ -124,7 +125,7 @@ class SampleState:
 
     def _check(self, place: Place, merged: _Merged) -> None:
         if self._world.size > 1:
-            dist.all_reduce(merged.writers)  # collective
+            collectives.all_reduce(merged.writers)  # collective
         if not is_by_rows(merged.writers):  # waits for the device, in the first step
             raise ConfigError(
                 f"the task's sample_state has '{place.name.removeprefix('task/')}', but several micro-batches of the "
@@ -137,10 +138,10 @@ class SampleState:
         if self._world.size == 1:
             return merged.values
         last = merged.writer.clone()
-        dist.all_reduce(last, op=dist.ReduceOp.MAX)  # collective
+        collectives.all_reduce(last, op=dist.ReduceOp.MAX)  # collective
         mine = (merged.writer == last) & (last > 0)
         values = _bytes(torch.where(mine, merged.values, torch.zeros_like(before)))
-        dist.all_reduce(values)  # collective; one rank has bytes other than 0, so they are not rounded
+        collectives.all_reduce(values)  # collective; one rank has bytes other than 0, so they are not rounded
         return torch.where(last > 0, values.view(before.dtype).view(before.shape), before)
 
 

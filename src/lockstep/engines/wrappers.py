@@ -18,11 +18,11 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, final
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.read import AVERAGE
+from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.base import Engine, Evaluate, MakeOptimizer, StepResult
@@ -323,10 +323,10 @@ class Remade:
         report = {"remade": change, "trained": now, "groups": [len(group) for group in self._group_ids()]}
         try:
             # A rank without a change is elsewhere. Wait half of the timeout, so that this error comes before theirs.
-            arrived = dist.barrier(group=self._world.control, async_op=True)  # collective
-            arrived.wait(timedelta(seconds=self._world.timeout / 2))
+            arrived = collectives.barrier(group=self._world.control, async_op=True)  # collective
+            collectives.wait(arrived, timedelta(seconds=self._world.timeout / 2))
             every = self._world.gather(report)  # collective
-        except (PeerError, RuntimeError) as error:
+        except PeerError as error:
             raise LockstepError(
                 f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
                 "make the same change on every rank, after the same step"

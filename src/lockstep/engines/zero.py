@@ -10,12 +10,12 @@ from inspect import signature
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import Evaluate, MakeOptimizer, Settings, StepResult, set_extra
 from lockstep.engines.closure import Alone
@@ -196,7 +196,7 @@ class Zero:
                 values = local.new_empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
                 if source == self._world.rank:
                     values.copy_(local_of(tensor))
-                dist.broadcast(values, src=source)  # collective
+                collectives.broadcast(values, src=source)  # collective
                 received[name] = values
         return received
 

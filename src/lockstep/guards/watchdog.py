@@ -23,10 +23,10 @@ from typing import Any, Self
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from lockstep.distributed import exchange, world
+from lockstep.distributed import collectives, exchange, membership, world
 from lockstep.distributed.exchange import REGROUP, SAVE_AND_END, StepExchange
 from lockstep.distributed.launcher import launcher_is_gone
-from lockstep.distributed.membership import Member
+from lockstep.distributed.membership import Member, has_lost_peers
 from lockstep.distributed.progress import (
     COMPUTING,
     FOLDER_VARIABLE,
@@ -153,7 +153,8 @@ def read_alone(rank: int, global_step: int, ahead: list[int]) -> str:
 
 
 _COLLECTIVES = 20  # entries of the flight recorder to show
-_WAITING_CODE = (__file__, *(str(module.__file__) for module in (exchange, world)))  # waits for other ranks
+_WAITING = (collectives, exchange, membership, world)  # modules that wait for other ranks
+_WAITING_CODE = (__file__, *(str(module.__file__) for module in _WAITING))
 _WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_WAITING_CODE)
 _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
 
@@ -306,7 +307,7 @@ class Inquiry:
             if not self._has_answered:
                 place = self._progress.place
                 answer: dict[str, Any] = {"rank": self._world.rank, "step": place.step, "number": place.number}
-                answer |= {"line": line, "waits": waits}
+                answer |= {"line": line, "waits": waits or has_lost_peers()}  # it waited, and is on its way out
                 heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
 

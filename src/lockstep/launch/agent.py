@@ -55,7 +55,7 @@ from lockstep.distributed.progress import (
 )
 from lockstep.errors import LockstepError, StorageError
 from lockstep.launch.job import Job, count_oom_kills
-from lockstep.launch.losses import REPEATED
+from lockstep.launch.losses import AGAIN, REPEATED
 from lockstep.launch.nodes import Decisions, Seat, open_decisions
 from lockstep.launch.rendezvous import local_address, open_rendezvous
 from lockstep.launch.stderr import RankStderr
@@ -487,6 +487,10 @@ class _Agent(LocalElasticAgent):
         self._final_code = max(failure.code if failure.is_final else 0 for failure in (self._failure, *failures))
         if self._final_code:
             self._remaining_restarts = 0
+        if self._end_reason == AGAIN and self.stop_signal is None and not self._failure.is_error:
+            self._remaining_restarts += 1  # torch's agent takes it off again: a loss is none of --max-restarts
+            self._print(self._summary())
+            return
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
             self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
         self._restart_failures.append(self._failure)

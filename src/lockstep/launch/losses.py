@@ -9,6 +9,9 @@ The others continue, and a replacement joins them. Membership is decided here on
 report it, then read the names of those who continue (see distributed/membership.py). Only a process that has ended
 counts as lost. A silent one is killed first, so that a slow process can never return under its old name.
 
+Before step 1 there is no state to save, and the ranks may be anywhere in their start: if a process is lost there, all
+start again.
+
 Where the states are split over the ranks of a replica, the members say of how many. A replica with a loss leaves whole:
 its other processes are killed, all are replaced, and the new ones join once all of them are there.
 """
@@ -20,16 +23,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from lockstep.distributed.failures import ProcessFailure, first_failure
-from lockstep.distributed.membership import Generation, LeaveReport, key_prefix
+from lockstep.distributed.membership import STARTING, STOP_SIGNALS, Generation, LeaveReport, key_prefix
 from lockstep.errors import FINAL_CODES
 
 __all__ = [
+    "AGAIN",
     "REPEATED",
     "Membership",
 ]
 
+AGAIN = "no rank had begun a step, so all start again"
 REPEATED = "the same line of code failed in the same step again"
 
+_CAUSE_SECONDS = 2.0
 _HOUR = 3600.0
 _ALARMS_PER_LOSS = 3  # regroupings without a loss to allow per allowed loss: on a busy machine groups form slowly
 _REFUSED = (
@@ -90,6 +96,8 @@ class Membership:
         self._times: list[float] = []  # of losses
         self._alarms: list[float] = []  # times of generations formed without a loss or a new process
         self._failures: list[ProcessFailure] = []
+        self._early: list[tuple[int | None, int]] = []  # ends before the steps, after which all started again
+        self._first_end = 0.0  # of a process that only lost the others, before the steps
         self._first_report: float | None = None
         self._replica_size = 1  # ranks that together have one copy of the states; read at the first loss
         self._keys = ""
@@ -99,7 +107,7 @@ class Membership:
         self._keys, self.members, self.number = key_prefix(round_), members, 0
         self.replace, self.silent, self.refused, self._starting = [], [], [], []
         self._lost, self._doomed, self._first_report, self.fatal = {}, {}, None, None
-        self._replica_size = 1
+        self._replica_size, self._first_end = 1, 0.0
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
@@ -128,10 +136,13 @@ class Membership:
         now = self._now()
         # What is wrong on the others too is no loss.
         errors = [failure for failure in ended.values() if failure.code in FINAL_CODES]
-        if errors or (ended and not living):
+        if errors or (ended and not living) or self._is_starting(ended):
             self.fatal = first_failure(errors or ended.values())
-            self._announce_end("-")
-            return "-"
+            if living and self.fatal.follows and self._waits_for_cause(now):
+                return ""
+            reason = self._start_again(self.fatal, now) if self._is_starting(ended) else "-"
+            self._announce_end(reason)
+            return reason
         for name, failure in ended.items():
             if name in self._doomed:
                 self._lost[name] = self._doomed[name]
@@ -142,6 +153,29 @@ class Membership:
                     self._announce_end(reason)
                     return reason
         return self._form_generation(living, now)
+
+    def _is_starting(self, ended: Mapping[str, ProcessFailure]) -> bool:
+        """Whether one of these processes has not begun the steps of its run, so that no rank has trained one."""
+        return any(self._value(f"ready/{name}") == STARTING for name in ended if name in self.members)
+
+    def _waits_for_cause(self, now: float) -> bool:
+        """Whether a process that only lost the others is the first to end, just now: what ended them may follow."""
+        self._first_end = self._first_end or now
+        return now - self._first_end < _CAUSE_SECONDS
+
+    def _start_again(self, failure: ProcessFailure, now: float) -> str:
+        """Return AGAIN after a loss before the steps; "-" where the run ends.
+
+        It ends by an error of the program's own, by a signal that asks for it, and by the same end as at the start
+        before.
+        """
+        self._times = [when for when in self._times if now - when < _HOUR] + [now]
+        end = (failure.follows or failure.at_start, failure.code)
+        is_own = failure.is_error or failure.shared or -failure.code in STOP_SIGNALS
+        if is_own or end in self._early or len(self._times) > self._most:
+            return "-"
+        self._early.append(end)
+        return AGAIN
 
     def _record_loss(self, name: str, failure: ProcessFailure, living: set[str], now: float) -> str:
         """Record a loss; return why the run cannot continue after it, or ""."""

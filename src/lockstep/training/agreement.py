@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
@@ -36,6 +35,7 @@ from lockstep.data.stream_adapters import is_stream, source_of
 from lockstep.data.stream_batches import StreamBatches, StreamData
 from lockstep.data.stream_mixture import MixtureSource
 from lockstep.data.streams import StreamSource
+from lockstep.distributed import collectives
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World, gather_results, on_all_ranks
 from lockstep.errors import ConfigError, DataError, LockstepError
@@ -293,7 +293,7 @@ def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int
     for name in unequal:
         tensor = tensors[name]
         buffer = as_bytes(tensor.cpu()).clone()  # waits for the device
-        dist.broadcast(buffer, src=0, group=world.control)  # collective
+        collectives.broadcast(buffer, src=0, group=world.control)  # collective
         tensor.copy_(from_bytes(buffer, tensor.dtype, tensor.shape))
     return len(unequal)
 

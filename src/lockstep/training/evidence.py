@@ -49,7 +49,9 @@ from torch.utils import _pytree as pytree
 
 from lockstep.counts import first_length
 from lockstep.data.batches import MicroBatch
-from lockstep.data.loader import failure
+from lockstep.data.loader import blamed, failure
+from lockstep.distributed import collectives
+from lockstep.distributed.membership import translate_errors
 from lockstep.engines.registry import backward_apart, explain_no_backward, name_of, undo_step
 from lockstep.errors import ConfigError, LockstepError, PeerError
 from lockstep.passes import split_loss
@@ -367,7 +369,7 @@ class _Weighing:
         rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(places, own, strict=True)]
         most = torch.tensor(rows, dtype=torch.float64)
         if self.is_sharded and self.trial.world.size > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
+            collectives.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
         same = (most[:, 1:5] == -most[:, 5:]).tolist()  # the largest is the least
         return [
             _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
@@ -417,7 +419,7 @@ class _Weighing:
         for row, values in zip(squares, rows, strict=True):
             row.index_add_(0, self._owners, values.square())
         if self.is_sharded and self.trial.world.size > 1:
-            dist.all_reduce(squares, group=self.trial.world.control)  # collective
+            collectives.all_reduce(squares, group=self.trial.world.control)  # collective
         norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()  # the last column: of all tensors
         scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
         if not scale[-1]:
@@ -515,15 +517,33 @@ class _Judgement:
             self.finding = found
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
-        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory."""
+        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory.
+
+        Collective with sharded parameters.
+
+        Raises:
+            DataError: it failed on this rank alone, while the others wait for it in a forward or backward.
+        """
+        trial = self._weighing.trial
+        problem: Exception | None = None
         try:
-            return action()
+            with translate_errors():
+                found = action()
         except PeerError:
             raise
         except Exception as error:
+            problem = error
             if isinstance(error, torch.OutOfMemoryError):
-                self._weighing.trial.memory_error = error
-            return self._undecided(failure(error))._replace(failed=True)
+                trial.memory_error = error
+            found = self._undecided(failure(error))._replace(failed=True)
+        if self._weighing.is_sharded:
+            try:
+                trial.world.gather(None)  # collective
+            except PeerError:
+                if problem is None:
+                    raise
+                raise blamed("loss", problem, "a trial before step 1") from problem
+        return found
 
     def _undecided(self, problem: str) -> Finding:
         return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)

@@ -22,6 +22,7 @@ from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.data.loader import blamed, generators_kept
 from lockstep.data.stream_batches import StreamBatches
+from lockstep.distributed.membership import translate_errors
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
 from lockstep.engines.memory import is_out_of_memory
@@ -373,7 +374,8 @@ def call_method(
     LockstepErrors and out-of-memory errors pass unchanged.
     """
     try:
-        return action(data)
+        with translate_errors():
+            return action(data)
     except LockstepError:
         raise
     except Exception as error:

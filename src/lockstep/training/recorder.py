@@ -509,6 +509,9 @@ class RunRecorder:
         return f"{end}: saved after step {step} of {total}; to continue, run the same command"
 
 
+_NAMED = 3  # losses that one line describes
+
+
 def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> str:
     """Describe the ranks that a run lost; "" for none.
 
@@ -520,10 +523,11 @@ def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> 
     if not losses:
         return ""
     ranks = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
-    more = f" (the first of {len(losses)} losses)" if len(losses) > 1 else ""
+    more = f" (the first {_NAMED} of {len(losses)} losses)" if len(losses) > _NAMED else ""
+    causes = "; then ".join(losses[:_NAMED]) + more
     if size >= initial_size:
-        return f"after {ranks} lost and replaced: {losses[0]}{more}"
-    return f"on {size} of {initial_size} ranks: {losses[0]}{more}"
+        return f"after {ranks} lost and replaced: {causes}"
+    return f"on {size} of {initial_size} ranks: {causes}"
 
 
 def _known(position: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from lockstep import checkpoint
 from lockstep.config import cli
 from lockstep.config.engine_options import ENGINES, EngineOptions
 from lockstep.config.schema import has_fixed_cut
+from lockstep.distributed import collectives
 from lockstep.distributed.exchange import REGROUP
 from lockstep.distributed.membership import Generation, LeaveReport, Member, translate_errors
 from lockstep.distributed.world import World, on_all_ranks
@@ -365,7 +366,7 @@ def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.Pro
         flat = torch.cat([as_bytes(tensor) for tensor in tensors])
     else:
         flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    dist.broadcast(flat, src=source, group=group)  # collective
+    collectives.broadcast(flat, src=source, group=group)  # collective
     if world.rank != source:
         parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
@@ -196,11 +196,13 @@ def run_training(session: Session) -> Training:
     session.timeline.begin()
     session.member = register_member(session.caller_world)
     joins = session.member is not None and session.member.is_new
+    if session.member and not joins:
+        session.member.report_start()
     join = World.alone if joins else partial(World.join, check_devices=False)  # a device is used after the first gather
-    session.world = session.caller_world or join(session.config.device, session.config.timeout)
-    session.is_main = session.world.is_main and not joins
     try:
-        with mark_running(stays=lambda: session.status == "failed"):  # only this rank left the loop
+        with mark_running(stays=lambda: session.status == "failed"), translate_errors():  # only this rank left the loop
+            session.world = session.caller_world or join(session.config.device, session.config.timeout)
+            session.is_main = session.world.is_main and not joins
             yield from _build_and_train(session)
     except GeneratorExit as exit_request:
         traceback.clear_frames(exit_request.__traceback__)  # the frames hold the engine too
@@ -211,7 +213,7 @@ def run_training(session: Session) -> Training:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
         session.status = session.early_status if session.status == "running" else session.status
-        if session.caller_world is None:
+        if session.caller_world is None and session.world:
             if session.status == session.early_status:
                 session.world.leave()
             else:  # the other ranks may never leave
@@ -223,11 +225,11 @@ def run_training(session: Session) -> Training:
             failures.note_interrupt(_describe_interrupt(session))
         else:
             failures.note(error)
-        if session.caller_world is None:
+        if session.caller_world is None and session.world:
             session.world.abandon()
         raise
     _free_parts(session)
-    if session.caller_world is None:
+    if session.caller_world is None and session.world:
         session.world.leave()
     if session.status == "interrupted":
         failures.note_interrupt("")  # the summary has the line
@@ -407,20 +409,22 @@ def _join(session: Session, member: Member) -> Training:
 
 def _train_to_end(session: Session, built: RunParts) -> Training:
     """Train to the end; after a lost rank continue with the others."""
+    report = _report_nothing
     if session.member and not session.member.is_new:
         session.digest, obstacle = run_digest(built), explain_no_recovery(built)
-        session.member.report_ready(obstacle, built.config.experiment_name, ranks_per_replica(built))
+        report = partial(session.member.report_ready, obstacle, built.config.experiment_name, ranks_per_replica(built))
         session.member = None if obstacle else session.member
         die_with_launcher(not obstacle)
         session.evaluated_step = -1 if built.state.evaluation_due else built.start
     if session.member is None:
-        yield from _train_steps(session, built)
+        yield from _train_steps(session, built, report)
         return
     with Preemption(session.pending_stop):
         while True:
             try:
                 if not session.member.is_new:
-                    yield from _train_steps(session, built)
+                    with translate_errors():  # of the groups that are made before the steps
+                        yield from _train_steps(session, built, report)
                     return
             except Rebuild as error:  # this rank needs smaller micro-batches
                 session.timeline.enter(RECOVERY)
@@ -436,6 +440,10 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                 die_with_launcher(True)
             regroup(session, built, session.member)
             _record_regroup(session, built)
+
+
+def _report_nothing() -> None:
+    """Take the place of a report to the launcher, where there is none or it has it already."""
 
 
 def _free_parts(session: Session) -> None:
@@ -524,10 +532,15 @@ def _tell_hooks(built: RunParts, error: BaseException) -> None:
         _LOG.exception("a hook failed while the run ended with %s", type(error).__name__)
 
 
-def _train_steps(session: Session, built: RunParts) -> Training:
-    """Train; after each step record, check, evaluate, run the loop's body and save."""
+def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) -> Training:
+    """Train; after each step record, check, evaluate, run the loop's body and save.
+
+    Args:
+        report: tells the launcher that the others can continue without this rank; called once all groups are made.
+    """
     first, world = built.start, built.world  # read now: a save moves `built.start`
     ongoing = build_components(session, built)
+    report()
     timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
     watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, session.member)
     signals = Preemption(exchange)

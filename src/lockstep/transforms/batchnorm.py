@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.schema import Config
+from lockstep.distributed import collectives
 
 __all__ = [
     "Recording",
@@ -239,7 +240,7 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
     if _FORWARD.alone or _count_ranks() == 1:
         return values
     values = values.clone()
-    dist.all_reduce(values)  # collective
+    collectives.all_reduce(values)  # collective
     return values
 
 
@@ -320,7 +321,7 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = [own]
     if not _FORWARD.alone and _count_ranks() > 1:
         rows = [torch.empty_like(own) for _ in range(_count_ranks())]
-        dist.all_gather(rows, own)  # collective
+        collectives.all_gather(rows, own)  # collective
     means, variances, counts = torch.stack(rows).split_with_sizes([len(mean), len(mean), 1], dim=1)
     total = counts.sum(0)
     weights = torch.where(total > 0.0, counts, 1.0)  # a slot that is empty on every rank needs finite numbers only

@@ -4,7 +4,8 @@ LOCKSTEP_CHAOS='[{"rank": 1, "step": 7, "at": "lockstep.checkpoint.write:write_f
 
 rank: which process; step: the first step (0-based) in which it may happen, counted by the exchange; at: the function
 that it happens at the entry of; call: the how manieth of its calls counts from then on; attempt: of the launcher's
-starts. What can be done is `_DEEDS`. The product knows nothing of this.
+starts; once: a file that is made when it happens, after which it does not happen again. What can be done is `_DEEDS`.
+The product knows nothing of this.
 """
 
 import importlib
@@ -54,6 +55,14 @@ def _argument(fault, args):
     args[fault["position"]] = fault["value"]
 
 
+def _crash(fault, args):
+    __import__("ctypes").string_at(0)
+
+
+def _exit(fault, args):
+    sys.exit(fault.get("code", 1))
+
+
 def _clock(fault, args):
     true = time.time
     time.time = lambda: true() + fault.get("seconds", 86400.0)
@@ -85,6 +94,9 @@ _DEEDS = {
     "term": _own(signal.SIGTERM),
     "usr1": _own(signal.SIGUSR1),
     "usr2": _own(signal.SIGUSR2),
+    "abort": lambda fault, args: os.abort(),
+    "segv": _crash,
+    "sysexit": _exit,
     "raise": _raise,
     "flip": _flip,
     "spoil": _spoil,
@@ -108,6 +120,14 @@ def _mark():
             file.write(f"{time.time()}\n")
 
 
+def _is_first(path):
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
 def _wrapped(function, faults, beats):
     calls = dict.fromkeys(range(len(faults)), 0)
 
@@ -120,6 +140,8 @@ def _wrapped(function, faults, beats):
                 continue
             calls[number] += 1
             if calls[number] != fault.get("call", 1) and not fault.get("always"):
+                continue
+            if fault.get("once") and not _is_first(fault["once"]):
                 continue
             if fault["do"] in _RESULTS:
                 later.append(fault)

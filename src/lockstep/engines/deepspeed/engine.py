@@ -14,12 +14,12 @@ from types import SimpleNamespace
 from typing import Any, Protocol, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.checkpoint.layout import owners_of
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import (
     NOTHING,
@@ -260,7 +260,7 @@ class SplitState:
             value = local_of(tensor).to(self._world.device)
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
-        dist.broadcast(value, src=owner)  # collective
+        collectives.broadcast(value, src=owner)  # collective
         return value
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.engine_options import EngineOptions
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
 from lockstep.engines.blocks import BlockUnits, find_blocks
@@ -72,7 +73,7 @@ class UsageCheck:
         first = self._first = self._first or flags
         mixed = [self._every and now is not before for now, before in zip(flags, first, strict=True)]
         counts = torch.tensor([flags, mixed], dtype=torch.int32)
-        dist.all_reduce(counts, group=self._world.control)  # collective
+        collectives.all_reduce(counts, group=self._world.control)  # collective
         users, mixing = counts.tolist()
         names = [name for name, n in zip(self._usage.names, users, strict=True) if n not in (0, self._world.size)]
         if names:

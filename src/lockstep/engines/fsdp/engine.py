@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from lockstep.distributed import collectives
 from lockstep.distributed.exchange import assign_owners, gather_rows
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
@@ -38,7 +39,7 @@ def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: tor
     """Return the 2-norm of all gradients, 0-dim on `device`, from the shards of `group`."""
     shards = [local_of(gradient) for gradient in gradients if is_dtensor(gradient)]
     squares = combined(norms_of(shards)).to(device).square()
-    dist.all_reduce(squares, group=group)  # collective
+    collectives.all_reduce(squares, group=group)  # collective
     whole = [gradient for gradient in gradients if not is_dtensor(gradient)]  # every rank has them: they count once
     return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
@@ -49,7 +50,7 @@ def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: to
         return []
     norms = norms_of([local_of(gradient) for gradient in gradients])
     squares = torch.stack(norms).to(device).square()
-    dist.all_reduce(squares, group=group)  # collective
+    collectives.all_reduce(squares, group=group)  # collective
     summed = squares.sqrt().unbind()
     return [
         total if is_dtensor(gradient) else norm.to(total)
@@ -90,7 +91,7 @@ class ExactNorm:
         for index, norm in enumerate(local):
             if norm is not None:
                 table[index] = norm
-        dist.all_reduce(table)  # collective
+        collectives.all_reduce(table)  # collective
         return list(table.unbind())
 
     def _gather_owned(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:

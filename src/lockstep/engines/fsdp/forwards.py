@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.distributed.membership import translate_errors
+from lockstep.distributed import collectives
+from lockstep.distributed.membership import lost_peers
 from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
@@ -39,15 +39,23 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
     handle = model.register_forward_pre_hook(forwards.announce, prepend=True, with_kwargs=True)
     try:
         yield
+    except Exception:
+        forwards.has_failed = True
+        raise
     finally:  # also after an error of this rank: the others may be in a forward
         handle.remove()
         forwards.follow(model)  # collective
 
 
 class _Forwards:
-    """The forwards of one context on this rank."""
+    """The forwards of one context on this rank.
+
+    Attributes:
+        has_failed: an error of this rank ended the context.
+    """
 
     def __init__(self, world: World) -> None:
+        self.has_failed = False
         self._world = world
         self._inputs: tuple[Any, Any] | None = None
         self._is_over = self._has_graph = False
@@ -66,14 +74,25 @@ class _Forwards:
                 model(*args, **kwargs)
 
     def _exchange(self, computes: bool) -> bool:
-        """Return whether any rank computes a forward now. Collective."""
+        """Return whether any rank computes a forward now. Collective.
+
+        Raises:
+            ConfigError: some ranks call the model and others never do.
+            PeerError: another rank has failed before its first call.
+        """
         world = self._world
-        table = torch.zeros(world.size, 3, dtype=torch.int32)
-        table[world.rank] = torch.tensor([computes, self._inputs is None, computes and torch.is_grad_enabled()])
-        with translate_errors():
-            dist.all_reduce(table, group=world.control)  # collective
-        computing, idle, with_graph = (column.nonzero().flatten().tolist() for column in table.unbind(1))
+        is_idle = self._inputs is None
+        row = [computes, is_idle, computes and torch.is_grad_enabled(), is_idle and self.has_failed]
+        table = torch.zeros(world.size, len(row), dtype=torch.int32)
+        table[world.rank] = torch.tensor(row)
+        collectives.all_reduce(table, group=world.control)  # collective
+        computing, idle, with_graph, failed = (column.nonzero().flatten().tolist() for column in table.unbind(1))
         self._has_graph = bool(with_graph)
+        if computing and failed:
+            self._is_over = True
+            if self.has_failed:  # its own error passes on
+                return False
+            raise lost_peers(world.rank)
         if computing and idle:
             self._is_over = True
             raise ConfigError(

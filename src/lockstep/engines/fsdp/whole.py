@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.exact import Tree
 
@@ -67,7 +67,7 @@ class WholeParameters:
         gradients = [p.new_zeros(()) if p.grad is None else p.grad for p in self._parameters]
         flags = torch.tensor(used, dtype=dtype).to(self._world.device)
         vector = torch.cat([torch.stack([gradient.to(dtype) for gradient in gradients]), flags])
-        dist.all_reduce(vector)  # collective: one for all, since each is a single number
+        collectives.all_reduce(vector)  # collective: one for all, since each is a single number
         sums, counts = vector.chunk(2)
         users = used if all(used) else counts.tolist()  # waits for the device, where this rank left one out
         for parameter, total, count in zip(self._parameters, sums, users, strict=True):

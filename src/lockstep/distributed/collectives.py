@@ -1,0 +1,82 @@
+"""Issue collectives, and raise PeerError where one fails because another rank is lost.
+
+    all_reduce(tensor, group=world.control)
+    wait(work)                              # of a collective with `async_op`
+    full_tensor(parameter)                  # of a DTensor
+
+All collectives of lockstep pass here or through `World`, so that whoever calls them sees the same error. Those that
+torch issues by itself, in the hooks of DDP and FSDP, are translated where forward and backward are called:
+`membership.translate_errors`.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.distributed.membership import is_lost_peer, lost_peers
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "full_tensor",
+    "wait",
+]
+
+
+def _issue(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a collective of torch.
+
+    Raises:
+        PeerError: another rank is lost, or did not respond in time.
+    """
+    try:
+        return collective(*args, **options)
+    except RuntimeError as error:
+        if not is_lost_peer(error, in_collective=True):
+            raise
+        raise lost_peers(dist.get_rank()) from error
+
+
+def all_reduce(tensor: Tensor, **options: Any) -> Any:
+    """Call `dist.all_reduce`. Collective."""
+    return _issue(dist.all_reduce, tensor, **options)  # collective
+
+
+def all_gather(tensors: list[Tensor], tensor: Tensor, **options: Any) -> Any:
+    """Call `dist.all_gather`. Collective."""
+    return _issue(dist.all_gather, tensors, tensor, **options)  # collective
+
+
+def broadcast(tensor: Tensor, **options: Any) -> Any:
+    """Call `dist.broadcast`. Collective."""
+    return _issue(dist.broadcast, tensor, **options)  # collective
+
+
+def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None, **options: Any) -> Any:
+    """Call `dist.all_to_all_single`. Collective."""
+    return _issue(dist.all_to_all_single, output, values, *splits, **options)  # collective
+
+
+def barrier(**options: Any) -> Any:
+    """Call `dist.barrier`. Collective."""
+    return _issue(dist.barrier, **options)  # collective
+
+
+def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
+    """Wait for a collective that was issued with `async_op`."""
+    if timeout is None:
+        _issue(work.wait)
+    else:
+        _issue(work.wait, timeout)
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """Return the whole of a DTensor. Collective."""
+    full: Tensor = _issue(tensor.full_tensor)  # collective
+    return full
