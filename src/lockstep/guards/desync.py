@@ -25,6 +25,7 @@ from lockstep.errors import DifferenceError
 from lockstep.tensors import local_of
 
 __all__ = [
+    "REPLACED",
     "Digests",
     "Replicas",
     "check",
@@ -166,6 +167,8 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
 
 
 # --- replicas
+
+REPLACED = "replaced/"  # prefix of the totals of copies that updates replace, in a state to be compared
 
 
 def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -309,6 +312,8 @@ def _tensor_label(name: str, kinds: Mapping[str, str]) -> str:
         return f"the optimizer state {key} of {parameter}"
     if name.startswith(AVERAGE):
         return f"the average of {name.removeprefix(AVERAGE)}"
+    if name.startswith(REPLACED):
+        return f"{name.removeprefix(REPLACED)} before an update, which replaced it"
     return f"{name}, which `loss` or the loop's body writes" if _is_own(name) else name
 
 
