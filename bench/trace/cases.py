@@ -2,7 +2,9 @@
 
     python bench/trace/cases.py                          all of them
     python bench/trace/cases.py --only ddp:              those whose name holds one of these
+    python bench/trace/cases.py --dtype bf16             all of them with autocast
     python bench/trace/cases.py --grid                   all of them in two dtypes, two orders, equal and ragged
+    python bench/trace/cases.py --warm                   faster: forked from a process that has the frameworks loaded
     python bench/trace/cases.py --check                  no tracing: that each mistake does what table.py says of it
 
 A mistake counts as named where compare ends with 3 and names step, stage and cause as table.py has them, which was
@@ -10,6 +12,7 @@ written first. A healthy pair counts as silent where compare ends with 0.
 """
 
 import argparse
+import importlib
 import json
 import platform
 import re
@@ -22,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from running import Failed, checked, command, journals, ran
-from table import CASES, HEALTHY, Case, Healthy, grid, saved_at
+from table import Case, Healthy, grid, saved_at, with_settings
 
 AIM = 0.9
+FRAMEWORKS = {"accelerate": "transformers", "hf": "transformers", "lightning": "lightning"}  # as `ranks.run` loads them
 
 
 class Bench:
@@ -143,25 +147,41 @@ def said(found: dict[str, Any]) -> str:
     return f"step {first['step']}{rank}, {first['stage']}: {first['text']} ({first['way']})"
 
 
+def warm_python(scripts: set[str]) -> str:
+    """Return an interpreter whose processes are forked from one that has torch and the scripts' frameworks loaded."""
+    sys.path.append(str(Path(__file__).parents[2] / "tests"))
+    for script in scripts & FRAMEWORKS.keys():
+        importlib.import_module(FRAMEWORKS[script])
+    return str(importlib.import_module("warm").python())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--only", default="", help="names that hold one of these, with commas between: ddp:,:bit-flip,healthy:hf:"
     )
     parser.add_argument("--check", action="store_true", help="run the scripts without tracing them")
+    parser.add_argument("--dtype", default="", choices=["", "float32", "bf16"], help="of every script; bf16: autocast")
+    parser.add_argument("--order", default="", choices=["", "pad-shift", "shift-pad"], help="of padding and shift")
     parser.add_argument("--grid", action="store_true", help="in both dtypes, both orders, with equal and ragged labels")
+    parser.add_argument(
+        "--warm", action="store_true", help="fork the processes from one that has loaded what they need"
+    )
     parser.add_argument("--folder", default="", help="keep runs and traces here, and take those that are here")
     args = parser.parse_args()
-    cases, pairs = grid() if args.grid else (CASES, HEALTHY)
+    cases, pairs = grid() if args.grid else with_settings(args.dtype, args.order)
     wanted: list[tuple[str, Any, Any]] = [(case.name, of_case, case) for case in cases]
     wanted += [(f"healthy:{pair.script}:{pair.name}", of_pair, pair) for pair in pairs]
+    wanted = [
+        (name, judge, which) for name, judge, which in wanted if any(part in name for part in args.only.split(","))
+    ]
+    if args.warm:
+        sys.executable = warm_python({which.script for _, _, which in wanted})
     print(f"{platform.machine()}, Python {platform.python_version()}", flush=True)
     scores: dict[str, list[bool]] = {"planted": [], "own": [], "healthy": []}
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(Path(args.folder or temporary).resolve(), not args.check)
         for name, judge, which in wanted:
-            if not any(part in name for part in args.only.split(",")):
-                continue
             began = time.perf_counter()
             try:
                 good, line = judge(bench, which)

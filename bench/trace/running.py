@@ -33,9 +33,12 @@ def command(script: str, world: int, flags: tuple[str, ...]) -> list[str]:
 
 
 def ran(words: list[str], good: tuple[int, ...] = (0,), timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end. Raises Failed for another exit code than those in `good`."""
+    """Runs a command to its end. Raises Failed for an exit code not in `good`, or none in time."""
     more = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env={**os.environ, **more})
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env={**os.environ, **more})
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"{' '.join(words)} did not end in {timeout:g} s") from late
     if done.returncode not in good:
         raise Failed(f"{' '.join(words)} ended with {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
     return done

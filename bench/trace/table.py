@@ -15,7 +15,7 @@ from itertools import product
 
 from toy import MOMENT
 
-__all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "grid", "saved_at"]
+__all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "grid", "saved_at", "with_settings"]
 
 SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
 _LAST = -1  # in place of a step: where the run is resumed
@@ -235,23 +235,33 @@ class Healthy:
 
 
 def grid() -> tuple[list[Case], list[Healthy]]:
-    """All cases in both dtypes, padded before and behind the shift, with as many labels a sample and with ragged ones.
+    """Return all cases in both dtypes, padded before and after the shift, with equal and with ragged labels.
 
     A mistake that only ragged labels show is not made with equal ones. Of a healthy pair the table has the labels.
     """
     cases, pairs = [], []
     for dtype, order in product(("float32", "bf16"), ("pad-shift", "shift-pad")):
-        more, how = ("--dtype", dtype, "--order", order), f"{dtype} {order}"
-        for case, ragged in product(CASES, (False, True)):
+        few, healthy = with_settings(dtype, order)
+        for case, ragged in product(few, (False, True)):
             if ragged or "--ragged" not in case.flags:
-                flags = tuple(dict.fromkeys((*case.flags, *("--ragged",) * ragged))) + more
-                note = f"{how} {'ragged' if ragged else 'equal'}"
+                flags = tuple(dict.fromkeys((*case.flags, *("--ragged",) * ragged)))
+                note = f"{case.note} {'ragged' if ragged else 'equal'}"
                 moments = _OF_LOSSES.get((case.script, case.mistake))
                 steps = case.steps if moments is None else (moments[ragged],)
                 cases.append(replace(case, flags=flags, note=note, steps=steps))
-        for pair in HEALTHY:
-            one, two = ((world, flags + more) for world, flags in (pair.one, pair.two))
-            pairs.append(replace(pair, name=f"{pair.name} [{how}]", one=one, two=two))
+        pairs += healthy
+    return cases, pairs
+
+
+def with_settings(dtype: str, order: str) -> tuple[list[Case], list[Healthy]]:
+    """Return the table with each script in a dtype and with an order of padding; "" keeps the script's own."""
+    more = (*("--dtype", dtype) * (dtype != ""), *("--order", order) * (order != ""))
+    how = " ".join(filter(None, (dtype, order)))
+    cases = [replace(case, flags=case.flags + more, note=how) for case in CASES]
+    pairs = []
+    for pair in HEALTHY:
+        one, two = ((world, flags + more) for world, flags in (pair.one, pair.two))
+        pairs.append(replace(pair, name=f"{pair.name} [{how}]" if how else pair.name, one=one, two=two))
     return cases, pairs
 
 

@@ -1,5 +1,6 @@
 """A bit that flips on one rank gets into no checkpoint: the run ends, and a resume trains on from before it."""
 
+import pytest
 import torch
 from ranks import run
 from small_runs import config, mark
@@ -7,7 +8,9 @@ from torch import nn
 
 import lockstep
 from lockstep import checkpoint
+from lockstep.config.engine_options import EngineOptions
 from lockstep.errors import DifferenceError
+from lockstep.tensors import local_of
 
 STEPS = 8
 
@@ -22,11 +25,20 @@ class Points(torch.utils.data.Dataset):
         return torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
+class Net(nn.Sequential):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(0.9))  # 0-dim: whole on every rank, with any engine
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class Task(lockstep.Task):
     reduction = "sum"
 
     def model(self):
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+        model = Net(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
         model.register_buffer("table", torch.ones(3))
         return model
 
@@ -43,26 +55,27 @@ def trained(world, folder, kind="", at=0, **changes):
     training = lockstep.Run(config(folder, **settings), Task(), world)
     try:
         for step in training:
-            if kind and step.global_step == at and world.rank == world.size - 1:
-                state = training._session.built.all_tensors()
+            if kind and step.global_step == at:
+                state = training._session.built.all_tensors()  # collective under zero
                 name = next(name for name in sorted(state) if kind in name)
-                state[name].detach().view(-1).view(torch.int64)[1] ^= 1 << 20
+                bits = local_of(state[name]).detach().view(-1).view(torch.int64)
+                bits[-1] ^= (1 << 20) * (world.rank == world.size - 1)
     except DifferenceError as error:
         assert error.goes_back
         return str(error)
     return ""
 
 
-def cases(world, folder, table):
+def cases(world, folder, table, settings=None):
     """By case: the error's line and the newest checkpoint then; and the end, resumed after an error."""
     said, ends = [], []
     for number, (kind, at, changes) in enumerate(table):
         place = folder / str(number)
-        line = trained(world, place, kind, at, **changes)
+        line = trained(world, place, kind, at, **(settings or {}) | changes)
         world.barrier()
         newest = checkpoint.newest(place / "r", say=print)
         said.append((line, newest and newest.name))
-        assert not line or trained(world, place, ckpt_freq=changes["ckpt_freq"]) == ""
+        assert not line or trained(world, place, **settings or {}, ckpt_freq=changes["ckpt_freq"]) == ""
         world.barrier()
         ends.append(mark(place))
     return said, ends
@@ -95,3 +108,25 @@ def test_of_three_ranks_the_one_is_named(tmp_path):
     (said, ends), *_ = run(cases, 3, tmp_path, table)
     assert said[1][0].startswith("after step 6 rank 2 differs from the other ranks in "), said
     assert ends[0] == ends[1]
+
+
+_EVERY = {"ckpt_freq": 3}
+_HYBRID = {"exact": False, "engine_options": EngineOptions(sharding="hybrid", shard_size=2)}
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "flips"),
+    [
+        # The owner's update replaces a copy with its own: what a gradient was made of is found nevertheless.
+        (2, {"engine": "zero"}, [("model/0.weight", 4, _EVERY), ("average/0.bias", 4, _EVERY)]),
+        (2, {"engine": "fsdp"}, [("model/scale", 4, _EVERY), ("scale/exp_avg", 5, _EVERY), ("table", 4, _EVERY)]),
+        (4, {"engine": "fsdp", **_HYBRID}, [("model/0.weight", 4, _EVERY)]),  # a shard of each replica
+    ],
+    ids=["zero", "fsdp", "hybrid"],
+)
+def test_what_several_ranks_hold_is_compared_with_each_engine(tmp_path, world, settings, flips):
+    (said, ends), *_ = run(cases, world, tmp_path, [("", 0, _EVERY), *flips], settings, timeout=120)
+    assert ends == [ends[0]] * len(ends)
+    for (line, newest), (kind, *_) in zip(said[1:], flips, strict=True):
+        assert line.startswith("after step 6 "), (kind, line)
+        assert newest == checkpoint.path_of(tmp_path, 3).name

@@ -60,6 +60,7 @@ __all__ = [
     "model_init",
     "name_of",
     "options_for",
+    "replaced_copies",
     "replica_size",
     "trained_set",
     "undo_step",
@@ -329,14 +330,28 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
 
     Some optimizers keep copies of the weights, such as schedule-free ones.
     """
-    inner: Any = engine
-    while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
-        inner = wrapped
-    update = getattr(inner, "_update", None)
+    update = getattr(_innermost(engine), "_update", None)
     is_blank = isinstance(update, OptimizerStep) and update.blank
     engine.load_state_dict(state)
     if is_blank and isinstance(update, OptimizerStep):
         update.blank = True
+
+
+def replaced_copies(engine: Engine) -> dict[str, Tensor]:
+    """Return totals of the copies that updates have replaced, by parameter; {}: the engine's updates replace none.
+
+    They differ between ranks if a copy did before an update.
+    """
+    copies: Callable[[], dict[str, Tensor]] = getattr(_innermost(engine), "copies", dict)
+    return copies()
+
+
+def _innermost(engine: Engine) -> Any:
+    """Return the engine inside all wrappers."""
+    inner: Any = engine
+    while wrapped := getattr(inner, "engine", None) or getattr(inner, "_engine", None):
+        inner = wrapped
+    return inner
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:

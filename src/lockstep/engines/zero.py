@@ -25,7 +25,7 @@ from lockstep.engines.modes import has_modes
 from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, LockstepError
-from lockstep.tensors import local_of
+from lockstep.tensors import as_bytes, local_of
 
 with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -61,6 +61,9 @@ class Zero:
         self._replicas = ReplicatedEngine("zero", model, parameters, world, settings)
         self.model = self._replicas.model
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
+        members = set(parameters)
+        self._trained = {name: p for name, p in model.named_parameters() if p in members}
+        self._totals: Tensor | None = None  # by trained parameter, int64
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._replicas.accumulate(last)
@@ -76,12 +79,28 @@ class Zero:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         self._replicas.finish()
+        self._add_totals()
         self._check_groups()
         self._group_settings.write(factor, momentum)
         for own, user in self._groups():
             _copy_settings(user, own)
         self._plain._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it never steps
         return self._update(None, limit, None, evaluate)  # collective: the owners broadcast
+
+    def _add_totals(self) -> None:
+        """Add the bits of this rank's copies to their totals, before the owners' replace them."""
+        if self._trained:
+            totals = torch.stack([_sum_of_words(parameter) for parameter in self._trained.values()])
+            self._totals = totals if self._totals is None else self._totals.add_(totals)
+
+    def copies(self) -> dict[str, Tensor]:
+        """Return, by trained parameter, the total of its bits before each update: equal where all copies were.
+
+        The state does not show a copy that a fault changed between two updates: the owner's replaced it.
+        """
+        if self._totals is None:
+            return {}
+        return dict(zip(self._trained, self._totals.cpu().unbind(), strict=True))  # waits for the device
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         before = [dict(group) for group in self._plain.param_groups]
@@ -227,6 +246,16 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Sum a tensor's memory as int64 words modulo 2**64, 0-dim: one pass, as fast as a norm."""
+    data = as_bytes(tensor)
+    if data.storage_offset() % 8:  # `view` needs words of 8 bytes to begin at one
+        data = data.clone()
+    end = data.numel() // 8 * 8
+    total = data[:end].view(torch.int64).sum()
+    return total if end == data.numel() else total + data[end:].sum()
 
 
 def _switch_shards(engine: "weakref.ref[Zero]", name: str) -> None:

@@ -7,13 +7,14 @@ replicated tensors, even a single buffer next to sharded parameters; the copies 
 Tensors on only one rank are not read.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint.layout import block_of
 from lockstep.checkpoint.read import AVERAGE
@@ -25,6 +26,7 @@ from lockstep.errors import DifferenceError
 from lockstep.tensors import local_of
 
 __all__ = [
+    "REPLACED",
     "Digests",
     "Replicas",
     "check",
@@ -156,7 +158,7 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
         local = local_of(tensor)
         table[name] = [[*block.offsets, *block.shape], ""]
         if local.device.type == "cpu":
-            table[name][1] = xxhash.xxh3_64_hexdigest(bytes_of(local))
+            table[name][1] = _hash_of(local)
         else:
             waiting.append((name, word_sum(local)))
     if waiting:
@@ -165,7 +167,20 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
     return table
 
 
+def _hash_of(local: Tensor) -> str:
+    """Hash a host tensor's bytes in row-major order."""
+    is_plain = (
+        type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
+    )  # a subclass may have no memory of its own
+    if not is_plain or not local.nbytes or local.is_quantized or local.is_conj() or local.is_neg():
+        return xxhash.xxh3_64_hexdigest(bytes_of(local))
+    # Its memory where it lies, which `local` keeps: a view by torch and numpy takes ten times as long as a small hash.
+    return xxhash.xxh3_64_hexdigest((ctypes.c_char * local.nbytes).from_address(local.data_ptr()))
+
+
 # --- replicas
+
+REPLACED = "replaced/"  # prefix of the totals of copies that updates replace, in a state to be compared
 
 
 def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -309,6 +324,8 @@ def _tensor_label(name: str, kinds: Mapping[str, str]) -> str:
         return f"the optimizer state {key} of {parameter}"
     if name.startswith(AVERAGE):
         return f"the average of {name.removeprefix(AVERAGE)}"
+    if name.startswith(REPLACED):
+        return f"{name.removeprefix(REPLACED)} before an update, which replaced it"
     return f"{name}, which `loss` or the loop's body writes" if _is_own(name) else name
 
 

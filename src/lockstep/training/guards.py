@@ -29,7 +29,7 @@ from lockstep.data.batches import StepLoader
 from lockstep.distributed.balance import ShareReport, check_same_shares
 from lockstep.distributed.exchange import MOST_STEPS, StepExchange
 from lockstep.engines.buffers import unmoved
-from lockstep.engines.registry import kinds, name_of
+from lockstep.engines.registry import kinds, name_of, replaced_copies
 from lockstep.errors import DifferenceError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.guards import desync
@@ -366,7 +366,8 @@ class RunGuards:
     def _compare(self, step: int) -> None:
         built = self._built
         try:
-            desync.check(built.all_tensors(), built.world, step, self._kinds)  # collective
+            replaced = {desync.REPLACED + name: total for name, total in replaced_copies(built.engine).items()}
+            desync.check(built.all_tensors() | replaced, built.world, step, self._kinds)  # collective
         except DifferenceError as error:
             has_saved = built.start > 0 and built.config.checkpoint.mode != "none"
             line = f"; the newest checkpoint, of step {built.start}, is from before it" if has_saved else ""
