@@ -62,7 +62,7 @@ def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class GradientUsage:
-    """Count, for each parameter, the backwards that gave it a gradient.
+    """Count, for each parameter, the backwards that gave it a gradient. Call `next_backward` before each.
 
     Args:
         named: the trained parameters, in the same order on every rank. Each gets its hook before the next is
@@ -72,47 +72,75 @@ class GradientUsage:
     Attributes:
         names: the parameters' names, in that order.
         parameters: the tensors.
+        is_alike: whether the ranks' marks of the last `unused` agree.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], world: World) -> None:
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self._world = world
-        self._counts: list[int] = []
+        self.is_alike = True
+        self._uses = Uses()
         self._handles: list[Any] = []
         # Also if the engine is rebuilt before the counts were read.
         self._end = weakref.finalize(self, _remove_hooks, self._handles)
         for index, (name, tensor) in enumerate(parameters):
             parameter: Any = tensor
-            self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._counts, index)))
-            self._counts.append(0)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(self._uses, index)))
+            self._uses.counts.append(0)
+            self._uses.latest.append(0)
             self.names.append(name)
             self.parameters.append(tensor)
 
     def begin(self) -> None:
-        """Reset the counts to zero."""
-        self._counts[:] = [0] * len(self._counts)
+        """Forget the backwards so far."""
+        self._uses.counts[:] = [0] * len(self.names)
+        self._uses.is_reentrant = self._uses.is_repeated = False
+        self.next_backward()
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether a backward on this rank ran others inside it, as reentrant checkpoints do."""
+        return self._uses.is_reentrant
+
+    def next_backward(self) -> None:
+        """Count what follows as another backward."""
+        self._uses.backward += 1
+        self._uses.graphs.clear()
 
     def used(self) -> list[bool]:
         """Return, for each parameter, whether a backward on this rank used it."""
-        return [count > 0 for count in self._counts]
+        return [count > 0 for count in self._uses.counts]
 
     def missed(self, backwards: int) -> list[str]:
         """Return the parameters that some rank did not use in each of its `backwards`. Collective."""
         return [name for name, count in zip(self.names, self._reduce_counts(backwards), strict=True) if count[0]]
 
-    def unused(self) -> list[bool]:
-        """Return, for each parameter, whether no rank used it, and reset the counts. Collective."""
-        unused = [not count[1] for count in self._reduce_counts(0)]
+    def unused(self, mark: int = 0) -> list[bool]:
+        """Return, for each parameter, whether no rank used it, and reset the counts. Collective.
+
+        Args:
+            mark: below 2**20; `is_alike` is whether all ranks gave the same one.
+        """
+        unused = [not count[1] for count in self._reduce_counts(0, mark)]
         self.begin()
         return unused
 
-    def _reduce_counts(self, backwards: int) -> list[tuple[int, int]]:
+    def check_reentrant(self) -> tuple[bool, bool]:
+        """Return whether a backward ran others inside it, and whether one used a parameter twice. Collective."""
+        found = [self._uses.is_reentrant, self._uses.is_repeated]
+        by_rank = self._world.gather(found)  # collective
+        return any(each[0] for each in by_rank), any(each[1] for each in by_rank)
+
+    def _reduce_counts(self, backwards: int, mark: int = 0) -> list[tuple[int, int]]:
         """Return each parameter's (ranks that used it in fewer than `backwards` backwards, total uses)."""
-        table = torch.tensor([[int(count < backwards), count] for count in self._counts], dtype=torch.int64)
+        rows = [[int(count < backwards), count] for count in self._uses.counts]
+        table = torch.tensor([*rows, [mark, mark * mark]], dtype=torch.int64)
         if self._world.size > 1:
             collectives.all_reduce(table, group=self._world.control)  # collective
-        return [(misses, uses) for misses, uses in table.reshape(-1, 2).tolist()]
+        *counts, (total, squares) = table.tolist()
+        self.is_alike = self._world.size * squares == total * total  # else they vary
+        return [(misses, uses) for misses, uses in counts]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -124,14 +152,39 @@ def _remove_hooks(handles: list[Any]) -> None:
         handle.remove()
 
 
+class Uses:
+    """What the hooks of `GradientUsage` count, by the parameter's index.
+
+    Attributes:
+        counts: backwards that gave it a gradient.
+        latest: the last of these.
+        backward: the current one.
+        graphs: torch's ids of the current backward and of those inside it, which reentrant checkpoints run.
+    """
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.latest: list[int] = []
+        self.backward = 1
+        self.graphs: set[int] = set()
+        self.is_reentrant = self.is_repeated = False
+
+
 class Hook:
     """Count one parameter's gradients. A class, not a closure, so that models with the hook can be copied."""
 
-    def __init__(self, counts: list[int], index: int) -> None:
-        self._counts, self._index = counts, index
+    def __init__(self, uses: Uses, index: int) -> None:
+        self._uses, self._index = uses, index
 
     def __call__(self, parameter: Tensor) -> None:
-        self._counts[self._index] += 1
+        uses, index = self._uses, self._index
+        uses.graphs.add(torch._C._current_graph_task_id())  # private; torch's checkpoints use it too
+        uses.is_reentrant = uses.is_reentrant or len(uses.graphs) > 1
+        if uses.latest[index] == uses.backward:
+            uses.is_repeated = True
+            return
+        uses.latest[index] = uses.backward
+        uses.counts[index] += 1
 
 
 def listed(names: list[str], most: int = 4) -> str:
@@ -176,6 +229,7 @@ class ReplicatedEngine:
         self._usage: GradientUsage | None = None
         self._ddp_parameters: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
         self._last, self._backwards = True, 0
+        self._by_hand = False  # gradients are summed after the backward, not by DDP
         # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
         # averaging a mean leaves it unchanged.
         self._sync_always = settings.options.static_graph
@@ -185,19 +239,21 @@ class ReplicatedEngine:
             if _BUFFER_OPTION == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first if forwards send none
                 send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
-            if settings.options.find_unused_parameters == "auto" and not settings.options.static_graph:
+            if not settings.options.static_graph:
                 self._usage = GradientUsage(self._trained_parameters(), world)
         self.model: nn.Module = self._ddp or module
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         self._last = last
-        if self._ddp is None or self._sync_always or (last and self._usage is None):
-            return NOTHING
-        return self._ddp.no_sync()
+        if self._ddp and (self._sync_always or (last and self._usage is None and not self._by_hand)):
+            return _Exchange(self._ddp)
+        return NOTHING
 
     def backward(self, loss: Tensor, scale: float | Tensor) -> None:
         """Add the gradient of `scale * loss`; DDP exchanges in the step's last micro-batch."""
-        if self._tree or self._usage:
+        if self._tree or self._usage or self._by_hand:
+            if self._usage:
+                self._usage.next_backward()
             self._roots.run(loss, scale)
             self._backwards += 1
             if self._tree:
@@ -244,6 +300,8 @@ class ReplicatedEngine:
             self._tree.finish()
         elif self._usage:
             self._finish_first_step(self._usage)
+        elif self._by_hand:
+            self._sum_by_hand()
         elif self._settings.loss_scaling:
             # A backward that starts from the world size overflows float16 sooner, the more ranks there are.
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._world.size)
@@ -281,19 +339,42 @@ class ReplicatedEngine:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
         if find_unused:
             _silence_unused_warning(ddp)
+        ddp.require_backward_grad_sync = False  # a forward outside of steps, as in an evaluation, awaits no backward
         self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
 
     def _finish_first_step(self, usage: GradientUsage) -> None:
-        names = usage.missed(self._backwards)
+        names = usage.missed(self._backwards)  # collective
+        is_reentrant, is_repeated = usage.check_reentrant()  # collective
+        mode = self._settings.options.find_unused_parameters
         usage.close()
         self._usage = None
-        sum_by_hand([p for _, p in self._trained_parameters()], self._world)
-        if names:
+        if names and mode == "false":
+            raise self._missed_error(names)
+        self._sum_by_hand()  # collective
+        # DDP counts a gradient as complete when it first arrives, and its search does not see what a reentrant
+        # checkpoint hides.
+        self._by_hand = is_repeated or (is_reentrant and (bool(names) or mode == "true"))
+        if self._by_hand:
+            self._settings.say(
+                f"--engine {self._name}: reentrant checkpoints with shared or unused parameters, so gradients are "
+                "summed after each step's last backward, not during it; checkpoint(use_reentrant=False) is faster"
+            )
+        elif names and mode == "auto":
             self._settings.say(
                 f"--engine {self._name}: {len(names)} parameters are not used by every micro-batch "
                 f"({listed(names)}); turned on --engine.find-unused-parameters, which searches each graph"
             )
             self._wrap(True)  # gradients are kept
+
+    def _sum_by_hand(self) -> None:
+        sum_by_hand([p for _, p in self._trained_parameters()], self._world, self._settings.options.compression)
+
+    def _missed_error(self, names: list[str]) -> LockstepError:
+        return LockstepError(
+            f"{rank_label(self._world.rank)}, --engine {self._name}: not every micro-batch's loss uses "
+            f"{listed(names)}, so gradients were not exchanged; drop --engine.find-unused-parameters false and "
+            "--engine.static-graph"
+        )
 
     def _complete_reduction(self) -> None:
         """Exchange the parameters that the last backward missed, for which the other ranks wait.
@@ -309,11 +390,7 @@ class ReplicatedEngine:
             return
         options = self._settings.options
         if options.find_unused_parameters != "auto" or options.static_graph:
-            raise LockstepError(
-                f"{rank_label(self._world.rank)}, --engine {self._name}: the loss of this micro-batch does not use "
-                f"{listed([name for name, _ in missed])}, though the first step did, so gradients were not exchanged; "
-                "drop --engine.find-unused-parameters false and --engine.static-graph"
-            )
+            raise self._missed_error([name for name, _ in missed])
         parameters = [parameter for _, parameter in missed]
         unset = [parameter for parameter in parameters if parameter.grad is None]
         with torch.no_grad():
@@ -336,6 +413,19 @@ class ReplicatedEngine:
                 raise
             return [self._ddp_parameters[int(index)] for index in match[1].split()]
         return []
+
+
+class _Exchange:
+    """A context in which DDP exchanges the gradients of the backward: the reverse of its `no_sync`."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __enter__(self) -> None:
+        self._ddp.require_backward_grad_sync = True
+
+    def __exit__(self, *error: object) -> None:
+        self._ddp.require_backward_grad_sync = False
 
 
 def _silence_unused_warning(ddp: Any) -> None:
@@ -383,17 +473,52 @@ def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
             collectives.broadcast(tensor, src=0)  # collective
 
 
-def sum_by_hand(parameters: list[nn.Parameter], world: World) -> None:
-    """Sum `.grad` over the ranks, parameter by parameter; None if no rank has one. Collective."""
+_BUCKET_BYTES = 25 * 2**20  # as DDP's default
+
+
+def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) -> None:
+    """Sum `.grad` over the ranks; None if no rank has one. Collective.
+
+    Args:
+        parameters: the same on every rank.
+        world: the ranks.
+        compression: "bf16" or "fp16": the dtype of the exchange; else the gradients' own.
+    """
     if world.size == 1:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     collectives.all_reduce(flags, group=world.control)  # collective
+    gradients = []
     for parameter, flag in zip(parameters, flags.tolist(), strict=True):
         if flag:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            collectives.all_reduce(parameter.grad)  # collective
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat  # a cast would drop the imaginary parts
+        # Divided before a sum in half precision, so that it has the magnitude of one gradient.
+        sent = (numbers / world.size).to(HALVES[compression]) if compression in HALVES else numbers
+        collectives.all_reduce(sent)  # collective
+        if sent is not numbers:
+            numbers.copy_(sent).mul_(world.size)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut a list of gradients into runs of one dtype and limited size."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        size += gradient.nbytes
+        if bucket and (gradient.dtype is not bucket[0].dtype or size > _BUCKET_BYTES):
+            yield bucket
+            bucket = []
+            size = gradient.nbytes
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
 
 
 @final

@@ -25,13 +25,14 @@ from lockstep.data.stream_batches import StreamBatches
 from lockstep.distributed.membership import translate_errors
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine, at_rest
+from lockstep.engines.fsdp.forwards import is_split, same_units
 from lockstep.engines.memory import is_out_of_memory
 from lockstep.engines.registry import undo_step
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
 from lockstep.task import Task, has_step_loss, needs_graph, set_detected, user_task
-from lockstep.tensors import is_dtensor, local_of
+from lockstep.tensors import local_of
 from lockstep.training.defaults import explain_device_error
 from lockstep.training.evidence import (
     HalvedSamples,
@@ -195,7 +196,7 @@ class Trial:
     @property
     def is_sharded(self) -> bool:
         """Whether a rank has parts of the parameters only, so that its forwards are collective."""
-        return any(map(is_dtensor, self.model.parameters()))
+        return is_split(self.model)
 
     def alone(self) -> "Trial":
         """Return the same trial for this rank without the others."""
@@ -412,7 +413,7 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
             with trial.with_graph(), _refuse_collectives(trial):
                 call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
     trial.seed()
-    with trial.with_graph():
+    with trial.with_graph(), same_units(model, trial.world):  # collective under fsdp
         loss = call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
         number, numbers = split_loss(loss)
         return float(number.detach()), list(numbers)  # waits for the device

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lockstep.config.schema import Config
 from lockstep.data.batches import Batches, MicroBatch
 from lockstep.distributed.world import World, on_all_ranks
-from lockstep.engines.fsdp.forwards import equal_forwards
+from lockstep.engines.fsdp.forwards import equal_forwards, same_units
 from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import describe_value, loss_of
@@ -171,7 +171,7 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     trial.seed()
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     numbers = list[str]()
-    with equal_forwards(model, trial.world):  # collective under fsdp
+    with same_units(model, trial.world), equal_forwards(model, trial.world):  # collective under fsdp
         if method == "metrics":
             numbers = _number_names(call_method("loss", lambda data: task.loss(model, data), batch.data, model, task))
         result: Any = call_method(method, lambda data: getattr(task, method)(model, data), batch.data, model, task)
@@ -247,6 +247,8 @@ def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[
             value, metrics = task.evaluate(model, batch.data)
             loss = [loss_value(value)]
         else:
+            if trial.is_sharded:  # as in an evaluation, so that a rank whose metrics call no model has a forward
+                task.loss(model, batch.data)
             metrics = task.metrics(model, batch.data)
     for value in metrics.values():
         if is_metric(value):

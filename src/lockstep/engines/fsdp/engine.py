@@ -4,6 +4,7 @@
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, 
 from lockstep.engines.fsdp.whole import WholeParameters, find_whole
 from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
 
 __all__ = [
@@ -169,6 +170,8 @@ class FSDP:
         self._usage: GradientUsage | None = None
         self._check: UsageCheck | None = None
         self._synced, self._backwards, self._in_backward = True, 0, False
+        self._recomputed: list[int] = []  # units that the current backward ran again, for checkpoints
+        self._order = 0  # a hash of the units that this step's forwards ran
         self._whole = WholeParameters([], 0, world)
         if settings.exact and world.size == 1:
             self._build_unsharded(optimizer)
@@ -196,11 +199,14 @@ class FSDP:
         _check_optimizer_parameters(model, self._update)
         self._set_sum_reduction()
         self._watch_usage()
+        self._watch_order()
         if watching := vars(model).pop(WATCH, None):  # from a former engine
             watching.remove()
         vars(model)[WATCH] = model.register_forward_hook(self._watch_output)
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
+        if not self._backwards:
+            self._order = 0  # forwards outside of steps are not compared
         for comm in self._comms:
             comm.last = last
         if last is not self._synced and not self._comms and self._tree is None:
@@ -273,6 +279,9 @@ class FSDP:
                 self._check.begin()
 
     def _run(self, loss: Tensor, weight: float) -> None:
+        if self._usage:
+            self._usage.next_backward()
+        self._recomputed.clear()
         self._in_backward = True
         try:
             loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
@@ -282,6 +291,12 @@ class FSDP:
             raise
         finally:
             self._in_backward = False
+        # FSDP ends its backward with the first of those inside it, and loses gradients of a block that runs again.
+        if self._usage and self._usage.is_reentrant and len(set(self._recomputed)) < len(self._recomputed):
+            raise ConfigError(
+                f"{_NAME} loses gradients of a block that reentrant checkpoints run twice: call checkpoint() with "
+                "use_reentrant=False, or use --engine ddp or zero"
+            )
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Refuse gradients taken before the backward: FSDP would reshard parameters that it needs."""
@@ -365,6 +380,20 @@ class FSDP:
             every = bool(self._settings.exact) or options.accumulate == "shard"
             self._check = UsageCheck(self._usage, self._world, every)
 
+    def _watch_order(self) -> None:
+        """Hash the order in which the units run."""
+        this = weakref.ref(self)
+        for number, unit in enumerate(self._units, 1):
+            if hook := vars(unit).pop(_ORDER, None):  # from a former engine
+                hook.remove()
+            vars(unit)[_ORDER] = unit.register_forward_pre_hook(partial(_note_unit, this, number))
+
+    def add_unit(self, number: int) -> None:
+        """Note that a unit runs."""
+        if self._in_backward:
+            self._recomputed.append(number)
+        self._order = (self._order * 31 + number) % _ORDERS
+
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gathered parameter) of trained shards, gathering one unit at a time."""
         for unit in self._units:
@@ -389,12 +418,27 @@ class FSDP:
         if self._check:  # no gradient was filled in
             self._check.begin()
             return
-        unused = usage.unused()  # collective
+        unused = usage.unused(self._order)  # collective
+        if not usage.is_alike:
+            raise LockstepError(
+                f"{_NAME}: the ranks' forwards of this step ran different blocks, whose parameters ranks gather "
+                "together: run the same blocks for every batch, or use --engine ddp or zero"
+            )
         if any(unused):
             parameters = dict(self.model.named_parameters())
             for name, missed in zip(usage.names, unused, strict=True):
                 if missed:
                     parameters[name].grad = None
+
+
+_ORDER = "_lockstep_order"  # an attribute of a unit: the engine's hook
+_ORDERS = 2**20  # so that the sum of squares over the ranks fits into 64 bits
+
+
+def _note_unit(engine: "weakref.ref[FSDP]", number: int, module: nn.Module, args: Any) -> None:
+    present = engine()
+    if present is not None and not torch.compiler.is_compiling():
+        present.add_unit(number)
 
 
 def _check_optimizer_parameters(model: nn.Module, update: OptimizerStep) -> None:

@@ -9,6 +9,7 @@ they compute; a rank that has finished repeats its last forward, and drops the r
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.tensors import is_dtensor
 
-__all__ = ["equal_forwards"]
+__all__ = ["equal_forwards", "is_split", "same_units"]
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
     Raises:
         ConfigError: some ranks call the model and others never do, so these have no input to repeat.
     """
-    if world.size == 1 or not any(map(is_dtensor, model.parameters())):
+    if world.size == 1 or not is_split(model):
         yield
         return
     forwards = _Forwards(world)
@@ -45,6 +46,76 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
     finally:  # also after an error of this rank: the others may be in a forward
         handle.remove()
         forwards.follow(model)  # collective
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether a forward gathers parameters from other ranks: under fsdp, and DeepSpeed's stage 3.
+
+    Not by the parameters alone: fsdp keeps its outermost unit gathered after a forward.
+    """
+    return any(hasattr(module, "unshard") for module in model.modules()) or any(
+        is_dtensor(parameter) or hasattr(parameter, "ds_tensor") for parameter in model.parameters()
+    )
+
+
+@contextmanager
+def same_units(model: nn.Module, world: World) -> Iterator[None]:
+    """Check before each unit of a sharded model that every rank runs it. Collective on several ranks.
+
+    Raises:
+        ConfigError: the ranks run different units, so that one would wait for shards that another does not send.
+    """
+    names = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
+    if world.size == 1 or not names:
+        yield
+        return
+    order = _UnitOrder(names, world)
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(partial(order.announce, index), prepend=True)
+        for index, name in enumerate(names)
+    ]
+    place = _FAILED
+    try:
+        yield
+        place = _ENDED
+    finally:
+        for handle in handles:
+            handle.remove()
+        order.agree(place)  # collective
+
+
+_ENDED, _FAILED = -1, -2
+
+
+class _UnitOrder:
+    """The units that this rank runs, compared with those of the others."""
+
+    def __init__(self, names: list[str], world: World) -> None:
+        self._names, self._world = names, world
+        self._is_over = False
+
+    def announce(self, index: int, module: nn.Module, args: Any) -> None:
+        """Compare the next unit before it gathers. Collective."""
+        self.agree(index)
+
+    def agree(self, place: int) -> None:
+        """Compare what comes next: a unit's index, or the end. Collective."""
+        if self._is_over:
+            return
+        places = self._world.gather(place)  # collective
+        self._is_over = len(set(places)) > 1 or place < 0
+        if _FAILED in places and place != _FAILED:
+            raise ConfigError(f"{rank_label(places.index(_FAILED))} failed in its forward; its log has the cause")
+        if len(set(places)) > 1:
+            other = next(rank for rank, each in enumerate(places) if each != places[0])
+            raise ConfigError(
+                f"--engine fsdp: {rank_label(0)} runs {self._describe(places[0])} where {rank_label(other)} runs "
+                f"{self._describe(places[other])}, but ranks gather a block's parameters together: run the same blocks "
+                "for every batch, or use --engine ddp or zero"
+            )
+
+    def _describe(self, place: int) -> str:
+        return "no further block" if place < 0 else self._names[place] or "the model"
 
 
 class _Forwards:
@@ -96,8 +167,8 @@ class _Forwards:
         if computing and idle:
             self._is_over = True
             raise ConfigError(
-                f"--engine fsdp: the task's metrics call the model on {rank_label(computing[0])} and not on "
-                f"{rank_label(idle[0])}, but all ranks take part in each forward: call it for every batch, or use "
-                "--engine ddp"
+                f"the engine splits the parameters: the task's metrics call the model on {rank_label(computing[0])} "
+                f"and not on {rank_label(idle[0])}, but all ranks take part in each forward: call it for every batch, "
+                "or use --engine ddp"
             )
         return bool(computing)
