@@ -50,10 +50,6 @@ def is_program(view: View, module: Module) -> bool:
         return False
     if module.is_script:
         return True
-    runs_something = any(isinstance(stmt, ast.Expr | ast.For | ast.While | ast.With) for stmt in calls_at_top(module))
+    blocks = ast.Expr | ast.For | ast.While | ast.With
+    runs_something = any(isinstance(site.stmt, blocks) for site in module.top.sites)
     return runs_something and len(view.project.users(module)) == 1
-
-
-def calls_at_top(module: Module) -> list[ast.stmt]:
-    """Return the top-level statements of a file that call something."""
-    return [site.stmt for site in module.top.sites]

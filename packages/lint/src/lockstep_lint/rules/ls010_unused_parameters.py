@@ -30,8 +30,6 @@ DATA = {"mean", "sum", "max", "min", "norm", "std", "argmax"}
 
 def check(view: View) -> Iterator[Found]:
     """Find the flag where it is not needed, and wrapped models with a layer that no forward uses."""
-    if view.only_evaluates:
-        return  # without gradients nothing is searched, and nothing waits
     yield from unused(view)
     for site in view.sites():
         value = keyword(site.call, "find_unused_parameters")

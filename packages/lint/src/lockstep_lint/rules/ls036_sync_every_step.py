@@ -54,8 +54,7 @@ def waits(view: View, event: Event) -> str:
         return ""
     for value in (*site.call.args, *(item.value for item in site.call.keywords)):
         for part in shown(value):
-            first = isinstance(part, ast.Subscript) and last(part.value) == "data"  # in the first versions of torch
-            if value_at(view, event, part.value if first and isinstance(part, ast.Subscript) else part).device:
+            if value_at(view, event, part).device:
                 return f"{site.name}({ast.unparse(part)[:30]})"
     return ""
 

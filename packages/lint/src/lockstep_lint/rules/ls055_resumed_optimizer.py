@@ -109,5 +109,5 @@ def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
 
 
 RULE = Rule(
-    "LS055", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "lightning_fabric"}
+    "LS055", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "lightning_fabric"}
 )
