@@ -59,25 +59,15 @@ def test_a_second_fix_changes_nothing(texts, tmp_path_factory, capsys):
     capsys.readouterr()
 
 
-def test_two_edits_on_a_line_and_unused_imports(tmp_path, capsys):
+def test_two_edits_on_a_line(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(OLD)
     text = fixed(path)
     assert "x, y = x.to(d, non_blocking=True), y.to(d, non_blocking=True)" in text
     assert 'scaler = torch.amp.GradScaler("cuda")' in text
     assert 'with torch.amp.autocast("cuda"):' in text
-    assert "torch.cuda.amp" not in text
-    assert "import DataLoader" in text
+    assert "from torch.cuda.amp import GradScaler, autocast\n" in text  # ruff removes it
     assert "no file of the project pins torch: assumed 2.3 or newer" in capsys.readouterr().err
-
-
-def test_an_import_that_is_used_elsewhere_stays(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(
-        OLD.replace("    scaler = ", "    other = autocast\n    scaler = ") + '\n__all__ = ["GradScaler"]\n'
-    )
-    assert "from torch.cuda.amp import GradScaler, autocast" in fixed(path)
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,6 @@ def test_nothing_is_written_that_the_pinned_torch_lacks(tmp_path, capsys):
     path.write_text(OLD)
     text = fixed(path)
     assert "scaler = GradScaler()" in text
-    assert "from torch.cuda.amp import GradScaler\n" in text
     assert 'torch.amp.autocast("cuda")' in text
     assert "assumed" not in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ __all__ = ["FixProblem", "diff", "fix_files", "fix_text", "proposed"]
 
 
 def diff(findings: list[Finding]) -> str:
-    """Return a unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
+    """Return all proposals as a unified diff, for `git apply` once it has been read."""
     parts: list[str] = []
     for path in sorted({finding.path for finding in findings if finding.proposal and finding.path.endswith(".py")}):
         try:

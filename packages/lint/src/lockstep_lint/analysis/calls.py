@@ -342,7 +342,7 @@ class Effects:
         return site.name in names or any(names & self.names(function) for function in self.calls.runs(site))
 
     def mentioned(self, module: Module, *words: str) -> bool:
-        """Check whether the text of any file of the programs that the file is part of has one of the words."""
+        """Check whether the text of a file's programs has one of the words."""
         return any(self.project.says(module, word) for word in words)
 
     def mentioned_in(self, scope: Scope, word: str) -> bool:

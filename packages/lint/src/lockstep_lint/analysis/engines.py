@@ -70,7 +70,7 @@ def prepared(view: View) -> frozenset[ast.Call]:
 
 
 def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
-    """Check whether a loader has a rank's own shard, by its sampler, its data, or the framework that prepares it."""
+    """Check whether a loader yields a rank's own shard."""
     if view.kinds.is_shard(loader, scope):
         return True
     made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}

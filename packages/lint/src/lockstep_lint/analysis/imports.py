@@ -169,7 +169,7 @@ def root_of(folder: str) -> str:
 
 
 def scan(root: str) -> list[str]:
-    """Return the Python files of a project, in a fixed order; without a project's mark those near its root only."""
+    """Return the Python files of a project, in a fixed order."""
     files: list[str] = []
     top = Path(root)
     marked = any((top / mark).exists() for mark in ROOT_MARKS)
@@ -236,7 +236,7 @@ def folders_added(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
-    """Yield the dotted names that the import lines of a text may mean, each with its number of leading dots."""
+    """Yield the dotted names of a text's imports, each with its leading dots."""
     lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(f"\n{text}"))
     for plain, dots, names in lines:
         if plain is not None:
@@ -303,7 +303,7 @@ class Graph:
         return self.added[root]
 
     def together(self, paths: list[str]) -> list[list[str]]:
-        """Return the paths in groups that imports connect, as far as is known, in the order of their first members."""
+        """Return the paths in groups that imports connect."""
         parent: dict[str, str] = {}
 
         def top(name: str) -> str:

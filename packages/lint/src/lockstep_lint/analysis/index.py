@@ -285,7 +285,7 @@ class Module:
 
 
 def never_run(stmt: ast.stmt) -> str:
-    """Return the block of a statement that no run comes to, as its test is written out; "" for none."""
+    """Return the block of a statement that never runs; "" for none."""
     if not isinstance(stmt, TESTED) or not isinstance(stmt.test, ast.Constant):
         return ""
     return "body" if not stmt.test.value else "orelse"

@@ -187,7 +187,7 @@ class Kinds:
         return node
 
     def gives_loader(self, call: ast.Call, scope: Scope) -> bool:
-        """Check whether a call makes a loader out of something else, rather than running over one that it is given."""
+        """Check whether a call makes a loader, rather than running over one."""
         if self.origins.calls.target(call, scope) is not None and self.loader_call(call, scope) is not None:
             return True
         return LOADER.search(last(call)) and not any(LOADER.search(last(value)) for value in call.args)

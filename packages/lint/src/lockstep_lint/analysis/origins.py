@@ -132,7 +132,7 @@ class Origin:
 
 
 def filled(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
-    """Yield what a function puts into an empty table, under a key that is the wanted one or is not known."""
+    """Yield what a function stores in an empty table, under the wanted key."""
     begun = [bind.value for bind in scope.binds.get(key, [])]
     if not begun or not all(isinstance(value, ast.Dict) and not value.keys for value in begun):
         return
@@ -236,7 +236,7 @@ def _covers(bind: Bind, line: int) -> bool:
 
 
 def _holds(node: ast.stmt, place: str, line: int) -> bool:
-    """Check whether a line is in the same block of a statement, so that what is bound in it before holds there."""
+    """Check whether a line is in the same block of a statement."""
     block = getattr(node, place, [])
     return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
@@ -411,7 +411,7 @@ GETTERS = ("property", "cached_property")
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
-    """Yield the values that a written dictionary may give for a key; all of them where the key is not known."""
+    """Yield the values that a dictionary may give for a key."""
     pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
     same = [value for name, value in pairs if key is not None and name == key]
     yield from same or ([value for _, value in pairs] if key is None else [])

@@ -42,7 +42,7 @@ class Programs:
 
     @kept
     def direct(self, module: Module) -> bool:
-        """Check whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
+        """Check whether a file starts a process group or wraps a model itself."""
         if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
             return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
@@ -211,7 +211,7 @@ class Programs:
         )
 
     def beyond(self, site: Site) -> bool:
-        """Check whether a call is in another arm of a test than each call of its function that starts the group."""
+        """Check whether a call is in another arm than every start of the group."""
         if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
             return False
         starts = [

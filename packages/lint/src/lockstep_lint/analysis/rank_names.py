@@ -102,7 +102,7 @@ def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
 
 
 def gives_rank(node: ast.expr) -> bool:
-    """Check whether an expression asks the process group or the environment for the rank, or is a name for it."""
+    """Check whether an expression reads the rank from the group or the environment."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return gives_rank(node.left)
     if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
@@ -206,7 +206,7 @@ class RankNumbers:
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
 
     def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
-        """Check whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
+        """Check whether a test holds on one rank other than the first (`rank == 1`)."""
         left, right = node.left, node.comparators[0]
         if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
             return False

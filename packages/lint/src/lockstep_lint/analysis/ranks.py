@@ -39,7 +39,7 @@ JOINS: dict[type[ast.operator], type[ast.boolop]] = {ast.BitAnd: ast.And, ast.Bi
 
 
 def as_boolean(node: ast.BinOp) -> ast.expr:
-    """Return a test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
+    """Return a test that `&` or `|` joins as one that `and` or `or` joins."""
     op = JOINS.get(type(node.op))
     if op is None or not any(isinstance(side, ast.Compare | ast.BinOp) for side in (node.left, node.right)):
         return node
@@ -81,7 +81,7 @@ class RankTests:
 
     @kept
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
-        """Return 1 if a test holds on the main rank only, -1 on the others, OTHER on one of these, else 0."""
+        """Return 1 for a test of the main rank, -1 of others, OTHER of one."""
         node = bare(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.numbers.is_rank(node.operand, scope):
@@ -125,7 +125,7 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
+        """Evaluate a test of several parts."""
         found = [self.test(value, scope, when, depth) for value in node.values]
         if when and isinstance(node.op, ast.Or) and any(map(counts_batches, node.values)):
             return 0  # `rank == 0 and step % 25 == 0 or step == len(loader)`: the second part holds on every rank
@@ -141,7 +141,7 @@ class RankTests:
         return self.many(test, scope) == 1 or asks_package(test)
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a name that was given the result of a rank test, or a tracker's run that only the main rank has."""
+        """Evaluate a name by the rank tests that gave it its values."""
         for value, home in self.calls.values(key, scope):
             if isinstance(value, DECIDES):
                 found = self.test(value, home, when, depth + 1)
@@ -154,7 +154,7 @@ class RankTests:
         return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Evaluate a name that is None or False on some ranks (`writer = Writer() if rank == 0 else None`)."""
+        """Evaluate a name that is None or False on some ranks."""
         binds = self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope)
         flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
         found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
@@ -166,7 +166,7 @@ class RankTests:
         return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(b, home, depth) for b, home in binds) else 0
 
     def by_rank_alone(self, bind: Bind, home: Scope, depth: int) -> bool:
-        """Check whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
+        """Check whether tests of the rank alone decide whether a binding is made."""
         if bind.value is None or is_empty(bind.value):
             return True
         tests = list(guards(bind.stmt, home.module))
@@ -260,7 +260,7 @@ class Ranks:
 
     @kept
     def side(self, stmt: ast.stmt, scope: Scope) -> int:
-        """Return 1 if a test in the function reserves a statement for the main rank, -1 for the others, else 0."""
+        """Return 1 for a statement of the main rank, -1 for the others', else 0."""
         for guard in guards(stmt, scope.module):
             found = self.tests.test(guard.test, scope, guard.when)
             if found:
@@ -310,7 +310,7 @@ class Ranks:
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
     def made(self, method: Scope) -> list[Site]:
-        """Return the calls that make the objects which a method is of, where its class has an `__init__` of its own."""
+        """Return the calls that make a method's objects."""
         owner = method.parent if method.name != "__init__" else None
         init = owner.defs.get("__init__") if owner is not None and owner.kind == "class" else None
         return self.calls.callers(init)[:RANKS_MAX_CALLERS] if init is not None else []

@@ -101,7 +101,7 @@ def _code(data: bytes) -> Iterator[tuple[int, str]]:
 
 
 def unindented(source: str) -> str:
-    """Return a cell without the indent of its first line, which IPython takes off every line that begins with it."""
+    """Return a cell without the indent of its first line, as IPython does."""
     first = next((line for line in source.split("\n") if line.strip()), "")
     indent = first[: len(first) - len(first.lstrip(" \t"))]
     return "\n".join(line.removeprefix(indent) for line in source.split("\n")) if indent else source

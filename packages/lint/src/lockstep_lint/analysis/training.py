@@ -37,7 +37,7 @@ def parts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def of_a_name(node: ast.AST) -> bool:
-    """Check whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
+    """Check whether a part of a test compares with None or searches a key."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
         return isinstance(constant(node.left), str)
     return isinstance(node, ast.Constant) and node.value is None
@@ -62,7 +62,7 @@ def _own(node: ast.AST) -> Iterator[str]:
 
 
 def is_option(node: ast.expr) -> bool:
-    """Check whether an expression is an option of the command line or of a configuration, the same in every step."""
+    """Check whether an expression is an option, the same in every step."""
     if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
         return False
     return any(map(OPTIONS.search, (dotted(node.value) or "").split(".")))

@@ -15,7 +15,7 @@ MAX_SCOPES = 200
 
 
 def reached(view: View, node: ast.AST) -> bool:
-    """Check whether a program of the project runs the function that a node is in, as far as its calls are in sight."""
+    """Check whether a program of the project runs the function around a node."""
     scope = scope_of(view, getattr(node, "lineno", 1))
     queue, seen = [scope], {scope}
     programs = [run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module)]

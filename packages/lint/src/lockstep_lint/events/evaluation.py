@@ -84,7 +84,7 @@ def looped(blocks: tuple[Block, ...]) -> bool:
 
 
 def holds_out(view: View, event: Event, loop: LoopBlock) -> bool:
-    """Check whether a loop around an event runs over held-out data, by the names that its header has or is given."""
+    """Check whether a loop around an event runs over held-out data, by its names."""
     if not isinstance(loop.node, ast.For | ast.comprehension):
         return False
     over = view.kinds.iterated(loop.node.iter, loop.scope)

@@ -31,7 +31,7 @@ ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)
 
 @kept
 def side(view: View, block: Block) -> int:
-    """Return 1 if a test or decorator keeps its block to the main rank, -1 to the others, -2 to one of these."""
+    """Return 1 for the main rank's block, -1 for the others', -2 for one's."""
     if isinstance(block, WithBlock):
         decorates = any(block.node is item for item in block.scope.decorators)
         return int(decorates and ONLY.search(last(block.node)))

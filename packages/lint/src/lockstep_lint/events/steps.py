@@ -136,7 +136,7 @@ def has_own(test: Arm, backward: Event, backwards: list[Event]) -> bool:
 
 
 def asked(view: View, found: StepLoop, backward: Event) -> Iterator[tuple[Event, Arm]]:
-    """Yield the steps that the gradients of a backward are for, each with the test that keeps it to every n-th turn."""
+    """Yield the steps that use a backward's gradients, each with its accumulation test."""
     for step in found.steps:
         arm = parting(step, backward)
         if step.node is backward.node and step.mark.site is not None:
@@ -161,7 +161,7 @@ CUTS = ("split", "chunk", "tensor_split")
 
 
 def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Check whether an inner loop with a backward runs over parts of a batch (not over samples, tasks or models)."""
+    """Check whether an inner loop with a backward runs over parts of a batch."""
     if isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Name) and loop.iter.func.id == "range":
         if len(loop.iter.args) == 1 and is_one(view, loop.iter.args[0], scope):
             return False

@@ -197,7 +197,7 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
 
 
 def _reaches(add: ast.stmt, start: int, line: int, scope: Scope) -> bool:
-    """Check whether what a sum takes in is in it at a line, where the sum was last begun at `start`."""
+    """Check whether a sum that begins at `start` contains an addition at a line."""
     again = [(loop.lineno, loop.end_lineno or 0) for loop in loops(add, scope.module)]  # or in the turn before
     return start < add.lineno < line or any(a <= line <= b and not a <= start <= b for a, b in again)
 

@@ -38,7 +38,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def samples(view: View, site: Site) -> bool:
-    """Check whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
+    """Check whether a loader is certainly given a sampler."""
     value = keyword(site.call, "sampler")
     if value is None or isinstance(value, ast.Call):
         return value is not None

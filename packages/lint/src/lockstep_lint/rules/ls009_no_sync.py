@@ -23,7 +23,7 @@ LATE = "no_sync around backward alone changes nothing, as DDP decides in forward
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
+    """Look for accumulation loops under DDP without no_sync, or with a late one."""
     yield from late(view)
     if view.effects.mentioned(view.module, *SKIPS):
         return

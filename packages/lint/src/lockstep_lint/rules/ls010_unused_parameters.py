@@ -87,7 +87,7 @@ def left_out(view: View, owner: Scope) -> tuple[str, str]:
 
 
 def by_chance(view: View, stmt: ast.stmt, forward: Scope) -> bool:
-    """Check whether chance or the data decide over a statement of a forward, in it or in what its callers pass."""
+    """Check whether chance or the data decide over a statement of a forward."""
     for guard in guards(stmt, forward.module):
         flag = dotted(guard.test)
         sites = [s for m in view.project.family(forward.module) for s in m.sites()] if flag in forward.params else []

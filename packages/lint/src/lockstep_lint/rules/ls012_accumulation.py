@@ -111,7 +111,7 @@ def scales(node: ast.AST) -> bool:
 
 
 def sums(view: View, node: ast.AST, scope: Scope) -> bool:
-    """Check whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
+    """Check whether a call makes a loss that sums over samples."""
     if not isinstance(node, ast.Call):
         return False
     makers = [node, *(call for call, _, _ in view.origins.calls_of(node.func, scope))]

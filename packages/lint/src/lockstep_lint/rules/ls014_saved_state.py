@@ -151,7 +151,7 @@ def replicated(view: View) -> bool:
 
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
-    """Yield the reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
+    """Yield the reads of a file that rank 0 alone has written, without a wait."""
     waits = {"collective", "wrap", "backward"}
     if view.wrappers.kinds(view.module) != {"ddp"}:
         waits.add("state")  # FSDP gathers it from all ranks

@@ -100,7 +100,7 @@ def steps_around(run: Run, event: Event, loop: LoopBlock) -> bool:
 
 
 def evaluates(arm: ArmBlock) -> bool:
-    """Check whether a test keeps an event to the evaluation of a loop that trains and evaluates (`phase == "val"`)."""
+    """Check whether a test keeps an event to evaluation (`phase == "val"`)."""
     test = arm.node
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
         return False

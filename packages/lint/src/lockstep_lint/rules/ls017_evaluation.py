@@ -63,7 +63,7 @@ STAYS = "the model stays in eval mode for the training that follows: call model.
 
 
 def not_restored(view: View) -> Iterator[Found]:
-    """Yield the calls that switch the trained model to eval mode, in which it still is when it trains next."""
+    """Yield the switches to eval mode that are still in effect at the next backward."""
     for run in runs(view):
         done: set[Mark] = set()
         steps = {back.loops[-1] for back in run.of("backward") if back.loops}
@@ -107,13 +107,13 @@ def made_anew(switch: Event, loop: LoopBlock) -> bool:
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
-    """Check whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
+    """Check whether a step may follow a backward in its turn."""
     steps = list(turn(run.events, loop, "step"))
     return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
 
 
 def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
-    """Check whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
+    """Check whether a switch concerns the model that a loop trains."""
     node, home = subject(switch, loop.scope)
     name = last(node)
     if name != "self" and OTHERS.search(name):

@@ -64,7 +64,7 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
-    """Check whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
+    """Check whether the other ranks reach the same collective elsewhere."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
     if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
@@ -74,7 +74,7 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
 
 @kept
 def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
-    """Map (kind, detail, frame) to the last event there that all ranks reach but those that have left the function."""
+    """Map (kind, detail, frame) to the last such event of all remaining ranks."""
     found: dict[tuple[str, str, object], int] = {}
     for event in run.of("collective", "wrap", "forward"):
         leaves = any(isinstance(block, ArmBlock) and block.leaves for block in event.path)

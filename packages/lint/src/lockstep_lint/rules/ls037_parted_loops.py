@@ -146,7 +146,7 @@ def gives_back(loop: ast.For, function: Scope) -> bool:
 
 
 def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
-    """Return a name in a test that one rank alone sets in the loop, and that nothing sends to the others."""
+    """Return a name in a test that one rank alone sets in the loop."""
     for node in walk(test):
         key = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else None
         stmts = [b.stmt for b in scope.binds.get(key or "", []) if inside(b.stmt, loop, scope.module)]
