@@ -59,25 +59,15 @@ def test_a_second_fix_changes_nothing(texts, tmp_path_factory, capsys):
     capsys.readouterr()
 
 
-def test_two_edits_on_a_line_and_unused_imports(tmp_path, capsys):
+def test_two_edits_on_a_line(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(OLD)
     text = fixed(path)
     assert "x, y = x.to(d, non_blocking=True), y.to(d, non_blocking=True)" in text
     assert 'scaler = torch.amp.GradScaler("cuda")' in text
     assert 'with torch.amp.autocast("cuda"):' in text
-    assert "torch.cuda.amp" not in text
-    assert "import DataLoader" in text
+    assert "from torch.cuda.amp import GradScaler, autocast\n" in text  # ruff removes it
     assert "no file of the project pins torch: assumed 2.3 or newer" in capsys.readouterr().err
-
-
-def test_an_import_that_is_used_elsewhere_stays(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(
-        OLD.replace("    scaler = ", "    other = autocast\n    scaler = ") + '\n__all__ = ["GradScaler"]\n'
-    )
-    assert "from torch.cuda.amp import GradScaler, autocast" in fixed(path)
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,6 @@ def test_nothing_is_written_that_the_pinned_torch_lacks(tmp_path, capsys):
     path.write_text(OLD)
     text = fixed(path)
     assert "scaler = GradScaler()" in text
-    assert "from torch.cuda.amp import GradScaler\n" in text
     assert 'torch.amp.autocast("cuda")' in text
     assert "assumed" not in capsys.readouterr().err
 
@@ -125,18 +114,10 @@ def rules(text):
 @pytest.mark.parametrize(
     ("code", "number", "written"),
     [
-        ("LS003", 0, "train_sampler = torch.utils.data.DistributedSampler(train_data)"),
         ("LS004", 0, "sampler.set_epoch(epoch)"),
-        (
-            "LS009",
-            0,
-            "with contextlib.nullcontext() if (i + 1) % steps == 0 or i + 1 == len(loader) else model.no_sync():",
-        ),
         ("LS011", 0, "scaler.unscale_(optimizer)"),
         ("LS014", 0, "model.module.state_dict()"),
         ("LS015", 0, 'torch.load(path, map_location="cpu")'),
-        ("LS019", 0, "    dist.destroy_process_group()"),
-        ("LS031", 0, "model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"),
     ],
 )
 def test_the_proposal_mends_the_finding(code, number, written):
@@ -172,36 +153,6 @@ def test_a_load_is_made_safe_where_its_last_argument_stands():
         "    )",
         "    return one, two, torch.load((path))",  # not worth a parser
     ]
-
-
-ENDS = """\
-import os
-import torch
-import torch.distributed as dist
-
-def setup():
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl")
-    return 0
-
-def main():
-    rank = setup()
-    print(rank)
-    return rank
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_the_group_ends_where_the_program_does():
-    after = unsafe(ENDS)
-    ended = "    if dist.is_initialized():\n        dist.destroy_process_group()\n    return rank\n"
-    assert ended in after
-    assert "LS019" not in rules(after)
-    early = ENDS.replace("    print(rank)\n", "    if rank:\n        return 1\n")
-    assert "LS019" in rules(early)
-    assert unsafe(early) == early
 
 
 def test_a_state_is_saved_and_loaded_by_plain_names():
@@ -248,7 +199,7 @@ def test_no_proposal_makes_a_new_mistake(tmp_path):
         after = proposed(text, [finding.proposal for finding in found])
         changed += after != text
         assert after == text or rules(after) <= {finding.rule for finding in found}, after
-    assert changed > 25
+    assert changed > 10
 
 
 def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypatch):
@@ -268,15 +219,16 @@ def test_it_is_said_that_there_is_nothing_to_propose(tmp_path, capsys, monkeypat
 def test_the_diff_applies_and_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
-    path.write_text(RULES["LS003"].page.examples[0])
-    assert command(["--select", "LS003", "--unsafe-fixes", "train.py"]) == 1
+    text = RULES["LS015"].page.examples[0] + "\n"
+    path.write_text(text)
+    assert command(["--select", "LS015", "--unsafe-fixes", "train.py"]) == 1
     out, err = capsys.readouterr()
-    assert path.read_text() == RULES["LS003"].page.examples[0]
+    assert path.read_text() == text
     assert out.startswith("--- a/train.py\n+++ b/train.py\n")
-    assert "LS003" in err
+    assert "LS015" in err
     if shutil.which("git") is not None:
         subprocess.run(["git", "apply", "-"], input=out, text=True, check=True, cwd=tmp_path)
-        assert command(["--select", "LS003", "train.py"]) == 0
+        assert command(["--select", "LS015", "train.py"]) == 0
     capsys.readouterr()
 
 

@@ -23,7 +23,6 @@ class Confidence(StrEnum):
 
     HIGH = "high"
     MEDIUM = "medium"
-    LOW = "low"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Apply safe fixes with libcst, and print the others as a diff."""
 
-import ast
 import difflib
 import importlib
 from collections import defaultdict
@@ -11,17 +10,11 @@ from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.analysis.source import parsed
 from lockstep_lint.finding import Change, Edit, Finding
 
-__all__ = [
-    "FixProblem",
-    "diff",
-    "fix_files",
-    "fix_text",
-    "proposed",
-]
+__all__ = ["FixProblem", "diff", "fix_files", "fix_text", "proposed"]
 
 
 def diff(findings: list[Finding]) -> str:
-    """Return a unified diff of all that the findings propose, for `git apply` or `patch` once it has been read."""
+    """Return all proposals as a unified diff, for `git apply` once it has been read."""
     parts: list[str] = []
     for path in sorted({finding.path for finding in findings if finding.proposal and finding.path.endswith(".py")}):
         try:
@@ -111,64 +104,7 @@ def fix_text(text: str, edits: list[Edit]) -> tuple[str, int]:
         if edit is not None and _fits(cst, node, edit) and edit not in chosen.values():
             chosen[node] = edit
     done = wrapper.module.visit(_transformer(cst, chosen)).code if chosen else text
-    return _without_idle_imports(cst, text, done), len(chosen)
-
-
-def _without_idle_imports(cst: Any, before: str, after: str) -> str:
-    """Return the text after the edits, without the imports that they have made unused."""
-    idle = _imported(after) & _used(before) - _used(after)
-    if not idle:
-        return after
-    return str(cst.parse_module(after).visit(_remover(cst, idle)).code)
-
-
-def _imported(text: str) -> set[str]:
-    """Return the names that a text's imports bind."""
-    found = set()
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-    return found
-
-
-def _used(text: str) -> set[str]:
-    """Return the names and strings of a text; `__all__` and annotations name imports in strings."""
-    found = set()
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found.add(node.value)
-    return found
-
-
-def _remover(cst: Any, idle: set[str]) -> Any:
-    def bound(alias: Any) -> str:
-        if alias.asname is not None:
-            return str(alias.asname.name.value)
-        name = alias.name
-        while isinstance(name, cst.Attribute):
-            name = name.value
-        return str(name.value)
-
-    class Remover(cst.CSTTransformer):  # type: ignore[misc]
-        """Takes idle names out of the imports."""
-
-        def leave_Import(self, original: Any, updated: Any) -> Any:
-            return self.shorter(updated)
-
-        def leave_ImportFrom(self, original: Any, updated: Any) -> Any:
-            return updated if isinstance(updated.names, cst.ImportStar) else self.shorter(updated)
-
-        def shorter(self, node: Any) -> Any:
-            kept = [alias for alias in node.names if bound(alias) not in idle]
-            if not kept:
-                return cst.RemoveFromParent()
-            if len(kept) == len(node.names):
-                return node
-            return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
-
-    return Remover()
+    return done, len(chosen)
 
 
 def _library() -> tuple[Any, Any]:

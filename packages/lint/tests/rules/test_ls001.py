@@ -39,7 +39,6 @@ def test_data_parallel_of_geometric(tmp_path, text, number):
         ("DataParallel(model)", True),
         ("DP(model)", True),
         ("DP(copy) if isinstance(model, DP) else model", True),
-        ("0\n    if isinstance(model, DP):\n        model = DP(copy)", False),
         ("0\n    if isinstance():\n        model = DP(copy)", True),
         ("Own(model)", False),
         ("pl.Trainer(strategy='dp')", True),

@@ -136,8 +136,6 @@ USUAL = {"split": "train, val = random_split(data, [0.9, 0.1])", "options": "bat
 @pytest.mark.parametrize(
     ("change", "number"),
     [
-        ({}, 1),
-        ({"split": "train = data"}, 1),
         ({"options": "batch_size=8, sampler=DistributedSampler(data)"}, 0),
         ({"options": "**args.options"}, 0),
         ({"then": "options['sampler'] = DistributedSampler(data)"}, 0),

@@ -137,7 +137,6 @@ class Trainer:
 @pytest.mark.parametrize(
     ("given", "start", "last", "number"),
     [
-        ("self.epoch", "self.epoch", "pass", 1),
         ("epoch", "self.epoch", "pass", 0),
         ("self.epoch", "self.epoch", "self.epoch = e + 1", 0),
         ("self.epoch", "self.epoch", "self.epoch += 1", 0),

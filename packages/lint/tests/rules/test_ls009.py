@@ -47,7 +47,6 @@ class Trainer:
         ("batch.chunk(4)", "self.optimizer.step()", "pass", True),
         ("torch.split(batch, 4)", "pass", "self.optimizer.step()", True),
         ("zip(batch.split(2), batch.split(2))", "pass", "self.optimizer.step()", True),
-        ("'a b'.split()", "self.optimizer.step()", "pass", False),
         ("batch.tasks", "self.optimizer.step()", "pass", False),
         ("batch.chunk(4)", "pass", "pass", False),
     ],

@@ -1,46 +1,12 @@
 """LS011: clipping scaled or stepped gradients."""
 
 import pytest
-from rule_findings import count, severities
+from rule_findings import count
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_text
 
-MANAGED = """
-import torch
-from {package} import {name}
-
-def main(model, loader, optimizer, args):
-    table = {{"precision": "16-mixed"}}
-    engine = {name}({option})
-    for batch in loader:
-        engine.backward(model(batch).sum())
-        {clip}
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "option", "clip", "number"),
-    [
-        ("accelerate", "Accelerator", "mixed_precision='fp16'", CLIP, 1),
-        ("accelerate", "Accelerator", "mixed_precision='bf16'", CLIP, 0),
-        ("accelerate", "Accelerator", "mixed_precision=args.precision", CLIP, 0),
-        ("accelerate", "Accelerator", "", CLIP, 0),
-        ("accelerate", "Accelerator", "mixed_precision='fp16'", "engine.clip_grad_norm_(model.parameters(), 1.0)", 0),
-        ("accelerate", "Accelerator", "mixed_precision='fp16'", f"engine.unscale_gradients()\n        {CLIP}", 0),
-        ("lightning", "Fabric", "precision=table['precision']", CLIP, 1),
-        ("lightning.fabric", "Fabric", "precision='16-mixed'", CLIP, 1),
-        ("lightning.fabric", "Fabric", "precision='bf16-mixed'", CLIP, 0),
-    ],
-)
-def test_clips_where_a_framework_scales(package, name, option, clip, number):
-    text = MANAGED.format(package=package, name=name, option=option, clip=clip)
-    assert len(severities(text, "LS011")) == number
 
 
 STALE = """

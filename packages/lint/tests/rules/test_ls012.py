@@ -101,24 +101,6 @@ def test_a_loss_that_accelerate_divides(options, divided, loss, expected):
     assert lines("LS012", ACCELERATE.format(options=options, divided=divided, loss=loss)) == expected
 
 
-RANKS = """import torch
-
-def train(model, loader, optimizer, n, world_size, share):
-    for i, x in enumerate(loader):
-        loss = model(x).mean()
-        loss = loss * {factor}
-        loss.backward()
-        if (i + 1) % n == 0 or i + 1 == len(loader):
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(("factor", "expected"), [("world_size", [7]), ("share", [])])
-def test_a_loss_times_the_ranks(factor, expected):
-    assert lines("LS012", RANKS.format(factor=factor)) == expected
-
-
 ACCELERATED = """
 from accelerate import Accelerator
 

@@ -75,15 +75,6 @@ def test_a_helper_that_saves_and_waits(before, after, number):
     assert len(told(HELPED.format(before=before, after=after))) == number
 
 
-@pytest.mark.parametrize(("imported", "number"), [("lightning_fabric", 1), ("elsewhere", 0)])
-def test_each_process_of_fabric_has_the_whole_model(imported, number):
-    text = f"import torch\nfrom {imported} import Fabric\n\ndef main(model, path):\n    fabric = Fabric(devices=2)\n"
-    text += (
-        "    fabric.launch()\n    model = fabric.setup(model)\n    torch.save(model.state_dict(), path)\n\nmain(1, 2)\n"
-    )
-    assert len(told(text)) == number
-
-
 OBJECTS = """
 import os
 import torch
@@ -171,45 +162,3 @@ def main(model, loader):
 )
 def test_horovods_processes_write_one_file(save, told):
     assert found(HOROVOD.format(save=save), "LS014") is told
-
-
-TABLE = """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-class Agent:
-    def __init__(self, nets):
-        self.nets = nets
-        self.nets["one"] = DDP(self.nets["one"])
-
-    def save(self, rank):
-        if rank == 0:
-            torch.save({"net": self.nets[KEY].state_dict()}, "agent.pt")
-"""
-
-
-@pytest.mark.parametrize(("key", "told"), [('"one"', True), ('"two"', False), ("rank", True)])
-def test_a_wrapper_under_one_key_of_a_table(key, told):
-    assert found(TABLE.replace("KEY", key), "LS014") is told
-
-
-@pytest.mark.parametrize(
-    ("nets", "key", "told"),
-    [
-        ('{"one": DDP(net), "two": other}', '"one"', True),
-        ('{"one": DDP(net), "two": other}', '"two"', False),
-        ('{"one": DDP(net), "two": other}', "rank", True),
-        ('{**DDP(net), "two": other}', '"one"', True),
-        ('{kind: DDP(net), "two": other}', '"one"', True),
-        ("[DDP(net), other]", "0", True),
-        ("[DDP(net), other]", "1", False),
-        ("[DDP(net), other]", "-1", True),
-        ("[*others, DDP(net)]", "0", True),
-    ],
-)
-def test_a_wrapper_at_one_place_of_a_table_that_is_written_out(nets, key, told):
-    text = TABLE.replace("self, nets):", "self, net, other, others, kind):").replace(
-        "self.nets = nets", f"self.nets = {nets}"
-    )
-    text = text.replace('        self.nets["one"] = DDP(self.nets["one"])\n', "")
-    assert found(text.replace("KEY", key), "LS014") is told

@@ -31,10 +31,8 @@ def train(model, data, optimizer, criterion, cfg, given):
 @pytest.mark.parametrize(
     ("device", "waits", "copies"),
     [
-        ('device = "mps" if torch.backends.mps.is_available() else "cpu"', [15], 0),
         ('device = "mps" if torch.backends.mps.is_available() else "cuda"', [15], 2),
         ('device, timestamps = "cpu", 0', [], 0),
-        ('device = cfg["device"]', [15], 2),
         ('device = given["name"]', [], 2),
         ("device = y.device", [], 2),
     ],

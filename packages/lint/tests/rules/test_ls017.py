@@ -12,43 +12,6 @@ def told(text):
     return [(finding.line, finding.message) for finding in check_text(text, configure({}, "LS017", ""))]
 
 
-WHOLE = """
-import torch
-
-def fit(model, x_train, y_train, x_test, y_test, optimizer, criterion):
-    for epoch in range(100):
-        optimizer.zero_grad()
-        criterion(model(x_train), y_train).backward()
-        optimizer.step()
-        {context}:
-            {name} = model({given})
-            score = criterion({name}, y_test)
-            {use}
-    {end}
-
-fit(torch.nn.Linear(4, 2), None, None, None, None, None, None)
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "number"),
-    [
-        ({}, 1),
-        ({"context": "with torch.no_grad()"}, 0),
-        ({"given": "x_train"}, 0),
-        ({"given": "test"}, 0),  # which may be anything
-        ({"use": "score.backward()"}, 0),
-        ({"use": "torch.autograd.grad(score, model.parameters())"}, 0),
-        ({"use": "print(score.grad_fn)"}, 0),
-        ({"end": "return score"}, 0),
-    ],
-)
-def test_held_out_data_that_is_given_as_a_whole(change, number):
-    parts = {"context": "if epoch % 10 == 0", "given": "x_test", "name": "guess", "use": "print(score)", "end": "pass"}
-    found = told(WHOLE.format(**parts | change))
-    assert [line for line, _ in found] == [10] * number
-
-
 CODE = frozenset({"LS017"})
 
 

@@ -1,7 +1,6 @@
 """LS019: no destroy_process_group."""
 
 import pytest
-from rule_findings import lines
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
@@ -54,39 +53,3 @@ def test_a_main_function_that_the_file_calls(tmp_path, last, other, told):
 
 def printed(text, path="example.py"):
     return [finding.line for finding in check_text(text, configure({}, "LS028", ""), path)]
-
-
-FABRIC = """
-import lightning as L
-import torch
-
-def main(model, loader):
-    fabric = L.Fabric({given})
-    fabric.launch()
-    print("starting")
-    fabric.print("starting")
-    if fabric.is_global_zero:
-        print("alone")
-
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("", True),
-        ("devices=2", True),
-        ("devices='auto', precision='16-mixed'", True),
-        ("devices=1", False),
-        ("devices='1'", False),
-        ("devices=1, num_nodes=4", True),
-        ("accelerator='cpu'", False),
-        ("'cuda', 'ddp', 2", True),
-        ("'cuda', 'auto', 1", False),
-    ],
-)
-def test_a_fabric_of_several_devices(given, told):
-    assert printed(FABRIC.format(given=given)) == ([8] if told else [])
-    assert not lines(FABRIC.format(given=given), "LS019")
-    assert not lines(FABRIC.format(given=given), "LS031")

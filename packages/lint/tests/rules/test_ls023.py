@@ -23,8 +23,6 @@ def train(model, loader, optimizer, args):
 @pytest.mark.parametrize(
     ("choice", "found"),
     [
-        ("dtype = torch.float16 if args.half else torch.float32", True),
-        ("if args.type == 'fp16':\n        dtype = torch.float16\n    else:\n        dtype = torch.bfloat16", True),
         ("dtype = {'fp16': torch.float16, 'bf16': torch.bfloat16}[args.type]", False),
         ("dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16", False),
         ("dtype = torch.bfloat16 if args.new else (\n        torch.float16 if args.gpu else torch.float32)", False),

@@ -133,7 +133,6 @@ KEPT = {
     "no option, or rank 0": ["if not (given.distributed and rank > 0):"],
     "the others left by the truth of their rank": ["if dist.get_rank():", "    return", "if True:"],
     "the rank as a word": ["if str(rank) == '0':"],
-    "the first of the GPUs": ["if given.gpu == given.gpus[0]:"],
     "the rank that is to save": ["if rank == given.save_rank:"],
     "the rank or 0": ["me = 0", "if given:", "    me = dist.get_rank()", "if me == 0:"],
     "the others left": ["if rank > 0:", "    return", "if True:"],

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep_lint.config import configure
-from lockstep_lint.runner import check_paths, check_text
+from lockstep_lint.runner import check_text
 
 
 def told(text, code="LS036"):
@@ -121,25 +121,3 @@ def train(model, loader, optimizer, args):
 def test_a_text_of_what_stands_on_the_device(line, message):
     found = [finding.message for finding in check_text(TEXTS.format(line=line), configure({}, "LS036", ""))]
     assert [text.partition(" waits")[0] for text in found] == ([message] if message else [])
-
-
-@pytest.mark.parametrize(
-    ("device", "number"),
-    [
-        ("torch.device(cfg.device)", 1),
-        ("torch.device(args.trainer.device)", 1),
-        ("torch.device(self.target)", 1),
-        ("torch.device('cpu')", 0),
-        ("torch.get_device(cfg.device)", 0),
-        ("cfg.device", 1),
-        ("x.device", 0),
-    ],
-)
-def test_a_device_that_an_option_names_may_be_one_to_wait(tmp_path, device, number):
-    text = (
-        "import torch\n\ndef fit(self, model, loader, optimizer, cfg, args):\n    model.to(%s)\n"
-        "    for x in loader:\n        loss = model(x)\n        loss.backward()\n        optimizer.step()\n"
-        "        print(loss.item())\n"
-    )
-    (tmp_path / "run.py").write_text(text % device)
-    assert len(check_paths([str(tmp_path / "run.py")], configure({}, "LS036", ""))) == number

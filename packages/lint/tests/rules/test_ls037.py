@@ -148,7 +148,6 @@ def main(model, optimizer, train_loader, val_loader, accelerator: Accelerator, r
 @pytest.mark.parametrize(
     ("held", "score", "test", "told"),
     [
-        (", val_loader", "validate(model, val_loader)", "bad > 3", True),
         ("", "validate(model, val_loader)", "bad > 3", False),
         (", val_loader", "accelerator.gather(validate(model, val_loader)).mean()", "bad > 3", False),
         (", val_loader", "rest", "bad > 3", False),

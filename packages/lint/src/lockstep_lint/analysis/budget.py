@@ -4,12 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-__all__ = [
-    "WORK",
-    "TooIntricate",
-    "forget",
-    "kept",
-]
+__all__ = ["WORK", "TooIntricate", "forget", "kept"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])

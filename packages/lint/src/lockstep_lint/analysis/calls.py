@@ -8,15 +8,7 @@ from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.names import Names, bound_locally
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, dotted, element_of, head, is_true, keyword, last, walk
 
-__all__ = [
-    "COLLECTIVES",
-    "OF_MPI",
-    "Calls",
-    "Effects",
-    "given",
-    "passed",
-    "turns_off_gradients",
-]
+__all__ = ["COLLECTIVES", "OF_MPI", "Calls", "Effects", "given", "passed", "turns_off_gradients"]
 
 
 # Calls that run a function given as an argument, in this process or in others.
@@ -121,7 +113,6 @@ class Calls:
                     if key is not None:
                         stack.append((current, home, key))
                         stack.extend((value, at, "") for value, at in reversed(list(self.values(key, home))))
-                        stack.extend((made, at, "") for made, at in self.items(key, home))
                         stack.extend((made, at, "") for made, at in self.imported(key, home))
                         if handed_in:
                             stack.extend((made, at, "") for made, at in self.handed_in(key, home))
@@ -185,16 +176,6 @@ class Calls:
             if found:
                 yield from ((value, home) for value in found)
                 return
-
-    def items(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the factory of the `defaultdict` whose values a loop iterates over (`for m in meters.values():`)."""
-        for bind in scope.binds.get(key, [])[:MAX_BINDS]:
-            over = bind.value if bind.how == "for" and bind.path in ((), (1,)) else None
-            if isinstance(over, ast.Call) and last(over) == ("items" if bind.path else "values"):
-                table = dotted(over.func.value) if isinstance(over.func, ast.Attribute) else None
-                for value, home in self.values(table, scope) if table is not None else ():
-                    if isinstance(value, ast.Call) and last(value) == "defaultdict" and value.args:
-                        yield ast.copy_location(ast.Call(value.args[0], [], []), value), home
 
     def runs(self, site: Site) -> list[Scope]:
         """Return the functions that a call runs: its target, and functions handed to something that runs them."""
@@ -361,7 +342,7 @@ class Effects:
         return site.name in names or any(names & self.names(function) for function in self.calls.runs(site))
 
     def mentioned(self, module: Module, *words: str) -> bool:
-        """Check whether the text of any file of the programs that the file is part of has one of the words."""
+        """Check whether the text of a file's programs has one of the words."""
         return any(self.project.says(module, word) for word in words)
 
     def mentioned_in(self, scope: Scope, word: str) -> bool:

@@ -66,7 +66,7 @@ def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
 
 
 def apart(site: Site, other: Site) -> bool:
-    """Check whether two calls of a scope are in two arms of one `if`, so that no pass makes both."""
+    """Check whether two calls are in two arms of one `if`."""
     return parted(site, other.stmt)
 
 
@@ -233,7 +233,7 @@ def each_update(guard: Guard) -> bool:
 
 
 def in_turn(test: ast.expr) -> bool | None:
-    """Return True for a test of every n-th turn (`step % n == 0`), False for the others, else None."""
+    """Return True for a test of every n-th turn, False for the others, else None."""
     if turns_left(test) is not None:
         return False
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):

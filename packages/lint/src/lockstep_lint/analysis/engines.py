@@ -4,10 +4,10 @@ import ast
 import re
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import COLLECTIVES, passed
+from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, is_true, last, walk
+from lockstep_lint.analysis.nodes import Words, idents, last
 from lockstep_lint.analysis.view import View
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "SAVES",
     "WAITS",
     "asks_for_deepspeed",
-    "has_shard",
     "is_shard",
     "prepared",
     "saves_on_all",
@@ -31,7 +30,6 @@ OTHERS = {"lightning", "pytorch_lightning", "lockstep", "composer", "accelerate"
 # The methods of an Accelerator that end when all processes are in them: names that nothing else has, and others.
 WAITS = {"wait_for_everyone", "gather_for_metrics", "check_trigger"}
 GATHERS = {"gather", "reduce", "pad_across_processes"}
-MAX_CALLS, MAX_CALLERS = 2, 20
 ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
 # Those of Lightning's Fabric, which saves on the main process by itself, after all have come.
 OF_FABRIC = {"barrier", "save", "all_gather", "all_reduce", "broadcast"}
@@ -72,32 +70,11 @@ def prepared(view: View) -> frozenset[ast.Call]:
 
 
 def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
-    """Check whether a loader has a rank's own shard, by its sampler, its data, or the framework that prepares it."""
+    """Check whether a loader yields a rank's own shard."""
     if view.kinds.is_shard(loader, scope):
         return True
     made = {call for call, _, _ in view.origins.calls_of(view.kinds.iterated(loader, scope), scope)}
     return bool(made) and made <= prepared(view)
-
-
-def shared_out(view: View, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
-    """Check whether a loop's header runs over a loader that Accelerate has prepared: each process has its part."""
-    key = dotted(view.kinds.iterated(node, scope) if not depth else node)
-    if key is None or "accelerate" not in view.frameworks or depth > MAX_CALLS:
-        return False
-    binds = view.origins.binds(key, scope, node.lineno)
-    if not binds and key in scope.params:
-        given = [(passed(site, scope, key), site.scope) for site in view.calls.callers(scope)[:MAX_CALLERS]]
-        return any(value is not None and shared_out(view, value, home, depth + 1) for value, home in given)
-    makers = [bind.value.func for bind, _ in binds if isinstance(bind.value, ast.Call)]
-    return any(
-        isinstance(func, ast.Attribute) and func.attr == "prepare" and ACCELERATOR.search(last(func.value))
-        for func in makers
-    )
-
-
-def has_shard(view: View, header: ast.expr, scope: Scope) -> bool:
-    """Check whether a loop's header runs over a rank's own shard, or over what Accelerate prepared by any name."""
-    return view.kinds.is_shard(header, scope) or shared_out(view, header, scope)
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
@@ -111,25 +88,11 @@ def saves_on_all(view: View, site: Site) -> bool:
     """Check whether a call has DeepSpeed's engine save, by its object or the test around it."""
     if site.name not in SAVES or site.receiver is None or OTHERS & view.frameworks:
         return False
-    if view.calls.target(site.call, site.scope) is not None or kept_out(view, site):
+    if view.calls.target(site.call, site.scope) is not None:
         return False
-    if "deepspeed" in view.frameworks and ("engine" in last(site.receiver) or by_deepspeed(view, site)):
+    if "deepspeed" in view.frameworks and "engine" in last(site.receiver):
         return True
     return any(guard.when and asks_for_deepspeed(guard.test) for guard in guards(site.stmt, site.module))
-
-
-def kept_out(view: View, site: Site) -> bool:
-    """Check whether the main rank's flag around a call is True without a group (`main = True` under `if not ddp`)."""
-    keys = {key for guard in guards(site.stmt, site.module) for node in walk(guard.test) if (key := dotted(node))}
-    binds = [bind for key in keys for bind, _ in view.ranks.tests.numbers.bound(key, site.scope)]
-    return any(is_true(bind.value) for bind in binds)
-
-
-def by_deepspeed(view: View, site: Site) -> bool:
-    """Check whether the object of a call is what DeepSpeed made of a model, whatever it is called."""
-    binds = view.origins.binds(dotted(site.receiver) or "", site.scope, site.line)
-    made = ((bind.value, home) for bind, home in binds if isinstance(bind.value, ast.Call))
-    return any(view.names.qualify(call.func, home) == "deepspeed.initialize" for call, home in made)
 
 
 def asks_for_deepspeed(test: ast.expr) -> bool:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,18 +50,9 @@ IMPORTS = re.compile(
 NAME = re.compile(r"(?:(?<=^)|(?<=[\s,(]))([\w.]+|\*)(?:\s+as\s+\w+)?")
 
 
-# A folder that a program adds to the places where Python looks, as far as it is written out
-# (`sys.path.append("../utils")`, `sys.path.insert(0, os.path.join(ROOT, "models"))`).
+# A folder that a program adds to the places where Python looks (`sys.path.append("../utils")`).
 ADDS = re.compile(r"""^[ \t]*sys\.path\.(?:append|insert|extend)\(([^\n#]*)""", re.MULTILINE)
 TEXT = re.compile(r"""["']([\w./ -]+)["']""")
-CALLED = re.compile(r"(?<![.\w])[A-Za-z_]\w*(?!\w|\(|\s*=)")
-# What gives a name such a text, and a function its first parameter.
-ASSIGNS = re.compile(r"^[ \t]*(\w+)[ \t]*=(?!=)([^\n#]*)", re.MULTILINE)
-TAKES = re.compile(r"^def (\w+)\([ \t]*(\w+)", re.MULTILINE)
-RUNS = re.compile(r"^(\w+)\(([^\n#]*)\)", re.MULTILINE)
-# How many names stand between such a call and a text, and how many expressions are looked at for all calls of a file.
-MAX_NAMES = 2
-MAX_GIVEN = 200
 
 
 class Paths:
@@ -179,7 +169,7 @@ def root_of(folder: str) -> str:
 
 
 def scan(root: str) -> list[str]:
-    """Return the Python files of a project, in a fixed order; without a project's mark those near its root only."""
+    """Return the Python files of a project, in a fixed order."""
     files: list[str] = []
     top = Path(root)
     marked = any((top / mark).exists() for mark in ROOT_MARKS)
@@ -238,40 +228,15 @@ def lines_of(path: str) -> Lines:
 
 
 def folders_added(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield the texts that each folder is made of which a file adds to `sys.path`: in the call, or in what its names
-    mean (`lib = join(here, "lib")`), also where a function is given it (`def add(path): sys.path.insert(0,
-    path)`).
-    """
-    given = values_of(text)
-    queue = [(call[1], 0) for call in ADDS.finditer(text)]
-    seen: set[str] = set()
-    while queue and len(seen) < MAX_GIVEN:
-        value, depth = queue.pop(0)
-        if value in seen:
-            continue
-        seen.add(value)
-        found = tuple(word for word in TEXT.findall(value) if word.strip("./ "))
+    """Yield the texts that each folder is made of which a file adds to `sys.path`."""
+    for call in ADDS.finditer(text):
+        found = tuple(word for word in TEXT.findall(call[1]) if word.strip("./ "))
         if found:
             yield found
-        elif depth < MAX_NAMES:
-            queue += [(each, depth + 1) for name in CALLED.findall(value) for each in given.get(name, ())[:MAX_GIVEN]]
-
-
-def values_of(text: str) -> dict[str, list[str]]:
-    """Return the values of each name of a file, from assignments and first arguments."""
-    given: dict[str, list[str]] = {}
-    for name, value in ASSIGNS.findall(text):
-        given.setdefault(name, []).append(value)
-    calls: dict[str, list[str]] = {}
-    for function, value in RUNS.findall(text):
-        calls.setdefault(function, []).append(value)
-    for function, name in TAKES.findall(text):
-        given.setdefault(name, []).extend(calls.get(function, ()))
-    return given
 
 
 def mentioned(text: str) -> Iterator[tuple[str, int]]:
-    """Yield the dotted names that the import lines of a text may mean, each with its number of leading dots."""
+    """Yield the dotted names of a text's imports, each with its leading dots."""
     lines = dict.fromkeys(match.group("plain", "module", "names") for match in IMPORTS.finditer(f"\n{text}"))
     for plain, dots, names in lines:
         if plain is not None:
@@ -338,7 +303,7 @@ class Graph:
         return self.added[root]
 
     def together(self, paths: list[str]) -> list[list[str]]:
-        """Return the paths in groups that imports connect, as far as is known, in the order of their first members."""
+        """Return the paths in groups that imports connect."""
         parent: dict[str, str] = {}
 
         def top(name: str) -> str:
@@ -404,29 +369,9 @@ def _texts(folder: Path) -> Iterator[str]:
             text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         except OSError:
             continue
-        yield (
-            "\n".join(_listed(text)) if path.name == "pyproject.toml" else text.replace(", ", ",").replace(",'", "\n'")
-        )
-
-
-def _listed(text: str) -> Iterator[str]:
-    """Yield the requirements of a pyproject.toml, one a line."""
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return
-    project = data.get("project", {})
-    for group in (project.get("dependencies"), *_values(project.get("optional-dependencies"))):
-        yield from (item for item in group or [] if isinstance(item, str))
-    poetry = data.get("tool", {}).get("poetry", {})
-    for name, wanted in (poetry.get("dependencies") or {}).items():
-        text = wanted.get("version", "") if isinstance(wanted, dict) else wanted
-        if name == "torch" and isinstance(text, str):
-            yield f"torch{text}" if text[:1] in "<>=~^!" else f"torch=={text}"
-
-
-def _values(table: object) -> list[list[object]]:
-    return [group for group in table.values() if isinstance(group, list)] if isinstance(table, dict) else []
+        if path.name == "pyproject.toml":  # one requirement a line, as in the other files
+            text = text.replace(' = "', "").replace("[", "\n[").replace(',"', '\n"')
+        yield text.replace(", ", ",").replace(",'", "\n'").replace(',"', '\n"')
 
 
 def _versions(text: str) -> Iterator[Version]:

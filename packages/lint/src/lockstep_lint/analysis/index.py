@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import string
-from ast import Attribute, Call, Dict, ListComp, Name, NamedExpr
+from ast import Attribute, Call, Dict, Name, NamedExpr
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -206,9 +206,8 @@ class Module:
     named: dict[str, list[tuple[ast.stmt, Scope]]] = field(default_factory=dict)
     imported: list[Imported] = field(default_factory=list)
     up: dict[ast.stmt, tuple[ast.stmt, str]] = field(default_factory=dict)
-    # What rules look for in whole files: dictionaries that are written out, and list comprehensions.
+    # The dictionaries that are written out.
     dicts: list[ast.Dict] = field(default_factory=list)
-    list_comps: list[tuple[ast.ListComp, Scope]] = field(default_factory=list)
     # The statements' expressions some parts of which are not worked out once, from left to right.
     forked: set[ast.expr] = field(default_factory=set)
     whole: bool = True
@@ -263,15 +262,6 @@ class Module:
         return group(self.sites())
 
     @functools.cached_property
-    def places(self) -> dict[Scope, dict[str, list[ast.stmt]]]:
-        """The same as `named`, by scopes: for each name, the statements of the scope that name it, first to last."""
-        table: dict[Scope, dict[str, list[ast.stmt]]] = {}
-        for name, places in self.named.items():
-            for stmt, scope in places:
-                table.setdefault(scope, {}).setdefault(name, []).append(stmt)
-        return table
-
-    @functools.cached_property
     def own_names(self) -> frozenset[str]:
         """The first part of every name that the file assigns, defines or takes as a parameter, without imports."""
         binds = {key.partition(".")[0] for scope in self.scopes for key in scope.binds}
@@ -295,7 +285,7 @@ class Module:
 
 
 def never_run(stmt: ast.stmt) -> str:
-    """Return the block of a statement that no run comes to, as its test is written out; "" for none."""
+    """Return the block of a statement that never runs; "" for none."""
     if not isinstance(stmt, TESTED) or not isinstance(stmt.test, ast.Constant):
         return ""
     return "body" if not stmt.test.value else "orelse"
@@ -417,8 +407,6 @@ class _Indexer:
                 module.dicts.append(node)  # type: ignore[arg-type]
             elif kind in FORKS:
                 module.forked.add(root)
-                if kind is ListComp:
-                    module.list_comps.append((node, scope))  # type: ignore[arg-type]
 
     def bind(self, stmt: ast.stmt, scope: Scope) -> None:
         if isinstance(stmt, ast.Assign):

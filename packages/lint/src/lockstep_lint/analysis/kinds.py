@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword, last
+from lockstep_lint.analysis.nodes import Words, argument, dotted, keyword, last
 from lockstep_lint.analysis.origins import Origins
 
 __all__ = ["EVALUATION", "MODEL", "OPTIMIZER", "SCALER", "TORCH_OPTIMIZERS", "Kinds", "Steps", "parts"]
@@ -187,7 +187,7 @@ class Kinds:
         return node
 
     def gives_loader(self, call: ast.Call, scope: Scope) -> bool:
-        """Check whether a call makes a loader out of something else, rather than running over one that it is given."""
+        """Check whether a call makes a loader, rather than running over one."""
         if self.origins.calls.target(call, scope) is not None and self.loader_call(call, scope) is not None:
             return True
         return LOADER.search(last(call)) and not any(LOADER.search(last(value)) for value in call.args)
@@ -197,41 +197,18 @@ class Kinds:
         found = [(call, home) for call, home, full in self.origins.calls_of(node, scope) if full.endswith("DataLoader")]
         return found[0] if found else None
 
-    def is_shard(self, node: ast.expr, scope: Scope, alike: bool = False) -> bool:
-        """Check whether a loop's header runs over a loader of a rank's own part of the data: with a distributed
-        sampler, or over what was divided by hand. With `alike`, one of several loaders that are all made so, without
-        a test.
-        """
+    def is_shard(self, node: ast.expr, scope: Scope) -> bool:
+        """Check whether a loop's header runs over a loader of a rank's own part of the data."""
         calls = self.origins.calls_of(self.iterated(node, scope), scope)
-        found = [(call, home) for call, home, full in calls if full.endswith("DataLoader")]
-        return any(self.gives_shard(call, home) for call, home in found)
+        return any(self.gives_shard(call, home) for call, home, full in calls if full.endswith("DataLoader"))
 
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
-        """Check whether a loader is given a rank's own part of the data."""
+        """Check whether a loader is given a distributed sampler, or a rank's own part of the data."""
         sampler = keyword(made, "sampler")
-        found = [(call, home) for call, home, full in self.origins.calls_of(sampler, scope) if full.endswith(SAMPLER)]
-        if any(not self.whole(call, home) for call, home in found):
+        if any(full.endswith(SAMPLER) for _, _, full in self.origins.calls_of(sampler, scope)):
             return True
         given = [value for value in (argument(made, 0, "dataset"), sampler) if value is not None]
-        return any(self.is_part(value, scope, 0) for value in given)
-
-    def whole(self, sampler: ast.Call, scope: Scope) -> bool:
-        """Check whether a distributed sampler is made for one process by all its callers."""
-        count = argument(sampler, 1, "num_replicas")
-        found = self.origins.of(count, scope)
-        return bool(found) and all(constant(origin.node) == 1 for origin in found)
-
-    def is_part(self, node: ast.expr, scope: Scope, depth: int) -> bool:
-        """Check whether a data set or a sampler is made of a rank's own part of something."""
-        return any(
-            divides(origin.node)
-            or (
-                depth < 2
-                and origin.call is not None
-                and any(self.is_part(value, origin.scope, depth + 1) for value in origin.call.args)
-            )
-            for origin in self.origins.of(node, scope)
-        )
+        return any(divides(origin.node) for value in given for origin in self.origins.of(value, scope))
 
 
 def within(node: ast.expr) -> ast.expr | None:

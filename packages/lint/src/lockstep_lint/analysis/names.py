@@ -77,7 +77,7 @@ class Names:
         brought = self.brought(first, module)
         if brought:
             return f"{brought}.{rest}" if rest else brought
-        return self.star_name(name, module)
+        return ""
 
     def passed_on(self, module: Module, imported: Imported) -> str:
         """Return the full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
@@ -104,16 +104,6 @@ class Names:
                     return inner
             elif not imported.level and not self.project.find(module, imported.full, 0):
                 return imported.full
-        return ""
-
-    def star_name(self, name: str, module: Module) -> str:
-        """Return a name that an external star import may have brought (`from torch.nn import *`)."""
-        head = name.split(".")[0]
-        if head in module.top.binds or head in module.top.defs:
-            return ""
-        for star in module.stars:
-            if star.module.split(".")[0] == "torch" and head[:1].isupper():
-                return f"{star.module}.{name}"
         return ""
 
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:

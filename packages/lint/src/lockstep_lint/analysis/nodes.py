@@ -22,7 +22,6 @@ __all__ = [
     "keyword",
     "last",
     "mentions",
-    "own_expressions",
     "strings",
     "targets",
     "walk",
@@ -221,10 +220,3 @@ class Words(dict[str, bool]):
     def __missing__(self, name: str) -> bool:
         found = self[name] = self.pattern.search(name) is not None
         return found
-
-
-def own_expressions(stmt: ast.stmt) -> Iterator[AST]:
-    """Yield the expressions of a statement, without the statements in it."""
-    for child in ast.iter_child_nodes(stmt):
-        if isinstance(child, ast.expr | ast.withitem | ast.keyword):
-            yield child

@@ -5,13 +5,13 @@ import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep_lint.analysis.budget import WORK
+from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import Calls, given, passed
 from lockstep_lint.analysis.context import above, guards, loops
 from lockstep_lint.analysis.index import Bind, Scope
 from lockstep_lint.analysis.nodes import REFERENCES, SEQUENCES, constant, dotted, element_of, has_star, head, last
 
-__all__ = ["SAME", "Origin", "Origins", "default", "reaching", "returned", "truth", "under"]
+__all__ = ["OBJECT", "SAME", "Known", "Origin", "Origins", "default", "outcome", "reaching", "returned", "under"]
 
 
 # The call through which a search came into a function: its arguments are the parameters, not those of other calls.
@@ -27,43 +27,57 @@ def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
 
 def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
     """Check whether a statement of a function cannot run in a call, by the tests of its parameters."""
-    if entry is None:
-        return False
-    return any(truth(g.test, function, entry) is (not g.when) for g in guards(stmt, function.module))
+    known = literals(entry[0], function) if entry is not None else {}
+    return bool(known) and any(outcome(g.test, known) is (not g.when) for g in guards(stmt, function.module))
 
 
-def truth(test: ast.expr, function: Scope, entry: Entry | None) -> bool | None:
-    """Evaluate a test by the literal arguments of a call; None if they do not decide it."""
-    if entry is None:
-        return None
+# What is known of names: their literals, or OBJECT for what is neither None nor a literal.
+Known = dict[str | None, object]
+OBJECT = object()
+
+
+@kept
+def literals(call: ast.Call, function: Scope) -> Known:
+    """Return the literal arguments of a call, of parameters that are never bound again."""
+    found = Known()
+    for name in function.params:
+        value = given(call, function, name) or default(function, name, call)
+        if isinstance(value, ast.Constant) and name not in function.binds:
+            found[name] = value.value
+    return found
+
+
+def outcome(test: ast.expr, known: Known) -> bool | None:
+    """Evaluate a test by literals alone; None if they do not decide it."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = truth(test.operand, function, entry)
+        inner = outcome(test.operand, known)
         return None if inner is None else not inner
     if isinstance(test, ast.BoolOp):
-        found = [truth(value, function, entry) for value in test.values]
-        ends = isinstance(test.op, ast.Or)
-        if ends in found:
-            return ends
-        return None if None in found else not ends
-    if (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot)
-    ):
-        left, right = literal(test.left, function, entry), test.comparators[0]
-        if left is None or not isinstance(right, ast.Constant):
-            return None
-        return (left.value == right.value) is isinstance(test.ops[0], ast.Eq | ast.Is)
-    value = literal(test, function, entry)
-    return None if value is None else bool(value.value)
+        found, ends = {outcome(value, known) for value in test.values}, isinstance(test.op, ast.Or)
+        return ends if ends in found else not ends if found == {not ends} else None
+    if (key := dotted(test)) in known:
+        value = known[key]
+        return None if value is OBJECT else bool(value)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return compared(test, known)
+    return False if last(test) == "TYPE_CHECKING" else None
 
 
-def literal(node: ast.expr, function: Scope, entry: Entry) -> ast.Constant | None:
-    """Return the literal that a call gives for a parameter that is never bound again."""
-    if not isinstance(node, ast.Name) or node.id not in function.params or node.id in function.binds:
+def compared(test: ast.Compare, known: Known) -> bool | None:
+    """Evaluate a comparison of a known name with a literal."""
+    key, op, right = dotted(test.left), test.ops[0], test.comparators[0]
+    if key not in known:
         return None
-    value = given(entry[0], function, node.id) or default(function, node.id, entry[0])
-    return value if isinstance(value, ast.Constant) else None
+    value, literal = known[key], constant(right)
+    if isinstance(op, ast.In | ast.NotIn) and value is not OBJECT and isinstance(right, ast.Tuple | ast.List | ast.Set):
+        return (value in [constant(item) for item in right.elts]) is isinstance(op, ast.In)
+    if (literal is None and not isinstance(right, ast.Constant)) or (value is OBJECT and literal is not None):
+        return None
+    if isinstance(op, ast.Eq | ast.Is):
+        return value == literal
+    return value != literal if isinstance(op, ast.NotEq | ast.IsNot) else None
 
 
 def default(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
@@ -118,7 +132,7 @@ class Origin:
 
 
 def filled(key: str, scope: Scope, wanted: object) -> Iterator[ast.expr]:
-    """Yield what a function puts into an empty table, under a key that is the wanted one or is not known."""
+    """Yield what a function stores in an empty table, under the wanted key."""
     begun = [bind.value for bind in scope.binds.get(key, [])]
     if not begun or not all(isinstance(value, ast.Dict) and not value.keys for value in begun):
         return
@@ -222,7 +236,7 @@ def _covers(bind: Bind, line: int) -> bool:
 
 
 def _holds(node: ast.stmt, place: str, line: int) -> bool:
-    """Check whether a line is in the same block of a statement, so that what is bound in it before holds there."""
+    """Check whether a line is in the same block of a statement."""
     block = getattr(node, place, [])
     return bool(block) and isinstance(block[-1], ast.stmt) and line <= (block[-1].end_lineno or 0)
 
@@ -273,7 +287,7 @@ class _Walk:
         if isinstance(node, ast.Subscript):
             return self.item(node, scope, entry)
         if isinstance(node, ast.IfExp):
-            known = truth(node.test, scope, entry)
+            known = outcome(node.test, literals(entry[0], scope)) if entry is not None else None
             arms = ((node.body, True), (node.orelse, False))
             return [(arm, scope, entry) for arm, when in arms if known is not (not when)]
         if isinstance(node, ast.BoolOp):
@@ -397,7 +411,7 @@ GETTERS = ("property", "cached_property")
 
 
 def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
-    """Yield the values that a written dictionary may give for a key; all of them where the key is not known."""
+    """Yield the values that a dictionary may give for a key."""
     pairs = [(constant(k), v) for k, v in zip(table.keys, table.values, strict=True)]
     same = [value for name, value in pairs if key is not None and name == key]
     yield from same or ([value for _, value in pairs] if key is None else [])

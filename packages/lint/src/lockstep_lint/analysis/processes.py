@@ -6,56 +6,11 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
-from lockstep_lint.analysis.context import above, apart, guards, loops
+from lockstep_lint.analysis.context import above, apart, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import SEQUENCES, Words, argument, constant, keyword, last, walk
+from lockstep_lint.analysis.nodes import SEQUENCES, Words, constant, keyword, walk
 
 __all__ = ["STARTS", "Programs"]
-
-
-# What may set an option from outside of the class.
-SETS = ("setattr(", "vars(", "__dict__")
-
-
-def never(calls: Calls, site: Site) -> bool:
-    """Check whether options that are written out keep a call from ever being made."""
-    return any(outcome(calls, guard.test, site.scope) is (not guard.when) for guard in guards(site.stmt, site.module))
-
-
-def outcome(calls: Calls, test: ast.expr, scope: Scope) -> bool | None:
-    """Evaluate a test that literal options decide."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = outcome(calls, test.operand, scope)
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        ends = isinstance(test.op, ast.Or)
-        found = [outcome(calls, value, scope) for value in test.values]
-        return ends if ends in found else None if None in found else not ends
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-        left, right = written(calls, test.left, scope), constant(test.comparators[0])
-        return None if left is None or right is None else (left == right) is isinstance(test.ops[0], ast.Eq)
-    value = written(calls, test, scope)
-    return None if value is None else bool(value)
-
-
-def written(calls: Calls, node: ast.expr, scope: Scope) -> object:
-    """Return the literal that an option of an object always is: its class, of this file, is all that gives it one."""
-    module = scope.module
-    if not isinstance(node, ast.Attribute) or any(word in module.text for word in SETS):
-        return None
-    owner = calls.class_of(node.value, scope)
-    if owner is None or owner.module is not module or owner.decorators or any(calls.names.bases_of(owner)):
-        return None
-    own, name = (owner, *owner.defs.values()), node.attr
-    binds = [
-        (place, bind)
-        for place in module.scopes
-        for key, given in place.binds.items()
-        if key.rpartition(".")[2] == name and (place is owner or "." in key)
-        for bind in given
-    ]
-    values = [constant(bind.value) if place in own and not bind.path else None for place, bind in binds]
-    return values[0] if len(values) == 1 else None
 
 
 STARTS = ("init_process_group", "initialize_distributed", "init_distributed")
@@ -63,17 +18,8 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"
 INITS = ("horovod.torch.init", "smdistributed.modelparallel.torch.init")
 SPAWNS = {"spawn", "start_processes", "Process"}
 SPAWN = "torch.multiprocessing.spawn"
-PROGRAMS_RUNS = ("horovod.run", "horovod.torch.run", "horovod.spark.run")
 # What starts processes from a notebook.
 LAUNCHERS = ("TorchTrainer", "TorchDistributor", "notebook_launcher")
-# Those of them that are given the function which the processes run, by their full names.
-FUNCTION_LAUNCHERS = (
-    "ray.train.torch.TorchTrainer",
-    "accelerate.notebook_launcher",
-    "accelerate.launchers.notebook_launcher",
-)
-# Lightning's Fabric, which takes all devices of the machine unless it is told how many.
-FABRICS = ("lightning.Fabric", "lightning.fabric.Fabric", "lightning_fabric.Fabric")
 # A program that asks its launcher for its place is started several times, whoever makes the group (a Trainer, say).
 LAUNCHED = re.compile(
     r"""environ\.get\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|getenv\(\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']|environ\[\s*["'](?:LOCAL_RANK|WORLD_SIZE)["']\s*\](?!\s*=[^=])"""
@@ -96,32 +42,17 @@ class Programs:
 
     @kept
     def direct(self, module: Module) -> bool:
-        """Check whether a file starts a process group, wraps a model for several processes, or asks which one it is."""
+        """Check whether a file starts a process group or wraps a model itself."""
         if launched(module.text) or any(self.deepspeed(site) for site in module.sites("initialize")):
-            return True
-        if any(map(self.launches, module.sites("Fabric", *LAUNCHERS))):
             return True
         if not any(word in module.text for word in (*STARTS, *WRAPPERS)):
             starts = any(package in module.text for package in ("horovod", "smdistributed"))
             return starts and any(self.initiates(site) for site in module.sites("init"))
-        made = filter(for_several, module.sites(*STARTS))
-        return any(not never(self.calls, s) for s in made) or any(self.wraps(s) for s in module.sites())
+        return any(map(for_several, module.sites(*STARTS))) or any(map(self.wraps, module.sites()))
 
     def initiates(self, site: Site) -> bool:
         """Check whether a call starts Horovod, or SageMaker's model parallelism."""
         return self.calls.names.qualify(site.call.func, site.scope) in INITS
-
-    def launches(self, site: Site) -> bool:
-        """Check whether a call has several processes run a function, or a script as Fabric does."""
-        full = self.calls.names.qualify(site.call.func, site.scope)
-        if full in FABRICS:
-            devices, nodes = argument(site.call, 2, "devices"), argument(site.call, 3, "num_nodes")
-            one = says_one(devices) and (nodes is None or says_one(nodes))
-            host = constant(argument(site.call, 0, "accelerator")) == "cpu"
-            return not one and not host and not site.module.path.endswith(".ipynb")
-        if full not in FUNCTION_LAUNCHERS:
-            return False
-        return not says_one(argument(site.call, 2, "num_processes"))
 
     def deepspeed(self, site: Site) -> bool:
         """Check whether a call hands the model to DeepSpeed."""
@@ -167,11 +98,7 @@ class Programs:
         starts = [
             function
             for member in self.project.family(module)
-            for site in (
-                *member.sites(*SPAWNS),
-                *filter(self.spreads, member.sites("run")),
-                *(s for s in member.sites(*LAUNCHERS) if self.launches(s)),
-            )
+            for site in member.sites(*SPAWNS)
             if not self.idle(site.scope)
             for function in (*self.calls.runs(site), *self.handed(site))
         ]
@@ -185,15 +112,6 @@ class Programs:
                 if self.calls.names.qualify(site.call.func, site.scope) == SPAWN and any(self.calls.runs(site)):
                     return True
         return False
-
-    def spreads(self, site: Site) -> bool:
-        """Check whether a call starts a function in the processes of Horovod or Spark (`horovod.run(train)`)."""
-        if self.calls.names.qualify(site.call.func, site.scope) in PROGRAMS_RUNS:
-            return True
-        made = site.receiver
-        if isinstance(made, ast.Name):
-            made = next((value for value, _ in self.calls.values(made.id, site.scope)), None)
-        return last(made) == "TorchDistributor"
 
     def handed(self, site: Site) -> Iterator[Scope]:
         """Yield the functions that callers hand on to `spawn` (`def launch(worker): mp.spawn(worker)`)."""
@@ -293,7 +211,7 @@ class Programs:
         )
 
     def beyond(self, site: Site) -> bool:
-        """Check whether a call is in another arm of a test than each call of its function that starts the group."""
+        """Check whether a call is in another arm than every start of the group."""
         if not any(isinstance(node, ast.If) for node, _ in above(site.stmt, site.module)):
             return False
         starts = [
@@ -345,13 +263,6 @@ class Programs:
         return any(map(for_several, found)) or any(
             ask(site) for ask, name in engines for scope in below for site in scope.named(name)
         )
-
-
-def says_one(count: ast.expr | None) -> bool:
-    """Check whether a number of processes, or a list of devices, certainly is one (`1`, `"1"`, `[0]`)."""
-    if isinstance(count, SEQUENCES):
-        return len(count.elts) == 1 and not isinstance(count.elts[0], ast.Starred)
-    return constant(count) in (1, "1")
 
 
 def launched(text: str) -> bool:

@@ -4,9 +4,9 @@ import ast
 import re
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.calls import Calls, passed
+from lockstep_lint.analysis.calls import Calls
 from lockstep_lint.analysis.index import Bind, Module, Scope
-from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, has_star, idents, last, strings
+from lockstep_lint.analysis.nodes import REFERENCES, Words, constant, dotted, idents, last, strings
 
 __all__ = [
     "COUNT",
@@ -76,12 +76,7 @@ COUNT = Words(
     re.IGNORECASE,
 )
 # What a comparison is with its sides changed (`0 < rank`).
-FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.Gt,
-    ast.LtE: ast.GtE,
-    ast.Gt: ast.Lt,
-    ast.GtE: ast.LtE,
-}
+FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 
 
 def beside_zero(op: ast.cmpop, value: object) -> int:
@@ -107,7 +102,7 @@ def is_number_of_device(node: ast.expr, other: ast.expr) -> bool:
 
 
 def gives_rank(node: ast.expr) -> bool:
-    """Check whether an expression asks the process group or the environment for the rank, or is a name for it."""
+    """Check whether an expression reads the rank from the group or the environment."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return gives_rank(node.left)
     if isinstance(node, ast.IfExp):  # `get_rank() if is_initialized() else 0`
@@ -116,11 +111,6 @@ def gives_rank(node: ast.expr) -> bool:
     if isinstance(node, REFERENCES):
         return "rank" in last(node).lower() and says_rank(node)
     return isinstance(node, ast.Call | ast.Subscript) and says_rank(node)
-
-
-def is_first_of(node: ast.expr) -> bool:
-    """Check whether a rank is compared with the first of some (`gpu == args.gpus[0]`)."""
-    return isinstance(node, ast.Subscript) and constant(node.slice) == 0
 
 
 def is_empty(node: ast.AST) -> bool:
@@ -136,8 +126,6 @@ def counts_batches(node: ast.expr) -> bool:
 
 
 MAX_CALLERS = 20
-# How many names and parameters a rank is followed through.
-MAX_NAMES = 3
 # What starts processes, and gives each its number as the first argument.
 NUMBERED = {"spawn", "start_processes"}
 
@@ -149,58 +137,20 @@ class RankNumbers:
         self.calls = calls
 
     @kept
-    def is_rank(self, node: ast.expr, scope: Scope, depth: int = 0) -> bool:
+    def is_rank(self, node: ast.expr, scope: Scope) -> bool:
         """Check whether an expression is a rank, by its name or by the values behind it."""
         if isinstance(node, ast.BinOp):
-            return self.is_rank(node.left, scope, depth)
+            return self.is_rank(node.left, scope)
         if isinstance(node, ast.NamedExpr):
-            return self.is_rank(node.value, scope, depth)
-        if says_rank(node):
-            return not self.left_out(node, scope)
-        if isinstance(node, ast.Call):
-            return self.returns_rank(node, scope, depth)
+            return self.is_rank(node.value, scope)
         key = dotted(node)
-        if not isinstance(node, REFERENCES) or key is None:
-            return False
-        values = list(self.calls.values(key, scope))
+        if says_rank(node) or not isinstance(node, REFERENCES) or key is None:
+            return says_rank(node)
+        values = [value for value, _ in self.calls.values(key, scope)]
         if not values and "." in key:  # `config.device = int(os.environ["LOCAL_RANK"])`, where the object is made
-            values = [(bind.value, home) for bind, home in self.set_elsewhere(key, scope) if bind.value is not None]
-        values = [(value, home) for value, home in values if constant(value) != 0]  # what it is in one process
-        if values and all(self.stands_for(value, home, depth) for value, home in values):
-            return True
-        return self.numbered(key, scope) or self.filled(key, scope, depth)
-
-    def returns_rank(self, call: ast.Call, scope: Scope, depth: int) -> bool:
-        """Check whether a call runs a function of the project that gives the rank, or 0 where there is one process."""
-        function = self.calls.target(call, scope) if depth < MAX_NAMES else None
-        values = [v for v in function.returns() if constant(v) != 0] if function is not None else []
-        return bool(values) and all(gives_rank(v) or self.is_rank(v, function, depth + 1) for v in values if function)
-
-    def stands_for(self, value: ast.expr, home: Scope, depth: int) -> bool:
-        """Check whether a value that a name is given asks for the rank, or is another name for it."""
-        again = isinstance(value, REFERENCES) and depth < MAX_NAMES
-        asked = gives_rank(value) or (isinstance(value, ast.Call) and self.returns_rank(value, home, depth))
-        return asked or (again and self.is_rank(value, home, depth + 1))
-
-    def filled(self, key: str, scope: Scope, depth: int) -> bool:
-        """Check whether every call in sight passes the rank for a parameter (`train(device=local_rank)`)."""
-        if key not in scope.params or key in scope.binds or depth >= MAX_NAMES:
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        given = [(passed(site, scope, key), site.scope) for site in callers]
-        return bool(given) and all(value is not None and self.is_rank(value, home, depth + 1) for value, home in given)
-
-    def left_out(self, node: ast.AST, scope: Scope) -> bool:
-        """Check whether no call in sight passes a parameter, so that its default holds on every rank."""
-        if not isinstance(node, ast.Name) or node.id not in scope.params or node.id in scope.binds:
-            return False
-        callers = self.calls.callers(scope)[:MAX_CALLERS]
-        return bool(callers) and all(
-            self.calls.target(site.call, site.scope) is scope
-            and not has_star(site.call)
-            and passed(site, scope, node.id) is None
-            for site in callers
-        )
+            values = [bind.value for bind, _ in self.set_elsewhere(key, scope) if bind.value is not None]
+        values = [value for value in values if constant(value) != 0]  # what it is in one process
+        return (bool(values) and all(map(gives_rank, values))) or self.numbered(key, scope)
 
     def numbered(self, key: str, scope: Scope) -> bool:
         """Check whether a name is the process number that `spawn` passes first."""
@@ -244,9 +194,10 @@ class RankNumbers:
         value = constant(right)
         if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List | ast.Set):
             return 1 if isinstance(op, ast.In) else -1
-        main = value in (0, "0") or self.main_number(right, scope)
+        given = {constant(number) for number, _ in self.calls.values(dotted(right) or "", scope)}
+        main = value in (0, "0") or (given == {0} if given else MAIN_NUMBER.search(last(right)))
         if isinstance(op, ast.Eq | ast.Is):
-            return 1 if main or is_first_of(right) else 0
+            return 1 if main else 0
         if isinstance(op, ast.NotEq | ast.IsNot | ast.Gt):
             return -1 if main else 0
         # No rank is below 0: that asks whether the processes have numbers at all.
@@ -254,16 +205,8 @@ class RankNumbers:
             return 1 if value == 1 or (value == 0 and isinstance(op, ast.LtE)) else 0
         return -1 if isinstance(op, ast.GtE) and value == 1 else 0
 
-    def main_number(self, node: ast.expr, scope: Scope) -> bool:
-        """Check whether an expression is a name for the number of the main rank (`ROOT = 0`, `args.master_rank`)."""
-        key = dotted(node)
-        if key is None:
-            return False
-        values = [value for value, _ in self.calls.values(key, scope)]
-        return all(constant(value) == 0 for value in values) if values else MAIN_NUMBER.search(last(node))
-
     def one_rank(self, node: ast.Compare, scope: Scope) -> bool:
-        """Check whether a test holds on one rank that is not the first (`rank == 1`, `rank == world_size - 1`)."""
+        """Check whether a test holds on one rank other than the first (`rank == 1`)."""
         left, right = node.left, node.comparators[0]
         if not isinstance(node.ops[0], ast.Eq) or not self.is_rank(left, scope) or isinstance(left, ast.BinOp):
             return False

@@ -2,14 +2,12 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Calls, passed
 from lockstep_lint.analysis.context import choices, guards, withs
 from lockstep_lint.analysis.index import Bind, Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, element_of, is_none, is_true, last, strings
-from lockstep_lint.analysis.origins import under
+from lockstep_lint.analysis.nodes import Words, constant, dotted, is_none, last, strings
 from lockstep_lint.analysis.processes import Programs
 from lockstep_lint.analysis.rank_names import (
     COUNT,
@@ -41,7 +39,7 @@ JOINS: dict[type[ast.operator], type[ast.boolop]] = {ast.BitAnd: ast.And, ast.Bi
 
 
 def as_boolean(node: ast.BinOp) -> ast.expr:
-    """Return a test that `&` or `|` joins of comparisons, as `and` or `or` would (`(loss < best) & (rank == 0)`)."""
+    """Return a test that `&` or `|` joins as one that `and` or `or` joins."""
     op = JOINS.get(type(node.op))
     if op is None or not any(isinstance(side, ast.Compare | ast.BinOp) for side in (node.left, node.right)):
         return node
@@ -61,78 +59,6 @@ def may_be_number(node: ast.expr) -> bool:
         return False
     words = " ".join((last(node), *strings(node))).lower()
     return ("rank" in words or "procid" in words) and not words.startswith("is_") and not last(node).endswith("ranks")
-
-
-# How many names and functions a tuple or a dictionary is followed through, and how many values in all.
-MAX_STEPS = 3
-MAX_VALUES = 60
-
-Value = tuple[ast.expr, Scope]
-
-
-def in_tuple(numbers: RankNumbers, key: str, scope: Scope) -> Iterator[Value]:
-    """Yield the values that a name gets in tuples (`main, device = set_up()`), other than True."""
-    binds = numbers.bound(key, scope)
-    if not any(bind.path for bind, _ in binds):
-        return
-    for bind, home in binds:
-        if not bind.path and bind.value is not None and constant(bind.value) is None:
-            yield bind.value, home
-        for whole, place in made(numbers, bind.value, home) if bind.path and bind.how == "assign" else ():
-            yield from ((part, place) for part in element_of(whole, bind.path) if constant(part) is not True)
-
-
-def in_table(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[Value]:
-    """Yield the values at a literal key of a dictionary or tuple (`env["main"]`), other than True."""
-    key = constant(node.slice)
-    for name, home in tables(numbers, node, scope) if isinstance(key, str | int) else ():
-        for stmt in home.stmts:
-            if isinstance(stmt, ast.Assign) and constant(stmt.value) is not True:
-                places = [target for target in stmt.targets if isinstance(target, ast.Subscript)]
-                if any(dotted(p.value) == name and constant(p.slice) == key for p in places):
-                    yield stmt.value, home
-    for whole, home in made(numbers, node.value, scope) if isinstance(key, str | int) else ():
-        parts = under(whole, key) if isinstance(whole, ast.Dict) else ()
-        if isinstance(whole, ast.Tuple) and isinstance(key, int) and key >= 0:
-            parts = element_of(whole, (key,))
-        yield from ((part, home) for part in parts if constant(part) is not True)
-
-
-def tables(numbers: RankNumbers, node: ast.Subscript, scope: Scope) -> Iterator[tuple[str, Scope]]:
-    """Yield the names of a table where its items may be put: here, or where a parameter gets it (`Trainer(params)`)."""
-    name = dotted(node.value)
-    if name is None:
-        return
-    yield name, scope
-    callers = numbers.calls.callers(scope)[:MAX_CALLERS] if name in scope.params and name not in scope.binds else []
-    for site in callers:
-        handed = dotted(passed(site, scope, name))
-        if handed is not None and site.scope is not scope:
-            yield handed, site.scope
-
-
-def made(numbers: RankNumbers, start: ast.expr | None, scope: Scope) -> Iterator[Value]:
-    """Yield the tuples and dictionaries that a value may be, through names and the project's functions."""
-    queue = [(start, scope, 0)]
-    seen: set[tuple[object, Scope]] = set()
-    while queue and len(seen) < MAX_VALUES:
-        value, home, depth = queue.pop(0)
-        if isinstance(value, ast.Tuple | ast.Dict):
-            yield value, home
-        elif isinstance(value, ast.Call | ast.Name | ast.Attribute) and depth < MAX_STEPS:
-            source = numbers.calls.target(value, home) if isinstance(value, ast.Call) else dotted(value)
-            if (source, home) not in seen:
-                seen.add((source, home))
-                queue += [(given, place, depth + 1) for given, place in behind(numbers, source, home)]
-
-
-def behind(numbers: RankNumbers, source: Scope | str | None, scope: Scope) -> Iterator[Value]:
-    """Yield a function's results, or the values assigned to a name."""
-    if isinstance(source, Scope):
-        yield from ((value, source) for value in source.returns())
-    else:
-        binds = numbers.bound(source or "", scope)
-        yield from ((b.value, at) for b, at in binds if b.value is not None and b.how == "assign" and not b.path)
 
 
 MAX_CALLERS = 20
@@ -155,7 +81,7 @@ class RankTests:
 
     @kept
     def test(self, node: ast.expr, scope: Scope, when: bool = True, depth: int = 0) -> int:
-        """Return 1 if a test holds on the main rank only, -1 on the others, OTHER on one of these, else 0."""
+        """Return 1 for a test of the main rank, -1 of others, OTHER of one."""
         node = bare(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             if self.numbers.is_rank(node.operand, scope):
@@ -171,12 +97,12 @@ class RankTests:
             return sign * self.numbers.compare(node, scope) or (
                 OTHER if when and self.numbers.one_rank(node, scope) else 0
             )
-        if isinstance(node, ast.IfExp):
-            return self.choice(node, scope, when, depth)
+        if isinstance(node, ast.IfExp):  # `writer if rank == 0 else None`
+            return self.test(node.test, scope, when, depth) if is_empty(node.orelse) else 0
         if isinstance(node, ast.Subscript):
             said = constant(node.slice)
             told = isinstance(said, str) and (MAIN.search(said) or said in MAIN_EXACT)
-            return sign if told else self.alike(in_table(self.numbers, node, scope), when, depth)
+            return sign if told else 0
         if not depth and may_be_number(node) and self.numbers.is_rank(node, scope):
             return -sign  # `if rank: return`
         name = last(node).lstrip("_")
@@ -186,17 +112,9 @@ class RankTests:
             return sign
         if depth >= 3:
             return 0
-        function = self.calls.target(node, scope) if isinstance(node, ast.Call) else self.property(key, scope)
-        if function is None and key is not None and not isinstance(node, ast.Call):
-            return self.named(key, scope, when, depth)
-        return self.asked(function, when, depth)
-
-    def property(self, key: str | None, scope: Scope) -> Scope | None:
-        """Return the method that an attribute of `self` asks."""
-        head, _, name = (key or "").rpartition(".")
-        method = self.calls.names.member(scope.owner, name) if head == "self" and scope.owner is not None else None
-        marks = method.decorators if method is not None and method.kind == "function" else []
-        return method if any(last(mark) in ("property", "cached_property") for mark in marks) else None
+        if isinstance(node, ast.Call):
+            return self.asked(self.calls.target(node, scope), when, depth)
+        return self.named(key, scope, when, depth) if key is not None else 0
 
     def asked(self, function: Scope | None, when: bool, depth: int) -> int:
         """Evaluate a function of the project that tests the rank (`def primary(): return get_rank() == 0`)."""
@@ -206,18 +124,8 @@ class RankTests:
         found = {self.test(value, function, when, depth + 1) for value in values}
         return found.pop() if len(found) == 1 else 0
 
-    def choice(self, node: ast.IfExp, scope: Scope, when: bool, depth: int) -> int:
-        """Evaluate a conditional value with an empty arm (`writer if rank == 0 else None`)."""
-        if is_empty(node.orelse):
-            return self.test(node.test, scope, when, depth)
-        if not is_empty(node.body):
-            return 0
-        if self.numbers.is_rank(node.test, scope):
-            return 1 if when else -1
-        return self.test(node.test, scope, not when, depth)
-
     def several(self, node: ast.BoolOp, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a test of several parts; `single or rank == 0` counts, as one process is its own main rank."""
+        """Evaluate a test of several parts."""
         found = [self.test(value, scope, when, depth) for value in node.values]
         if when and isinstance(node.op, ast.Or) and any(map(counts_batches, node.values)):
             return 0  # `rank == 0 and step % 25 == 0 or step == len(loader)`: the second part holds on every rank
@@ -233,7 +141,7 @@ class RankTests:
         return self.many(test, scope) == 1 or asks_package(test)
 
     def named(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a name that was given the result of a rank test, or a tracker's run that only the main rank has."""
+        """Evaluate a name by the rank tests that gave it its values."""
         for value, home in self.calls.values(key, scope):
             if isinstance(value, DECIDES):
                 found = self.test(value, home, when, depth + 1)
@@ -243,33 +151,10 @@ class RankTests:
                 found = self.handed(value.id, home, when, depth + 1)  # `Logger(enable=rank == 0)`
                 if found:
                     return found
-        return (
-            self.alike(in_tuple(self.numbers, key, scope), when, depth)
-            or self.kept(key, scope, when, depth)
-            or self.switched(key, scope, when, depth)
-            or self.handed(key, scope, when, depth)
-        )
-
-    def alike(self, values: Iterable[tuple[ast.expr, Scope]], when: bool, depth: int) -> int:
-        """Evaluate a test for each of some values; 0 if the results differ."""
-        found = {self.test(value, home, when, depth + 1) for value, home in values} if depth < 3 else set()
-        return found.pop() if len(found) == 1 else 0
-
-    def switched(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Evaluate a flag that only the other ranks change (`if rank != 0: verbose = False`)."""
-        binds = (self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope))[:MAX_BINDS]
-        off = [(bind, home) for bind, home in binds if turns(bind.value, not when) and self.others(bind, home, depth)]
-        rest = [(bind, home) for bind, home in binds if not any(bind is other for other, _ in off)]
-        return int(
-            bool(off) and all(home is off[0][1] and bind.stmt.lineno < off[0][0].stmt.lineno for bind, home in rest)
-        )
-
-    def others(self, bind: Bind, home: Scope, depth: int) -> bool:
-        """Check whether only the other ranks make a binding."""
-        return any(self.test(g.test, home, g.when, depth + 1) == -1 for g in guards(bind.stmt, home.module))
+        return self.kept(key, scope, when, depth) or self.handed(key, scope, when, depth)
 
     def kept(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Evaluate a name that is None or False on some ranks (`writer = Writer() if rank == 0 else None`)."""
+        """Evaluate a name that is None or False on some ranks."""
         binds = self.numbers.bound(key, scope) or self.numbers.set_elsewhere(key, scope)
         flag = any(isinstance(bind.value, ast.Constant) and bind.value.value is False for bind, _ in binds)
         found = {self.share(bind, home, depth, flag) for bind, home in binds[:MAX_BINDS]} if binds else set()
@@ -281,7 +166,7 @@ class RankTests:
         return {1: -1, -1: 1}.get(side, 0) if all(self.by_rank_alone(b, home, depth) for b, home in binds) else 0
 
     def by_rank_alone(self, bind: Bind, home: Scope, depth: int) -> bool:
-        """Check whether tests of the rank alone decide whether a binding is made, or it is one to None or False."""
+        """Check whether tests of the rank alone decide whether a binding is made."""
         if bind.value is None or is_empty(bind.value):
             return True
         tests = list(guards(bind.stmt, home.module))
@@ -358,17 +243,11 @@ def asks_package(test: ast.expr) -> bool:
     return name.endswith(PACKAGES)
 
 
-def turns(value: ast.expr | None, on: bool) -> bool:
-    """Check whether a value is the literal that turns a flag on, or off."""
-    return value is not None and (is_true(value) if on else is_empty(value))
-
-
 # A `with` around what all ranks run, the main one before the others.
 TURNS = Words(r"main_process_first$", re.IGNORECASE)
 FIRST = Words(r"(first|main_process|rank_?0|rank_?zero|zero_first|on_main|master)", re.IGNORECASE)
 
 RANKS_MAX_CALLERS = 40
-MAX_REACHED = 60
 
 
 class Ranks:
@@ -381,7 +260,7 @@ class Ranks:
 
     @kept
     def side(self, stmt: ast.stmt, scope: Scope) -> int:
-        """Return 1 if a test in the function reserves a statement for the main rank, -1 for the others, else 0."""
+        """Return 1 for a statement of the main rank, -1 for the others', else 0."""
         for guard in guards(stmt, scope.module):
             found = self.tests.test(guard.test, scope, guard.when)
             if found:
@@ -431,7 +310,7 @@ class Ranks:
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
     def made(self, method: Scope) -> list[Site]:
-        """Return the calls that make the objects which a method is of, where its class has an `__init__` of its own."""
+        """Return the calls that make a method's objects."""
         owner = method.parent if method.name != "__init__" else None
         init = owner.defs.get("__init__") if owner is not None and owner.kind == "class" else None
         return self.calls.callers(init)[:RANKS_MAX_CALLERS] if init is not None else []
@@ -488,26 +367,9 @@ class Ranks:
             return scope in spawned
         return self.programs.involved(scope)
 
-    @kept
-    def beneath(self, scope: Scope) -> bool:
-        """Check whether an Accelerate script calls a function of another file on all ranks."""
-        if not any(map(self.programs.accelerated, self.calls.project.users(scope.module))):
-            return False
-        seen, queue = {scope}, [scope]
-        while queue and len(seen) < MAX_REACHED:
-            current = queue.pop()
-            if self.programs.accelerated(current.module):
-                return True
-            sites = self.calls.callers(current) if current.kind == "function" else []
-            callers = {s.scope for s in sites if not self.kept_out(s) or self.in_turn(s)}
-            queue += callers - seen
-            seen |= callers
-        return False
-
     def everywhere(self, site: Site, module: Module) -> bool:
         """Check whether every rank makes a call in a program that a file is of, Accelerate's among them."""
-        apart = not (self.programs.accelerated(module) or self.programs.accelerated(site.module))
-        if apart and not self.beneath(site.scope):
+        if not (self.programs.accelerated(module) or self.programs.accelerated(site.module)):
             return self.every(site.stmt, site.scope) or self.imported(site)
         kept = not self.in_turn(site) or self.single(site.stmt, site.scope)
         return not kept and not self.alone(site.scope)

@@ -4,7 +4,6 @@ import ast
 import io
 import json
 import re
-import sys
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -14,10 +13,6 @@ from pathlib import Path
 __all__ = ["MAX_BYTES", "Problem", "Source", "cells_of", "parse", "parsed", "place", "read"]
 
 
-# A string's beginning, or a comment.
-BEGINS = re.compile(r"#[^\n]*|(?<![\w\"'])([A-Za-z]{0,2})(\"\"\"|'''|\"|')")
-OTHER = {'"': "'", "'": '"'}
-MAX_DEPTH = 8
 ASYNC = re.compile(r"(?<=[(,\s])async(?=\s*=[^=])")
 # A name as long as `async`, so that nothing moves.
 NO_KEYWORD = "asynq"
@@ -29,15 +24,10 @@ def parsed(text: str, flags: int = ast.PyCF_ONLY_AST) -> ast.Module:
         warnings.simplefilter("ignore")  # about somebody's escape sequences
         try:
             return _tree(text, flags)
-        except SyntaxError as error:
+        except SyntaxError:
             if ASYNC.search(text):
                 return renamed(_tree(ASYNC.sub(NO_KEYWORD, text), flags))
-            if sys.version_info >= (3, 12) or "f-string" not in str(error.msg):
-                raise
-            older = requoted(text)
-            if older == text:
-                raise
-            return _tree(older, flags)
+            raise
 
 
 def _tree(text: str, flags: int) -> ast.Module:
@@ -51,47 +41,6 @@ def renamed(tree: ast.Module) -> ast.Module:
         if isinstance(node, ast.keyword) and node.arg == NO_KEYWORD:
             node.arg = "non_blocking"
     return tree
-
-
-def requoted(text: str) -> str:
-    """Replace the quotes of strings in f-strings that repeat the f-string's own; keep the length."""
-    chars = list(text)
-    at = 0
-    while (match := BEGINS.search(text, at)) is not None:
-        at = match.end() if match[2] is None else after_string(text, match, chars, "", 0)
-    return "".join(chars)
-
-
-def after_string(text: str, begin: re.Match[str], chars: list[str], outer: str, depth: int) -> int:
-    """Where a string ends that begins there; `outer`: the quotes of the f-strings around it."""
-    quotes = begin[2]
-    formatted = "f" in begin[1].lower() and depth < MAX_DEPTH
-    at, first = begin.end(), begin.start(2)
-    while at < len(text) and not text.startswith(quotes, at):
-        if text[at] == "\\" or (formatted and text.startswith("{{", at)):
-            at += 2
-        elif formatted and text[at] == "{":
-            at = after_field(text, at + 1, chars, outer + quotes[0], depth + 1)
-        else:
-            at += 1
-    inside = text[first + len(quotes) : at]
-    free = OTHER[quotes[0]]
-    if quotes in outer and free not in outer and len(quotes) == 1 and free not in inside and "\\" not in inside:
-        chars[first : first + 1] = chars[at : at + 1] = [free]
-    return at + len(quotes)
-
-
-def after_field(text: str, at: int, chars: list[str], outer: str, depth: int) -> int:
-    """Where a replacement field ends whose expression begins there."""
-    open_ = 1
-    while at < len(text) and open_:
-        begin = BEGINS.match(text, at) if text[at].isalpha() or text[at] in "\"'" else None
-        if begin is not None and begin[2] is not None:
-            at = after_string(text, begin, chars, outer, depth)
-            continue
-        open_ += {"{": 1, "}": -1}.get(text[at], 0)
-        at += 1
-    return at
 
 
 # Cell magics whose cell is Python all the same.
@@ -152,7 +101,7 @@ def _code(data: bytes) -> Iterator[tuple[int, str]]:
 
 
 def unindented(source: str) -> str:
-    """Return a cell without the indent of its first line, which IPython takes off every line that begins with it."""
+    """Return a cell without the indent of its first line, as IPython does."""
     first = next((line for line in source.split("\n") if line.strip()), "")
     indent = first[: len(first) - len(first.lstrip(" \t"))]
     return "\n".join(line.removeprefix(indent) for line in source.split("\n")) if indent else source

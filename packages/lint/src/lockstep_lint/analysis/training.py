@@ -7,27 +7,13 @@ from dataclasses import dataclass
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import Effects
-from lockstep_lint.analysis.context import (
-    Loop,
-    loops,
-)
+from lockstep_lint.analysis.context import Loop, loops
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import EVALUATION, MODEL, SCALER, Steps
 from lockstep_lint.analysis.nodes import Words, constant, dotted, head, idents, last, walk
 from lockstep_lint.analysis.ranks import Ranks
 
 __all__ = ["LOSSES", "Training", "Trainings"]
-
-
-# What names a part of the data or of the training.
-NAMED = Words(r"val|test|eval|train|phase|split|stage|subset|infer|predict", re.IGNORECASE)
-
-
-def chooses(test: ast.Compare, scope: Scope) -> bool:
-    """Check whether an unchanged parameter selects a way to compute (`kind == "focal"`)."""
-    name = dotted(test.left)
-    words = (name or "", str(constant(test.comparators[0])))
-    return name in scope.params and name not in scope.binds and not any(map(NAMED.search, words))
 
 
 # Where a program keeps its options, and what is no option though it is kept there.
@@ -51,7 +37,7 @@ def parts(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def of_a_name(node: ast.AST) -> bool:
-    """Check whether a part of a test asks whether a value is there, or what a key is called (`"loss" in key`)."""
+    """Check whether a part of a test compares with None or searches a key."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
         return isinstance(constant(node.left), str)
     return isinstance(node, ast.Constant) and node.value is None
@@ -76,9 +62,7 @@ def _own(node: ast.AST) -> Iterator[str]:
 
 
 def is_option(node: ast.expr) -> bool:
-    """Check whether an expression is an option of the command line or of a configuration, the same in every step."""
-    if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
-        return any(map(OPTIONS.search, idents(node.value))) and not COUNTS.search(str(constant(node.slice)))
+    """Check whether an expression is an option, the same in every step."""
     if not isinstance(node, ast.Attribute) or COUNTS.search(node.attr):
         return False
     return any(map(OPTIONS.search, (dotted(node.value) or "").split(".")))
@@ -194,22 +178,6 @@ class Trainings:
         """Return the calls in the body of a loop, without those of its header."""
         return [s for s in self.effects.block(loop, scope) if s.stmt is not loop or isinstance(loop, ast.While)]
 
-    def epochs(self, training: Training) -> Iterator[tuple[Loop, Scope, ast.stmt]]:
-        """Yield the loops over epochs around a training loop, each with the statement in it that holds the training."""
-        nest = loops(training.loop, training.module)
-        if nest:
-            yield nest[0], training.scope, training.loop
-            return
-        queue, seen = [training.scope], {training.scope}
-        while queue and len(seen) < 12:
-            for site in self.calls.callers(queue.pop()):
-                outer = loops(site.stmt, site.module)
-                if outer:
-                    yield outer[-1] if len(outer) == 1 else outer[0], site.scope, site.stmt
-                elif site.scope not in seen:
-                    seen.add(site.scope)
-                    queue.append(site.scope)
-
     def forwards(self, site: Site) -> list[Scope]:
         """Return the forward of the project's loss or model that a call runs (`criterion(output, target)`)."""
         if not site.call.args or "forward" not in self.calls.method_names(site.module):
@@ -243,7 +211,7 @@ class Trainings:
         if self.ranks.tests.test(test, scope) or self.ranks.tests.many(test, scope):
             return True
         named = isinstance(test, ast.Compare) and isinstance(constant(test.comparators[0]), str)
-        if isinstance(test, ast.Compare) and named and (is_option(test.left) or chooses(test, scope)):
+        if isinstance(test, ast.Compare) and named and is_option(test.left):
             return True
         if any(STEADY.search(name) for name in idents(test)) or any(map(of_a_name, walk(test))):
             return True

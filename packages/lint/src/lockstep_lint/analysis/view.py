@@ -12,14 +12,13 @@ from lockstep_lint.analysis.imports import oldest_torch
 from lockstep_lint.analysis.index import Imported, Module, Scope, Site
 from lockstep_lint.analysis.kinds import Kinds, Steps
 from lockstep_lint.analysis.names import Names
-from lockstep_lint.analysis.nodes import SEQUENCES, Words, base, constant, dotted, keyword, last, walk
+from lockstep_lint.analysis.nodes import Words, base, constant, keyword, last
 from lockstep_lint.analysis.origins import Origin, Origins
 from lockstep_lint.analysis.project import Project
 from lockstep_lint.analysis.ranks import Ranks
-from lockstep_lint.analysis.tensors import asks_for_gpu
 from lockstep_lint.analysis.training import Training, Trainings
 
-__all__ = ["TRAINS", "Analysis", "View"]
+__all__ = ["Analysis", "View"]
 
 
 DDP = "DistributedDataParallel"
@@ -75,45 +74,6 @@ class Wrappers:
         """Return the model that a wrapper call wraps."""
         return call.args[0] if call.args else keyword(call, "module")
 
-    def held(self, node: ast.expr, stmt: ast.stmt, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the possible items of a list or dictionary: `nets[name]`, or a loop variable's."""
-        named = constant(node.slice) if isinstance(node, ast.Subscript) else None
-        if isinstance(node, ast.Subscript):
-            table: ast.expr | None = node.value
-        else:
-            table = runs_over(node, stmt) or next(
-                (
-                    bind.value
-                    for bind, _ in self.origins.binds(dotted(node) or "", scope, node.lineno)
-                    if bind.how == "for"
-                ),
-                None,
-            )
-        while isinstance(table, ast.Call) and (table.args or isinstance(table.func, ast.Attribute)):
-            table = table.args[0] if table.args else table.func.value  # type: ignore[attr-defined]
-        yield from self.items(table, scope, named)
-
-    def items(self, table: ast.expr | None, scope: Scope, named: object = None) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield what a list or dictionary takes in; `named` leaves out other literal keys."""
-        key = dotted(table)
-        if key is None:
-            return
-        homes = scope.owner.defs.values() if key.startswith("self.") and scope.owner is not None else [scope]
-        for home in homes:
-            for bind in home.binds.get(key, []):
-                yield from ((value, home) for value in elements(bind.value, named))
-            for other in home.stmts:
-                if isinstance(other, ast.Assign) and any(
-                    isinstance(target, ast.Subscript)
-                    and dotted(target.value) == key
-                    and (named is None or constant(target.slice) in (None, named))
-                    for target in other.targets
-                ):
-                    yield other.value, home
-            yield from (
-                (s.call.args[0], home) for s in home.named("append") if dotted(s.receiver) == key and s.call.args
-            )
-
 
 def named(full: str) -> str:
     """Return the wrapper that a full name means."""
@@ -123,31 +83,6 @@ def named(full: str) -> str:
     if name == "DataParallel" and full.startswith("torch.nn"):
         return "dp"
     return "fsdp" if name == "FullyShardedDataParallel" else ""
-
-
-def runs_over(node: ast.expr, stmt: ast.stmt) -> ast.expr | None:
-    """Return the iterable of the comprehension whose variable a name is."""
-    for item in walk(stmt):
-        if isinstance(item, ast.comprehension) and any(
-            isinstance(name, ast.Name) and name.id == dotted(node) for name in walk(item.target)
-        ):
-            return item.iter
-    return None
-
-
-def elements(table: ast.expr | None, named: object = None) -> list[ast.expr]:
-    """Return the elements of a literal list, tuple or dictionary, or the one at a key or index."""
-    if isinstance(table, ast.Dict):
-        pairs = zip(table.keys, table.values, strict=True)
-        return [value for key, value in pairs if named is None or constant(key) in (None, named)]
-    if isinstance(table, SEQUENCES):
-        starred = any(isinstance(value, ast.Starred) for value in table.elts)
-        return table.elts[named : named + 1] if isinstance(named, int) and named >= 0 and not starred else table.elts
-    if isinstance(table, ast.DictComp):
-        return [table.value]
-    if isinstance(table, ast.ListComp):
-        return [table.elt]
-    return []
 
 
 # Packages that take over parts of the training, and the calls that show that they do.
@@ -180,13 +115,6 @@ GLOO = re.compile(r"gloo(?<!\wgloo)\b")
 OTHERS = ("cuda", "gpu", "nccl", "accelerat")
 MPS = re.compile(r"\bmps\b")
 OTHER = re.compile(r"\bmps\b|(?<![a-z])([xnh]pu|xla)\b|(?<!torch)\.device\b")
-GRADIENTS = ("backward", "manual_backward", "grad", "value_and_grad")
-# What may compute gradients out of sight.
-TRAINS = Words(r"train|^fit$|backward|^step$|^learn$|^run$|optim", re.IGNORECASE)
-# What a device is called that a program is told to use.
-DEVICE = Words(r"^(\w+_)?device$|^dev$", re.IGNORECASE)
-# Where a program keeps its options.
-OPTIONS = Words(r"arg|opt|cfg|conf|hparams|hp$|flags|param", re.IGNORECASE)
 
 
 class Analysis:
@@ -286,26 +214,6 @@ class View:
                 for site in self.sites("to")
                 for origin in self.origins.of(next(iter(site.call.args), None), site.scope)
             )
-            or any(self.names_device(site) for site in self.sites("to", "device"))
-        )
-
-    @functools.cached_property
-    def mps_only(self) -> bool:
-        """Whether Apple's GPUs are all that the programs of the file name: no memory is pinned for them."""
-        return any(map(_on_mps, self.project.family(self.module))) and not self.effects.mentioned(self.module, "cuda")
-
-    def names_device(self, site: Site) -> bool:
-        """Check whether a move or `torch.device` takes a device from an option or parameter."""
-        given = next(iter(site.call.args), None)
-        if site.name == "device":
-            return isinstance(given, ast.Attribute | ast.Subscript) and self.full(site) == "torch.device"
-        if given is None or not DEVICE.search(_called(given)):
-            return False
-        return any(
-            DEVICE.search(_called(origin.node))
-            and not isinstance(base(origin.node), ast.Call)
-            and (isinstance(origin.node, ast.Subscript) or _outside(origin.node, origin.scope))
-            for origin in self.origins.of(given, site.scope)
         )
 
     @functools.cached_property
@@ -349,26 +257,9 @@ class View:
                     yield site
 
     @functools.cached_property
-    def only_evaluates(self) -> bool:
-        """Whether the file is a script that evaluates and never trains."""
-        if not self.module.is_script or self.frameworks or self.hidden(TRAINS):
-            return False
-        sites = [site for member in self.project.closure(self.module) for site in member.sites("eval", "train")]
-        if any(_trains(site) for site in sites) or not any(site.name == "eval" for site in sites if site.receiver):
-            return False
-        return not any(any(member.sites(*GRADIENTS)) for member in self.project.closure(self.module))
-
-    @functools.cached_property
     def distributed(self) -> bool:
         """Whether the programs of the file run in several processes."""
         return self.ranks.programs.distributed(self.module)
-
-
-def _trains(site: Site) -> bool:
-    """Check whether a call puts a model into training mode."""
-    return (
-        site.name == "train" and site.receiver is not None and constant(next(iter(site.call.args), None)) is not False
-    )
 
 
 @kept
@@ -379,18 +270,6 @@ def _on_cpu(module: Module) -> bool:
 @kept
 def _on_mps(module: Module) -> bool:
     return "mps" in module.text and MPS.search(module.text) is not None
-
-
-def _called(node: ast.expr) -> str:
-    """Return the last part of a name, attribute or key."""
-    return str(constant(node.slice)) if isinstance(node, ast.Subscript) else last(node)
-
-
-def _outside(node: ast.expr, scope: Scope) -> bool:
-    """Check whether a name is a parameter, or an attribute of the program's options."""
-    if isinstance(node, ast.Attribute):
-        return OPTIONS.search(last(node.value))
-    return isinstance(node, ast.Name) and node.id in scope.params
 
 
 @kept
@@ -418,3 +297,20 @@ def _frameworks(module: Module) -> Iterator[str]:
             yield root
         if root == "lightning" and (imported.name == "Fabric" or ".Fabric" in module.text):
             yield "lightning_fabric"
+
+
+def asks_for_gpu(test: ast.expr) -> int:
+    """Return 1 if a test holds only with a GPU, -1 if only without, else 0."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return -asks_for_gpu(test.operand)
+    if isinstance(test, ast.BoolOp):
+        found = [asks_for_gpu(value) for value in test.values]
+        return next((value for value in found if value), 0) if isinstance(test.op, ast.And) else min(found)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        value = constant(test.comparators[0])
+        sign = 1 if isinstance(test.ops[0], ast.Eq) else -1
+        return {"cpu": -sign, "gloo": -sign, "cuda": sign, "nccl": sign}.get(value, 0) if isinstance(value, str) else 0
+    name = last(test)
+    if name in ("is_available", "use_cuda", "cuda", "gpu", "use_gpu", "has_cuda"):
+        return 1
+    return -1 if name in ("cpu", "no_cuda", "use_cpu", "cpu_only", "force_cpu") else 0

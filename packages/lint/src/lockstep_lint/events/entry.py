@@ -15,7 +15,7 @@ MAX_SCOPES = 200
 
 
 def reached(view: View, node: ast.AST) -> bool:
-    """Check whether a program of the project runs the function that a node is in, as far as its calls are in sight."""
+    """Check whether a program of the project runs the function around a node."""
     scope = scope_of(view, getattr(node, "lineno", 1))
     queue, seen = [scope], {scope}
     programs = [run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module)]
@@ -50,10 +50,6 @@ def is_program(view: View, module: Module) -> bool:
         return False
     if module.is_script:
         return True
-    runs_something = any(isinstance(stmt, ast.Expr | ast.For | ast.While | ast.With) for stmt in calls_at_top(module))
+    blocks = ast.Expr | ast.For | ast.While | ast.With
+    runs_something = any(isinstance(site.stmt, blocks) for site in module.top.sites)
     return runs_something and len(view.project.users(module)) == 1
-
-
-def calls_at_top(module: Module) -> list[ast.stmt]:
-    """Return the top-level statements of a file that call something."""
-    return [site.stmt for site in module.top.sites]

@@ -1,15 +1,13 @@
 """Say which calls run a model, where a run evaluates one, and in which mode and with which gradients."""
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed, turns_off_gradients
-from lockstep_lint.analysis.context import withs
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.kinds import EVALUATION, OPTIMIZER
-from lockstep_lint.analysis.nodes import REFERENCES, Words, dotted, element_of, idents, last, walk
+from lockstep_lint.analysis.nodes import REFERENCES, dotted, element_of, idents, last
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Block, CallBlock, Event, LoopBlock, apart
@@ -18,19 +16,6 @@ from lockstep_lint.events.run import Run
 
 __all__ = ["evaluates", "holds_out", "in_eval_mode", "looped", "span", "trains", "without_graph"]
 
-# What held-out data is called that a model is given as a whole, without a loop.
-HELD_OUT = Words(
-    r"^([xX]|inputs?|data|features?|images?)_(val|valid|validation|test|eval|dev)(_tensor|_t|_torch)?$"
-    r"|^(val|valid|validation|test|eval|dev)_(x|X|inputs?|data|features?|images?)(_tensor|_t|_torch)?$"
-    r"|^[xX](val|valid|test)$"
-)
-# What is counted beside held-out data, says which of its rows count, or may be something else.
-BESIDE = Words(
-    r"loss|acc|score|metric|hist|best|result|curve|perf|auc|f1|time|name|path|file|dir|mode|iou|psnr|log|every|freq"
-    r"|interval|step|mask|len|num|count|size|valid(?!ation|_(set|data|x|y|im|in|lab))|^(val|dev|eval|infer(ence)?)$",
-    re.IGNORECASE,
-)
-COUNTS = {"range", "trange"}
 # What says that a program without a training needs no gradients at all.
 FROZEN = ("requires_grad = False", "requires_grad_(False)")
 SWITCHES = ("set_grad_enabled", "enter_context")
@@ -60,8 +45,6 @@ def evaluates(view: View, run: Run, event: Event) -> bool:
     graph = without_graph(view, run, event) is not True
     if graph and needs_graph(run, event):
         return False
-    if given_whole(site):
-        return graph and not trained_on(view, site)
     blocks = list(says_so(view, run, event))
     if any(block is None or not trains(span(run, block)) for block in blocks):
         return True
@@ -93,9 +76,6 @@ def says_so(view: View, run: Run, event: Event) -> Iterator[Block | None]:
             yield block
     if EVALUATION.search(run.entry.name) and event.loops and not trains(run.events):
         yield None
-    site = event.mark.site
-    if site is not None and event.loops and counts(event.loops[-1]):
-        yield from event.loops[-1:] if any(rows(each, event.scope) for each in site.call.args) else ()
 
 
 def looped(blocks: tuple[Block, ...]) -> bool:
@@ -103,47 +83,8 @@ def looped(blocks: tuple[Block, ...]) -> bool:
     return any(isinstance(block, LoopBlock) for block in blocks)
 
 
-def given_whole(site: Site) -> bool:
-    """Check whether all that a call is given is held-out data by its name (`model(X_test)`)."""
-    names = [last(value) for value in site.call.args]
-    return bool(names) and not site.call.keywords and all(HELD_OUT.search(name) for name in names)
-
-
-def trained_on(view: View, site: Site) -> bool:
-    """Check whether a gradient may be computed of what a call gives, here or where its function gives it back."""
-    names = {bind.key for bind in site.scope.bound(site.stmt)}
-    for stmt in sorted(site.scope.stmts, key=lambda each: each.lineno):
-        if stmt.lineno > site.line and isinstance(stmt, ast.Assign | ast.AugAssign) and names & set(idents(stmt)):
-            names |= {bind.key for bind in site.scope.bound(stmt)}
-    backs = [s.call for s in site.scope.sites if s.line >= site.line and (view.steps.backwards(s) or s.name == "grad")]
-    used = [*backs, *(value for value in site.scope.returns() if value.lineno > site.line)]
-    if view.effects.mentioned_in(site.scope, "grad_fn"):
-        return True  # its graph is shown
-    return any(names & set(idents(node)) for node in used) or not (names or isinstance(site.stmt, ast.Expr))
-
-
-def counts(loop: LoopBlock) -> bool:
-    """Check whether a loop counts (`while i < n`, `for i in tqdm(range(n))`)."""
-    over = walk(loop.node.iter) if isinstance(loop.node, ast.For) else ()
-    return isinstance(loop.node, ast.While) or any(isinstance(p, ast.Call) and last(p) in COUNTS for p in over)
-
-
-def rows(node: ast.expr, scope: Scope, depth: int = 3) -> bool:
-    """Check whether an expression takes rows of held-out data by a number that is worked out (`x_test[i:i + 32]`)."""
-    for part in walk(node):
-        if isinstance(part, ast.Subscript) and any(isinstance(each, ast.Name) for each in walk(part.slice)):
-            name = last(part.value) if isinstance(part.value, REFERENCES) else ""
-            if EVALUATION.search(name) and not BESIDE.search(name):
-                return True
-        elif isinstance(part, ast.Name) and depth:
-            made = [v for b in scope.binds.get(part.id, []) if b.how == "assign" for v in element_of(b.value, b.path)]
-            if made and all(rows(value, scope, depth - 1) for value in made):
-                return True
-    return False
-
-
 def holds_out(view: View, event: Event, loop: LoopBlock) -> bool:
-    """Check whether a loop around an event runs over held-out data, by the names that its header has or is given."""
+    """Check whether a loop around an event runs over held-out data, by its names."""
     if not isinstance(loop.node, ast.For | ast.comprehension):
         return False
     over = view.kinds.iterated(loop.node.iter, loop.scope)
@@ -199,12 +140,6 @@ def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
     return None
 
 
-def foreign(view: View, owner: Scope) -> Iterator[str]:
-    """Yield a class's bases outside the project."""
-    known = {parent.name for parent in view.names.parents(owner)} | {"object"}
-    yield from (name for name in view.names.bases_of(owner) if name.split(".")[-1] not in known)
-
-
 def without_graph(view: View, run: Run, event: Event) -> bool | None:
     """Check whether an event keeps no graph: by a context, a decorator, or a switch; None if a caller may see to it."""
     functions = [run.entry, *(block.function for block in event.path if isinstance(block, CallBlock))]
@@ -231,10 +166,5 @@ def unnamed(view: View, scope: Scope) -> bool:
     """Check whether nothing in sight names a function, so that nobody keeps the graph away for it."""
     if scope.decorators or scope.name.startswith("test_"):
         return False
-    if scope.parent is scope.module.top:
-        return sum(member.words[scope.name] for member in view.project.family(scope.module)) == 1
-    owner = scope.owner
-    if owner is None or scope.parent is not owner or any(foreign(view, owner)):
-        return False
-    around = (each for site in view.calls.namesakes(scope) for each in withs(site.stmt, site.module))
-    return not any(map(turns_off_gradients, around))
+    names = sum(member.words[scope.name] for member in view.project.family(scope.module))
+    return scope.parent is scope.module.top and names == 1

@@ -72,12 +72,6 @@ DISTRIBUTED = (
 )
 STATES = ("state_dict", "consolidate_state_dict", "summon_full_params", "full_tensor", *DISTRIBUTED)
 
-# What makes layers with parameters, and what gives a model more of them.
-LAYERS = Words(
-    r"^(Lazy)?(Linear|Bilinear|Conv(Transpose)?[123]d|Embedding(Bag)?|LSTM|GRU|RNN|PReLU|Parameter|MultiheadAttention"
-    r"|\w*Norm([123]d)?|Transformer\w*)$"
-)
-
 # What a full name begins with that says more than its last name: of libraries' models, of first weights.
 TELLING = ("torchvision.models.", "efficientnet_pytorch.", "torch.hub.", "torch.nn.init.")
 # The arguments that name a device.

@@ -49,7 +49,7 @@ def is_norm(view: View, node: ast.expr, scope: Scope, full: str) -> bool:
 
 
 def of_library(view: View, site: Site, full: str) -> bool:
-    """Check whether a call makes a library's model with BatchNorm, by its name or by the default of an option."""
+    """Check whether a call makes a library's model that has BatchNorm."""
     call, name = site.call, site.name
     if any(item.arg in CHOICES for item in call.keywords):
         return False

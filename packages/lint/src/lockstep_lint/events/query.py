@@ -1,13 +1,11 @@
 """Answer what rules ask of an event: which ranks come to it, and whether two events concern one object."""
 
 import ast
-from collections.abc import Iterator
-from typing import NamedTuple
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, is_none, keyword, last, strings
+from lockstep_lint.analysis.nodes import Words, constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.origins import Origin
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, WithBlock
@@ -33,7 +31,7 @@ ONLY = Words(r"(rank_?(zero|0)|main(_process|_rank)?|master)_?only$|^on_(local_)
 
 @kept
 def side(view: View, block: Block) -> int:
-    """Return 1 if a test or decorator keeps its block to the main rank, -1 to the others, -2 to one of these."""
+    """Return 1 for the main rank's block, -1 for the others', -2 for one's."""
     if isinstance(block, WithBlock):
         decorates = any(block.node is item for item in block.scope.decorators)
         return int(decorates and ONLY.search(last(block.node)))
@@ -149,81 +147,21 @@ def calls_after(event: Event, block: Block) -> list[CallBlock]:
     return [inner for inner in rest if isinstance(inner, CallBlock)]
 
 
-class Fact(NamedTuple):
-    """The outcome of a test: its text, and how it came out."""
-
-    key: str
-    when: bool
-
-
 def opposed(one: Event, other: Event) -> bool:
     """Check whether two tests that ask the same keep two events from one turn (`phase == "val"` and `"train"`)."""
-    return any(
-        contradicts(first, second)
-        for here in one.tests
-        for there in other.tests
-        if here.scope is there.scope and here.branch is not there.branch and not changed(here, there)
-        for first in facts(here)
-        for second in facts(there)
-    )
+    pairs = [(here, there) for here in one.tests for there in other.tests if here.branch is not there.branch]
+    return any(here.scope is there.scope and contradicts(here, there) for here, there in pairs)
 
 
-def facts(arm: ArmBlock) -> list[Fact]:
-    """Return the single tests that an arm decides, with their outcomes."""
-    return [Fact(*keyed(test, when)) for test, when in parts(arm.node, arm.when)]
-
-
-def changed(one: ArmBlock, other: ArmBlock) -> bool:
-    """Check whether a name of a test gets another value between two tests."""
-    start, end = sorted((one.node.lineno, other.node.lineno))
-    binds = (bind for name in idents(one.node) for bind in one.scope.binds.get(name, ()))
-    return any(start < bind.stmt.lineno <= end for bind in binds)
-
-
-def parts(test: ast.expr, when: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """Yield the tests that a test of this outcome is made of, each with its own outcome."""
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, when = test.operand, not when
-    if isinstance(test, ast.NamedExpr):
-        test = test.value
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) is when:
-        for value in test.values:
-            yield from parts(value, when)
-    else:
-        yield test, when
-
-
-def keyed(test: ast.expr, when: bool) -> tuple[str, bool]:
-    """Return one text for `x is None` and `x is not None`, and the outcome of that text."""
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        for op, sign in ((ast.IsNot, "is"), (ast.NotEq, "=="), (ast.NotIn, "in")):
-            if isinstance(test.ops[0], op):
-                left, right = written(test.left), written(test.comparators[0])
-                return f"{left} {sign} {right}", not when
-            if isinstance(test.ops[0], ast.Eq) and is_none(test.comparators[0]):
-                return f"{written(test.left)} is None", when
-    return written(test), when
-
-
-@kept
-def written(node: ast.expr) -> str:
-    """Return the text of an expression."""
-    return dotted(node) or ast.unparse(node)
-
-
-def contradicts(one: Fact, other: Fact) -> bool:
-    """Check whether two outcomes exclude each other."""
-    if one.key == other.key:
+def contradicts(one: ArmBlock, other: ArmBlock) -> bool:
+    """Check whether the outcomes of two tests exclude each other: one test, or one name with two literals."""
+    here, there = one.node, other.node
+    if ast.dump(here) == ast.dump(there):
         return one.when is not other.when
-    if one.when and other.when:
-        left, _, first = one.key.rpartition(" == ")
-        right, _, second = other.key.rpartition(" == ")
-        if left and left == right and first != second:
-            return True
-    for empty, full in ((one, other), (other, one)):
-        if empty.key == f"{full.key} is None" and empty.when and full.when:
-            return True
-    return False
+    if not isinstance(here, ast.Compare) or not isinstance(there, ast.Compare):
+        return False
+    equal = isinstance(here.ops[0], ast.Eq) and isinstance(there.ops[0], ast.Eq) and one.when and other.when
+    return equal and ast.dump(here.left) == ast.dump(there.left)
 
 
 # The rank among all processes, as launchers call it.

@@ -9,24 +9,15 @@ from lockstep_lint.analysis.budget import WORK, kept
 from lockstep_lint.analysis.calls import given
 from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import constant, dotted, last
-from lockstep_lint.analysis.origins import default
+from lockstep_lint.analysis.nodes import constant, dotted
+from lockstep_lint.analysis.origins import OBJECT, Known, default, outcome
 from lockstep_lint.analysis.project import unit_test
 from lockstep_lint.analysis.view import Analysis, View
-from lockstep_lint.events.event import (
-    ArmBlock,
-    Block,
-    CallBlock,
-    Event,
-    HandlerBlock,
-    LoopBlock,
-    Mark,
-    WithBlock,
-)
+from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event, HandlerBlock, LoopBlock, Mark, WithBlock
 from lockstep_lint.events.marks import Marks
 from lockstep_lint.events.plan import Branch, Do, Plan, Repeat, Step, With, below, plan
 
-__all__ = ["Reader", "Run", "literals", "outcome", "runs"]
+__all__ = ["Reader", "Run", "literals", "runs"]
 
 # How deep functions are entered, and how much of a program is run.
 MAX_CALLS = 7
@@ -37,10 +28,6 @@ MAX_BELOW = 150
 # The programs that a file is part of, and its own functions that none of them runs.
 MAX_PROGRAMS = 5
 MAX_LONE = 60
-# What a parameter is that is given an object.
-OBJECT = object()
-# What a call brings about in the function that it runs: the literals of its parameters, and the class of `self`.
-Known = dict[str | None, object]
 
 
 @dataclass(eq=False)
@@ -131,10 +118,6 @@ class _Programs:
             self.loudness[scope] = found
         return found
 
-    def is_engine(self, site: Site) -> bool:
-        """Check whether a call makes an Engine of ignite, which runs the function that it is given in every step."""
-        return site.name == "Engine" and self.calls.names.qualify(site.call.func, site.scope).startswith("ignite.")
-
     def run(self, entry: Scope) -> Run:
         """Return the run from an entry."""
         found = self.made.get(entry)
@@ -177,7 +160,7 @@ class _Runner:
                 for mark in step.marks:
                     self.events.append(Event(mark, path, len(self.events)))
             elif isinstance(step, Branch):
-                branch, result = object(), outcome(step.test, scope, known)
+                branch, result = object(), outcome(step.test, known)
                 for arm, when in ((step.body, True), (step.orelse, False)):
                     if arm and result is not (not when):
                         test = ArmBlock(*plainly(step.test, when), scope, branch, step.leaves)
@@ -214,11 +197,7 @@ class _Runner:
         if not on_self(step):
             owner = self.owner(site.receiver, function, site.scope)
         handed = self.calls.target(site.call, site.scope) is None
-        engine = handed and self.programs.is_engine(site)
         inner = (*path, CallBlock(site, function, handed), *(WithBlock(item, function) for item in function.decorators))
-        loop = LoopBlock(function.node, function, len(self.events)) if engine else None
-        if loop is not None:
-            inner = (*inner, loop)
         self.steps(
             self.programs.plan(function).steps,
             inner,
@@ -227,8 +206,6 @@ class _Runner:
             owner,
             (*stack, function),
         )
-        if loop is not None:
-            loop.end = len(self.events)
 
     def chosen(self, step: Do, owner: Scope | None) -> tuple[Scope, ...]:
         """Return the functions that a call runs: of the methods of one name, that of the object's class."""
@@ -286,41 +263,3 @@ def written(value: ast.expr | None, site: Site) -> ast.expr | None:
     sole = len(binds) == 1 and binds[0].how == "assign" and not above(binds[0].stmt, scope.module)
     given = binds[0].value if sole and binds[0].stmt.lineno < site.line else None
     return given if isinstance(given, ast.Constant) or constant(given) is not None else None
-
-
-def outcome(test: ast.expr, scope: Scope, known: Known) -> bool | None:
-    """Evaluate a test by literals alone; None if they do not decide it."""
-    if isinstance(test, ast.Constant):
-        return bool(test.value)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = outcome(test.operand, scope, known)
-        return None if inner is None else not inner
-    if isinstance(test, ast.BoolOp):
-        found, ends = {outcome(value, scope, known) for value in test.values}, isinstance(test.op, ast.Or)
-        return ends if ends in found else not ends if found == {not ends} else None
-    if (key := dotted(test)) in known:
-        value = known[key]
-        return None if value is OBJECT else bool(value)
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return compared(test, known)
-    if last(test) == "TYPE_CHECKING":
-        return False
-    return None
-
-
-def compared(test: ast.Compare, known: Known) -> bool | None:
-    """Evaluate a comparison of a parameter with a literal."""
-    key, op, right = dotted(test.left), test.ops[0], test.comparators[0]
-    if key not in known:
-        return None
-    value = known[key]
-    if isinstance(op, ast.In | ast.NotIn) and value is not OBJECT and isinstance(right, ast.Tuple | ast.List | ast.Set):
-        return (value in [constant(item) for item in right.elts]) is isinstance(op, ast.In)
-    literal = constant(right)
-    if (literal is None and not isinstance(right, ast.Constant)) or (value is OBJECT and literal is not None):
-        return None
-    if isinstance(op, ast.Eq | ast.Is):
-        return value == literal
-    if isinstance(op, ast.NotEq | ast.IsNot):
-        return value != literal
-    return None

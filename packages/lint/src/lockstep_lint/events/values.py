@@ -22,14 +22,16 @@ from lockstep_lint.analysis.nodes import (
     targets,
     walk,
 )
-from lockstep_lint.analysis.tensors import MADE, moves
 from lockstep_lint.analysis.training import LOSSES
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
 from lockstep_lint.events.forwards import MODELS, RUNS
 
-__all__ = ["HOST", "Value", "losses", "reads", "runs_model", "value_at", "value_in"]
+__all__ = ["HOST", "Value", "losses", "reads", "runs_model", "value_at"]
 
+# They make a tensor on the CPU.
+MADE = {f"torch.{name}" for name in ("tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy", "zeros", "ones")}
+MADE |= {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "arange", "linspace", "full", "empty")}
 # Calls whose result is a number, a text or an array on the host.
 HOST = {"item", "tolist", "numpy", "float", "int", "bool", "str", "repr", "len", "format", "round", "isinstance"}
 # What a tensor knows of itself without the device.
@@ -75,6 +77,14 @@ class Value:
         return Value(self.device, False, self.loaders)
 
 
+def moves(call: ast.Call) -> bool:
+    """Check whether a call returns its object on the device."""
+    if last(call) == "to" and isinstance(call.func, ast.Attribute):
+        place = argument(call, 0, "device")
+        return place is not None and constant(place) != "cpu"
+    return last(call) == "cuda" and isinstance(call.func, ast.Attribute)
+
+
 UNKNOWN = Value()
 COMPUTED = Value(device=True, graph=True)
 
@@ -84,11 +94,6 @@ def value_at(view: View, event: Event, node: ast.expr | None = None) -> Value:
     calls = tuple(block for block in event.path if isinstance(block, CallBlock))
     found = _of(view, event.mark.subject if node is None else node, event.scope, calls, MAX_DEPTH)
     return found.detached() if any(cuts_graph(block.node) for block in event.withs) else found
-
-
-def value_in(view: View, node: ast.expr, scope: Scope) -> Value:
-    """Return the facts of an expression in a scope, whoever calls that."""
-    return _of(view, node, scope, (), MAX_DEPTH)
 
 
 def cuts_graph(context: ast.expr) -> bool:
@@ -108,11 +113,6 @@ def _any(view: View, nodes: Iterator[ast.expr] | list[ast.expr], scope: Scope, c
 
 def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: int) -> Value:
     """Return the facts of an item: of a key's value in a dictionary that is written out, else of what holds it."""
-    if isinstance(node.value, ast.Attribute) and node.value.attr == "data" and constant(node.slice) == 0:
-        return UNKNOWN  # a number, in the first versions of torch
-    under = _under(view, node.value, constant(node.slice), scope, depth)
-    if under is not None:
-        return under
     if isinstance(constant(node.slice), str):
         origins = [origin for origin in view.origins.of(node, scope) if origin.node is not node]
         found = UNKNOWN
@@ -123,23 +123,6 @@ def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: in
     found = _of(view, node.value, scope, calls, depth)
     picks = any(isinstance(part, ast.Compare) for part in walk(node.slice))
     return found.computed() if picks else found  # a choice is a copy
-
-
-def _under(view: View, holder: ast.expr | None, key: object, scope: Scope, depth: int) -> Value | None:
-    """Return the facts of what a function of the project gives under a key, where it writes that key out."""
-    target = view.calls.target(holder, scope) if isinstance(holder, ast.Call) and isinstance(key, str) else None
-    made = [origin for each in target.returns() for origin in view.origins.of(each, target)] if target else []
-    tables = [(origin.node, origin.scope) for origin in made if isinstance(origin.node, ast.Dict)]
-    values = [
-        (value, home)
-        for table, home in tables
-        for k, value in zip(table.keys, table.values, strict=True)
-        if constant(k) == key
-    ]
-    found = UNKNOWN
-    for value, home in values:
-        found |= _of(view, value, home, (), depth - 1)
-    return found if values else None
 
 
 @kept
@@ -207,15 +190,14 @@ def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, dep
         sums += [site.call.args[0] for site in scope.named("append") if dotted(site.receiver) == key and site.call.args]
         return found | _any(view, sums, scope, calls, depth - 1).detached()
     if key in scope.params:
-        found = _given(view, key, scope, calls, depth)
-        return found.detached() if found.graph and key in read_out(scope) else found
+        return _given(view, key, scope, calls, depth)
     for inner in comprehensions(scope).get(key, []):
         found |= _row(view, inner.iter, scope, calls, depth - 1)
     return found
 
 
 def _reaches(add: ast.stmt, start: int, line: int, scope: Scope) -> bool:
-    """Check whether what a sum takes in is in it at a line, where the sum was last begun at `start`."""
+    """Check whether a sum that begins at `start` contains an addition at a line."""
     again = [(loop.lineno, loop.end_lineno or 0) for loop in loops(add, scope.module)]  # or in the turn before
     return start < add.lineno < line or any(a <= line <= b and not a <= start <= b for a, b in again)
 
@@ -223,14 +205,6 @@ def _reaches(add: ast.stmt, start: int, line: int, scope: Scope) -> bool:
 def _ends_before(stmt: ast.stmt, node: ast.expr) -> bool:
     """Check whether a statement of one line ends before an expression on it."""
     return stmt.end_lineno == node.lineno and (stmt.end_col_offset or 0) <= node.col_offset
-
-
-@kept
-def read_out(scope: Scope) -> frozenset[str]:
-    """Return the names whose items a function replaces by numbers or by what has no graph (`values[i] = x.item()`)."""
-    stores = (stmt for stmt in scope.stmts if isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Call))
-    places = (target for stmt in stores if last(stmt.value) in READ for target in stmt.targets)
-    return frozenset(dotted(place.value) or "" for place in places if isinstance(place, ast.Subscript))
 
 
 @kept
@@ -331,9 +305,6 @@ def _computed(view: View, call: ast.Call, method: ast.expr | None, scope: Scope,
         return _shielded(call, scope, found)
     if method is None:
         return UNKNOWN
-    under = _under(view, method, constant(call.args[0]), scope, depth) if name in ("pop", "get") and call.args else None
-    if under is not None:
-        return under
     found = _of(view, method, scope, calls, depth)
     if name in CUTS:
         return found.detached()
@@ -363,8 +334,6 @@ def _moved(view: View, call: ast.Call, method: ast.expr, scope: Scope, calls: Ca
     if view.kinds.is_model(method, scope) or last(method)[:1].isupper():
         return UNKNOWN
     found = _of(view, method, scope, calls, depth)
-    if last(call) == "to" and place is not None and "torch.float" in ast.unparse(place):
-        return found
     return UNKNOWN if view.is_cpu(place, scope) else Value(device=True, graph=found.graph)
 
 
@@ -470,8 +439,7 @@ def gives_number(view: View, value: ast.expr | None, scope: Scope) -> bool:
     """Check whether a value is read in place, or in all returns of its project function."""
     target = view.calls.target(value, scope) if isinstance(value, ast.Call) else None
     given = list(target.returns()) if target is not None and target.kind == "function" else []
-    emptied = read_out(target) if given and target is not None else ()
-    return reads(value) or (bool(given) and all(last(each) in HOST or dotted(each) in emptied for each in given))
+    return reads(value) or (bool(given) and all(last(each) in HOST for each in given))
 
 
 def reads(value: ast.expr | None) -> bool:

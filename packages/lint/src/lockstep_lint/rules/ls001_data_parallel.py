@@ -1,12 +1,10 @@
 """LS001: nn.DataParallel."""
 
-import ast
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import REFERENCES, constant, idents, keyword, last, walk
+from lockstep_lint.analysis.nodes import constant, keyword, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -30,7 +28,7 @@ def check(view: View) -> Iterator[Found]:
         full = view.full(site)
         torchs = full.startswith(("torch.nn.", "torch_geometric.nn.")) and full.rpartition(".")[2] in NAMES
         unknown = not full and site.name == "DataParallel" and view.names.definition(site.call.func, site.scope) is None
-        if (torchs or unknown) and not again(view, site):
+        if torchs or unknown:
             yield at(site, MESSAGE)
     for site in view.sites("Trainer", "from_argparse_args"):
         full = view.full(site)
@@ -50,25 +48,6 @@ def told(view: View, site: Site) -> bool:
         for value in values
         for origin in view.origins.of(value, site.scope)
     )
-
-
-def again(view: View, site: Site) -> bool:
-    """Check whether a call wraps only what is wrapped already; the first wrapping is reported."""
-    return any(
-        guard.when
-        and isinstance(guard.test, ast.Call)
-        and last(guard.test) == "isinstance"
-        and any(names_it(view, kind, site) for kind in guard.test.args[1:])
-        for guard in guards(site.stmt, site.module)
-    )
-
-
-def names_it(view: View, kind: ast.expr, site: Site) -> bool:
-    """Check whether a class is DataParallel, also under another name (`import DataParallel as DP`)."""
-    if "DataParallel" in idents(kind):
-        return True
-    parts = (node for node in walk(kind) if isinstance(node, REFERENCES))
-    return any(is_torchs(view.names.qualify(node, site.scope)) for node in parts)
 
 
 def is_torchs(name: str) -> bool:

@@ -63,7 +63,7 @@ def made_here(view: View, wrap: Event) -> bool:
 
 
 def on_cpu(view: View, call: object, scope: Scope) -> bool:
-    """Check whether a call makes a module of torch.nn or of a class in sight, without a word of a device."""
+    """Check whether a call makes a module on the CPU, and names no device."""
     if not isinstance(call, ast.Call) or any(word in ast.unparse(call) for word in ("cuda", "device", "**")):
         return False
     full, owner = view.names.qualify(call.func, scope), view.names.definition(call.func, scope)

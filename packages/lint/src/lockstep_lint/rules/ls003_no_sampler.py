@@ -5,19 +5,8 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import guards
-from lockstep_lint.analysis.drafts import sampler_given
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import (
-    argument,
-    constant,
-    dotted,
-    idents,
-    is_none,
-    is_true,
-    keyword,
-    last,
-    strings,
-)
+from lockstep_lint.analysis.nodes import argument, dotted, has_star, idents, is_none, is_true, keyword, strings
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.loaders import feeds
 from lockstep_lint.events.run import Run, runs
@@ -40,7 +29,7 @@ def check(view: View) -> Iterator[Found]:
             fed |= {call for event in run.of("backward") for call in feeds(view, event)}
     for site in view.sites("DataLoader"):
         if site.call in fed and view.ranks.every(site.stmt, site.scope) and not divided(view, site):
-            yield Found(site.call, SAME, proposal=sampler_given(view, site))
+            yield Found(site.call, SAME)
     if "accelerate" in view.frameworks:
         return
     for site in view.sites("DataLoader"):
@@ -49,7 +38,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def samples(view: View, site: Site) -> bool:
-    """Check whether a loader is given what certainly is a sampler, at least on one of the ways that lead there."""
+    """Check whether a loader is certainly given a sampler."""
     value = keyword(site.call, "sampler")
     if value is None or isinstance(value, ast.Call):
         return value is not None
@@ -78,55 +67,16 @@ def divided(view: View, site: Site) -> bool:
     """Check whether the loader's arguments divide the data, or may."""
     call, data = site.call, argument(site.call, 0, "dataset")
     given = any(is_given(view, keyword(call, name), site.scope) for name in SAMPLERS)
-    if given or not known(site) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
+    if given or has_star(call) or len(call.args) > 3 or data is None or DIVIDED.search(ast.unparse(data)):
         return True
-    return not whole(view, data, site.scope)
+    made = [(origin.node, origin.scope) for origin in view.origins.of(data, site.scope)]
+    return not all(isinstance(node, ast.Call) and not divides(view, node, home) for node, home in made)
 
 
 def is_given(view: View, value: ast.expr | None, scope: Scope) -> bool:
     """Check whether an argument is given and may be anything but None."""
     made = view.origins.of(value, scope) if value is not None else []
     return value is not None and not (made and all(is_none(origin.node) for origin in made))
-
-
-def known(site: Site) -> bool:
-    """Check whether a loader's arguments are in sight and have no sampler, also `**options`."""
-    for item in (item for item in site.call.keywords if item.arg is None):
-        name = item.value.id if isinstance(item.value, ast.Name) else ""
-        binds = site.scope.binds.get(name, [])
-        if not binds or not all(is_plain(bind.value) for bind in binds) or f"{name}[" in site.module.text:
-            return False
-        if any(dotted(other.receiver) == name for other in site.scope.sites):
-            return False  # updated
-    return not any(isinstance(value, ast.Starred) for value in site.call.args)
-
-
-def is_plain(table: ast.expr | None) -> bool:
-    """Check whether an expression is a dictionary that is written out, without a sampler."""
-    if isinstance(table, ast.Dict):
-        keys = [constant(key) for key in table.keys]
-    elif isinstance(table, ast.Call) and dotted(table.func) == "dict" and not table.args:
-        keys = [item.arg for item in table.keywords]
-    else:
-        return False
-    return all(isinstance(key, str) and key not in SAMPLERS for key in keys)
-
-
-def whole(view: View, data: ast.expr, scope: Scope) -> bool:
-    """Check whether a data set, or its `random_split`, certainly is the same for all ranks."""
-    made = [(origin.node, origin.scope) for origin in view.origins.of(data, scope)]
-    made = [(node, home) for node, home in made if not (isinstance(node, ast.List) and not node.elts)]
-    return all(alike(view, node, home) for node, home in made)
-
-
-def alike(view: View, node: ast.expr, scope: Scope) -> bool:
-    """Check whether what makes a data set knows nothing of ranks."""
-    if not isinstance(node, ast.Call):
-        binds = view.origins.binds(dotted(node) or "", scope, node.lineno)
-        split = binds[0][0].value if len(binds) == 1 else None
-        named = isinstance(split, ast.Call) and last(split) == "random_split" and bool(split.args)
-        return named and not divides(view, split, scope) and whole(view, split.args[0], scope)  # type: ignore
-    return not divides(view, node, scope)
 
 
 def divides(view: View, call: ast.Call, scope: Scope) -> bool:

@@ -1,13 +1,12 @@
 """LS004: set_epoch missing or constant."""
 
 import ast
-import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.context import above, inside
+from lockstep_lint.analysis.context import inside
 from lockstep_lint.analysis.drafts import epoch_set
-from lockstep_lint.analysis.index import Module, Scope, Site
+from lockstep_lint.analysis.index import Module, Site
 from lockstep_lint.analysis.kinds import EVALUATION
 from lockstep_lint.analysis.nodes import constant, dotted, idents, keyword, last, strings
 from lockstep_lint.analysis.view import View
@@ -21,8 +20,6 @@ from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
 FIXED = "set_epoch always gets the same number: pass the epoch, or every epoch has the same order"
 NEVER = "set_epoch is never called, so every epoch has the first one's order: call sampler.set_epoch(epoch)"
-# The methods that run before the epochs.
-BEFORE = re.compile(r"__init__|resume|load|restore|set_?up")
 # What keeps a program's options.
 OPTIONS = ("args", "cfg", "config", "opt")
 
@@ -113,15 +110,7 @@ def renews(view: View, module: Module) -> bool:
             inner = stmt.body[0] if isinstance(stmt, ast.While) else None
             if isinstance(inner, ast.For) and view.kinds.is_loader(inner.iter, scope):
                 return True
-        renewed = [site for site in scope.named("iter") if site.call.args and handles(site.stmt, scope)]
-        if any(view.kinds.is_loader(site.call.args[0], scope) for site in renewed):
-            return True
     return False
-
-
-def handles(stmt: ast.stmt, scope: Scope) -> bool:
-    """Check whether a statement is in an exception handler."""
-    return any(place == "handlers" for _, place in above(stmt, scope.module))
 
 
 def identity_of(event: Event) -> tuple[object, str | None]:
@@ -140,24 +129,12 @@ def stays(view: View, event: Event) -> bool:
     if key is None:
         return isinstance(constant(node), int)
     if key.startswith("self."):
-        return starts(view, event, key)
+        return False
     around = [loop.node for loop in event.loops if loop.scope is scope and isinstance(loop.node, ast.stmt)]
     if not around or key in scope.globals or (key.partition(".")[0] not in OPTIONS and "." in key):
         return False
     changes = [bind.stmt for bind in scope.binds.get(key, [])]
     return not any(stmt is around[0] or inside(stmt, around[0], scope.module) for stmt in changes)
-
-
-def starts(view: View, event: Event, key: str) -> bool:
-    """Check whether an attribute is the first epoch (`for e in range(self.epoch, n)`) and never changes."""
-    over = [getattr(loop.node, "iter", None) for loop in event.loops]
-    calls = [call for call in over if isinstance(call, ast.Call) and last(call) == "range" and len(call.args) > 1]
-    if not any(dotted(call.args[0]) == key for call in calls):
-        return False
-    family = view.project.family(event.module)
-    given = sum(len(re.findall(rf"{key[4:]}\s*\W?=(?!=)", member.text)) for member in family)
-    homes = [scope for member in family for scope in member.scopes for _ in scope.binds.get(key, [])]
-    return given == len(homes) and all(BEFORE.search(scope.name) for scope in homes)
 
 
 RULE = Rule(

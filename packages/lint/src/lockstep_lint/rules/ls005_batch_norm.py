@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import given
-from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.kinds import MODEL
+from lockstep_lint.analysis.index import Module, Scope
 from lockstep_lint.analysis.nodes import REFERENCES, dotted, last
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
@@ -34,9 +33,9 @@ def check(view: View) -> Iterator[Found]:
     for run in runs(view):
         for wrap in run.of("wrap"):
             site = wrap.mark.site if wrap.module is view.module and wrap.detail == "ddp" else None
-            if site is None or view.only_evaluates or any(map(converts, view.project.family(view.module))):
+            if site is None or any(map(converts, view.project.family(view.module))):
                 continue
-            if not view.on_cpu(site) and has_norm(view, run, wrap) and not stays(view, wrap):
+            if not view.on_cpu(site) and has_norm(view, run, wrap):
                 yield Found(wrap.node, MESSAGE)
 
 
@@ -44,14 +43,7 @@ def check(view: View) -> Iterator[Found]:
 def converts(module: Module) -> bool:
     """Check whether a file converts BatchNorm layers, or may make others."""
     text = IDLE.sub("", module.text) if any(word in module.text for word in (*CONVERSIONS, "SyncB", "ABN")) else ""
-    own = sum(map(own_layer, module.sites("SyncBatchNorm")))
-    return any(word in text for word in CONVERSIONS) or len(SHARED.findall(text)) > own
-
-
-def own_layer(site: Site) -> bool:
-    """Check whether a call makes a layer of a class with no other layers."""
-    owner = site.scope.owner
-    return owner is not None and not re.search(r"(?<!Sync)BatchNorm", ast.unparse(owner.node))
+    return any(word in text for word in CONVERSIONS) or SHARED.search(text) is not None
 
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
@@ -89,18 +81,6 @@ def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
     tuples = [bind.value for key, binds in start.binds.items() if key.startswith("self.") for bind in binds]
     kept |= {dotted(part) for value in tuples if isinstance(value, ast.Tuple) for part in value.elts}
     yield from filter(None, (given(call, start, name) for name in start.params[1:] if name in kept))
-
-
-def stays(view: View, wrap: Event) -> bool:
-    """Check whether the model is moved to the CPU before it is wrapped."""
-    moves = [site for site in wrap.scope.named("to") if site.line <= wrap.line and site.call.args]
-    models = [s for s in moves if view.kinds.is_model(s.receiver, s.scope) or bound_model(s)]
-    return any(view.is_cpu(site.call.args[0], site.scope) for site in models)
-
-
-def bound_model(site: Site) -> bool:
-    """Check whether a call gives a model its name."""
-    return any(MODEL.search(bind.key.rpartition(".")[2]) for bind in site.scope.bound(site.stmt))
 
 
 RULE = Rule("LS005", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe")

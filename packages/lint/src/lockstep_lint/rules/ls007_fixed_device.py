@@ -76,7 +76,7 @@ def one_gpu_each(view: View) -> bool:
 
 
 def placed(view: View) -> dict[Site, list[Event]]:
-    """Return the calls of a file that may name a device, with their events, in the order of the file."""
+    """Return the calls of a file that may name a device, with their events."""
     found: dict[Site, list[Event]] = {}
     for run in runs(view):
         for event in run.of(*EVENTS):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.drafts import synced_last
 from lockstep_lint.analysis.nodes import idents
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import apart
@@ -24,20 +23,18 @@ LATE = "no_sync around backward alone changes nothing, as DDP decides in forward
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for accumulation loops in programs that wrap in DDP and never skip the exchange, or do so too late."""
+    """Look for accumulation loops under DDP without no_sync, or with a late one."""
     yield from late(view)
     if view.effects.mentioned(view.module, *SKIPS):
         return
     if "ddp" not in view.wrappers.kinds(view.module):
         return
     for found in accumulations(view):
-        programs, training = view.ranks.programs, found.training
-        if programs.apart(training.scope) or programs.elsewhere(training.backward.scope):
-            continue  # trains without the group, or is run by scripts of one process
+        if view.ranks.programs.apart(found.training.scope):
+            continue  # trains without the group
         yield at(
             found.training.backward,
             "exchanges gradients in every micro-batch: run all but the last backward under model.no_sync()",
-            proposal=synced_last(view, found),
         )
 
 

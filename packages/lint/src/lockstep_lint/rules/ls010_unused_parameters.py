@@ -30,8 +30,6 @@ DATA = {"mean", "sum", "max", "min", "norm", "std", "argmax"}
 
 def check(view: View) -> Iterator[Found]:
     """Find the flag where it is not needed, and wrapped models with a layer that no forward uses."""
-    if view.only_evaluates:
-        return  # without gradients nothing is searched, and nothing waits
     yield from unused(view)
     for site in view.sites():
         value = keyword(site.call, "find_unused_parameters")
@@ -89,7 +87,7 @@ def left_out(view: View, owner: Scope) -> tuple[str, str]:
 
 
 def by_chance(view: View, stmt: ast.stmt, forward: Scope) -> bool:
-    """Check whether chance or the data decide over a statement of a forward, in it or in what its callers pass."""
+    """Check whether chance or the data decide over a statement of a forward."""
     for guard in guards(stmt, forward.module):
         flag = dotted(guard.test)
         sites = [s for m in view.project.family(forward.module) for s in m.sites()] if flag in forward.params else []

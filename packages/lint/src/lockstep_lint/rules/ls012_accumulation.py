@@ -5,12 +5,10 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.calls import passed
-from lockstep_lint.analysis.gradients import modulo
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, has_star, idents, keyword, last, targets, walk
-from lockstep_lint.analysis.rank_names import COUNT
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.steps import Accumulation, accumulations
+from lockstep_lint.events.steps import Accumulation, accumulations, modulo
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import TRAINERS, Found, Rule, at
 
@@ -25,8 +23,7 @@ def check(view: View) -> Iterator[Found]:
     for found in accumulations(view):
         if undivided(view, found):
             yield at(
-                found.training.backward,
-                "accumulates whole losses: divide the loss by the number of micro-batches",
+                found.training.backward, "accumulates whole losses: divide the loss by the number of micro-batches"
             )
         if found.guard is not None and starts_at_zero(found):
             yield Found(found.guard.test, "is true for the first micro-batch alone: test (i + 1) % n == 0")
@@ -46,10 +43,6 @@ def undivided(view: View, found: Accumulation) -> bool:
     queue: list[tuple[ast.expr, Scope]] = [(loss, site.scope)] if loss is not None else []
     while queue:
         value, scope = queue.pop()
-        factor = of_ranks(value)
-        if factor is not None:
-            queue.append((factor, scope))
-            continue
         if scales(value) or sums(view, value, scope) or hidden(view, value, scope):
             return False
         queue += parts(view, value, scope)
@@ -110,16 +103,6 @@ def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | 
     return found
 
 
-def of_ranks(value: ast.expr) -> ast.expr | None:
-    """Return the loss that a value is a multiple of by the number of ranks, which is no number of micro-batches."""
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
-        return None
-    for one, other in ((value.left, value.right), (value.right, value.left)):
-        if COUNT.search(last(other)):
-            return one
-    return None
-
-
 def scales(node: ast.AST) -> bool:
     """Check whether an expression divides or multiplies."""
     if isinstance(node, ast.Call) and last(node) in SCALES:
@@ -128,7 +111,7 @@ def scales(node: ast.AST) -> bool:
 
 
 def sums(view: View, node: ast.AST, scope: Scope) -> bool:
-    """Check whether a call makes a loss that is a sum over the samples, which needs no share of its own."""
+    """Check whether a call makes a loss that sums over samples."""
     if not isinstance(node, ast.Call):
         return False
     makers = [node, *(call for call, _, _ in view.origins.calls_of(node.func, scope))]

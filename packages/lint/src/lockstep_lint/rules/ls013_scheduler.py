@@ -171,7 +171,10 @@ def early(view: View, run: Run, event: Event) -> str:
     loop = event.loops[-1]
     tests = [block for block in event.within(loop) if isinstance(block, ArmBlock)]
     flags = [not any(isinstance(item, ast.Compare | ast.BinOp | ast.Call) for item in walk(t.node)) for t in tests]
-    if (len(tests) > 1 and not all(flags)) or any(set_later(block, event, loop) for block in tests):
+    binds = [bind for test in tests for name in idents(test.node) for bind in test.scope.binds.get(name, [])]
+    later = [bind.stmt for bind in binds if bind.stmt.lineno > event.line]  # a flag that an earlier turn sets
+    flagged = isinstance(loop.node, Loop) and any(inside(stmt, loop.node, event.module) for stmt in later)
+    if flagged or (len(tests) > 1 and not all(flags)):
         return ""
     around = [e for e in turn(run.events, loop, "backward", "step") if not apart(e, event)]
     before, after = [e for e in around if e.place < event.place], [e for e in around if e.place > event.place]
@@ -188,13 +191,6 @@ def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
     owner = view.names.definition(call.func, scope)
     bases = view.names.bases_of(owner) if owner is not None and owner.kind == "class" else iter((full,))
     return any("get_" in name or name.endswith("LRScheduler") or name.startswith(TORCH) for name in bases)
-
-
-def set_later(block: ArmBlock, event: Event, loop: LoopBlock) -> bool:
-    """Check whether a test reads a flag that an earlier turn sets (`started = True` at the loop's end)."""
-    scope, node = block.scope, loop.node
-    later = (b.stmt for name in idents(block.node) for b in scope.binds.get(name, []) if b.stmt.lineno > event.line)
-    return isinstance(node, Loop) and any(inside(stmt, node, scope.module) for stmt in later)
 
 
 RULE = Rule("LS013", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS)

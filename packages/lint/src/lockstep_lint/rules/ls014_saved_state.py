@@ -84,11 +84,6 @@ def wrapped(view: View, node: ast.expr, event: Event) -> str:
     if "accelerate" in view.frameworks and view.kinds.is_model(model, scope) and "prepare" in map(last, binds):
         return ACCELERATE
     kinds = {kind for kind, _, _ in view.wrappers.wrapped(model, scope)}
-    if not kinds and isinstance(node, ast.Name | ast.Subscript):
-        held = list(view.wrappers.held(node, event.mark.stmt, event.scope))
-        if any(last(value) == "prepare" for value, _ in held):
-            return ACCELERATE
-        kinds = {kind for value, home in held for kind, _, _ in view.wrappers.wrapped(value, home)}
     kinds -= {"ddp"} if alone(view, event) or view.ranks.alone(event.scope) else set()
     return "" if "fsdp" in kinds else "DDP" if "ddp" in kinds else "DataParallel" if "dp" in kinds else ""
 
@@ -156,7 +151,7 @@ def replicated(view: View) -> bool:
 
 
 def read_early(view: View, run: Run) -> Iterator[Found]:
-    """Yield the reads, by all ranks, of a file that rank 0 alone has written, where none waited in between."""
+    """Yield the reads of a file that rank 0 alone has written, without a wait."""
     waits = {"collective", "wrap", "backward"}
     if view.wrappers.kinds(view.module) != {"ddp"}:
         waits.add("state")  # FSDP gathers it from all ranks

@@ -21,7 +21,7 @@ from lockstep_lint.rules.base import Found, Rule, edit
 MESSAGE = "keeps every step's graph alive: add {}.item() or .detach() instead of the tensor"
 
 # Methods that take values out of a list again.
-EMPTIES = ("pop", "popleft", "clear")
+EMPTIES = ("pop", "popleft", "clear", "zero_")
 
 
 def check(view: View) -> Iterator[Found]:
@@ -85,7 +85,7 @@ def outlives(view: View, run: Run, event: Event) -> bool:
 def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
     """Return the loop around an event whose turns are steps: it computes gradients, or evaluates with a graph."""
     for loop in reversed(event.loops):
-        if any(turn(run.events, loop, "backward")):
+        if any(turn(run.events, loop, "backward")) and not steps_around(run, event, loop):
             return loop if not any(map(evaluates, event.tests)) else None
         models = [each for each in turn(run.events, loop, "run") if is_evaluated(view, run, each)]
         if any(without_graph(view, run, each) is False for each in models):
@@ -93,8 +93,14 @@ def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
     return None
 
 
+def steps_around(run: Run, event: Event, loop: LoopBlock) -> bool:
+    """Check whether a loop is one of micro-batches: the optimizer steps in the turns of a loop around it alone."""
+    steps = [any(turn(run.events, each, "step")) for each in event.loops[: event.loops.index(loop) + 1]]
+    return any(steps) and not steps[-1]
+
+
 def evaluates(arm: ArmBlock) -> bool:
-    """Check whether a test keeps an event to the evaluation of a loop that trains and evaluates (`phase == "val"`)."""
+    """Check whether a test keeps an event to evaluation (`phase == "val"`)."""
     test = arm.node
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.NotEq):
         return False

@@ -3,12 +3,12 @@
 import ast
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.context import TURN, above
+from lockstep_lint.analysis.context import above
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions
+from lockstep_lint.analysis.nodes import Words, dotted, last, mentions
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.evaluation import evaluates, in_eval_mode, span, trains, without_graph
-from lockstep_lint.events.event import ArmBlock, CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
+from lockstep_lint.events.event import CallBlock, Event, LoopBlock, Mark, apart, seen_from, turn
 from lockstep_lint.events.query import opposed, same, subject, things
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
@@ -63,7 +63,7 @@ STAYS = "the model stays in eval mode for the training that follows: call model.
 
 
 def not_restored(view: View) -> Iterator[Found]:
-    """Yield the calls that switch the trained model to eval mode, in which it still is when it trains next."""
+    """Yield the switches to eval mode that are still in effect at the next backward."""
     for run in runs(view):
         done: set[Mark] = set()
         steps = {back.loops[-1] for back in run.of("backward") if back.loops}
@@ -80,43 +80,20 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
     """Return the last switch to eval mode before a backward in the same or next turn, with that backward."""
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
-    arms: set[tuple[object, bool]] = set()
     for turns in range(2):
         now: Event | None = None  # the switch, if it was made in this turn
         for event in events:
             trained_next = event.kind == "backward" and mode is not None and not apart(mode, event)
             trained_next = trained_next and not (mode is not None and now is mode and opposed(mode, event))
             if mode is not None and trained_next and stepped(run, loop, event):
-                if any(own_training(view, run, mode, each, event) for each in events):
-                    continue
                 return mode, event
             if event.kind in ("train", "mode"):
-                half = one_arm(mode, event) if mode is not None else None
-                if half is None or (half.branch, not half.when) in arms:
-                    mode = None
-                else:
-                    arms.add((half.branch, half.when))
+                mode = None
             elif event.kind == "eval" and is_trained(view, run, event, loop) and goes_on(event, loop, epochs):
                 mode = now = event
         if turns == 0 and mode is not None and made_anew(mode, loop):
             mode = None
     return None
-
-
-def own_training(view: View, run: Run, switch: Event, back: Event, backward: Event) -> bool:
-    """Check whether the function that trains the switched model puts it back."""
-    calls = [block for block in back.path if isinstance(block, CallBlock)]
-    own = back.kind == "train" and bool(calls) and calls[-1] not in backward.path and trains(span(run, calls[-1]))
-    selves = {dotted(each.mark.subject) for each in (switch, back)} == {"self"}
-    return own and (same(view, back, switch) or (selves and back.scope.owner is switch.scope.owner))
-
-
-def one_arm(switch: Event, back: Event) -> ArmBlock | None:
-    """Return the test of data that decides whether a model is switched back (`if length < limit:`)."""
-    arms = (block for block in back.tests if block not in switch.path and isinstance(block.node, ast.Compare))
-    bounds = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-    asks = (arm for arm in arms if isinstance(arm.node, ast.Compare) and isinstance(arm.node.ops[0], bounds))
-    return next((arm for arm in asks if not any(map(TURN.search, idents(arm.node)))), None)
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:
@@ -130,13 +107,13 @@ def made_anew(switch: Event, loop: LoopBlock) -> bool:
 
 
 def stepped(run: Run, loop: LoopBlock, backward: Event) -> bool:
-    """Check whether a step may be made of the gradients of a backward in its turn, where any steps are in sight."""
+    """Check whether a step may follow a backward in its turn."""
     steps = list(turn(run.events, loop, "step"))
     return not steps or any(step.place > backward.place or step.loops[-1:] != [loop] for step in steps)
 
 
 def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
-    """Check whether a switch is of the model that a loop trains, which is not meant to train in eval mode."""
+    """Check whether a switch concerns the model that a loop trains."""
     node, home = subject(switch, loop.scope)
     name = last(node)
     if name != "self" and OTHERS.search(name):

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.engines import asks_for_deepspeed
-from lockstep_lint.analysis.nodes import keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import ArmBlock, Block, CallBlock, Event
-from lockstep_lint.events.query import alone, calls_after, many, same, side, subject
+from lockstep_lint.events.query import alone, calls_after, many, same, side
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -25,14 +24,14 @@ def check(view: View) -> Iterator[Found]:
             calls = calls_after(event, block) if block is not None else []
             place = calls[0].site if calls else site
             if block is not None and place.module is view.module:
-                yield at(place, describe(view, run, event, bool(calls)))
+                yield at(place, describe(view, event, bool(calls)))
 
 
 def waits(view: View, run: Run, event: Event) -> bool:
     """Check whether an event ends when all ranks are in it."""
     if event.kind == "wrap":
         return event.detail in ("ddp", "fsdp")
-    return event.kind == "collective" or is_sharded(view, run, event) or sends_buffers(view, run, event)
+    return event.kind == "collective" or is_sharded(view, run, event)
 
 
 def is_sharded(view: View, run: Run, event: Event) -> bool:
@@ -45,17 +44,6 @@ def is_sharded(view: View, run: Run, event: Event) -> bool:
         return True
     kinds = [kind for kind, _, _ in view.wrappers.wrapped(model, event.scope)]
     return bool(kinds) and set(kinds) == {"fsdp"} and len(kinds) == len(view.origins.of(model, event.scope))
-
-
-def sends_buffers(view: View, run: Run, event: Event) -> bool:
-    """Check whether a model is certainly DDP's with BatchNorm: its forward broadcasts buffers."""
-    model, scope = subject(event)
-    if model is None or not run.of("norm"):
-        return False
-    found = list(view.wrappers.wrapped(model, scope))
-    told = any(keyword(call, "broadcast_buffers") is not None for _, call, _ in found)
-    kinds = {kind for kind, _, _ in found}
-    return kinds == {"ddp"} and not told and len(found) == len(view.origins.of(model, scope))
 
 
 def keeps_away(view: View, run: Run, event: Event, block: Block) -> bool:
@@ -76,7 +64,7 @@ def certain(view: View, event: Event, block: Block) -> bool:
 
 
 def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool:
-    """Check whether the other ranks come to the same elsewhere in the function of the test, or in its other arm."""
+    """Check whether the other ranks reach the same collective elsewhere."""
     found = arrivals(view, run)
     arms = found.get((event.kind, event.detail, block.branch), set()) if isinstance(block, ArmBlock) else set()
     if len(arms) == 2 or -ranks in found.get((event.kind, event.detail, frame(event, block)), set()):
@@ -86,7 +74,7 @@ def paired(view: View, run: Run, event: Event, block: Block, ranks: int) -> bool
 
 @kept
 def rests(view: View, run: Run) -> dict[tuple[str, str, object], int]:
-    """Map (kind, detail, frame) to the last event there that all ranks reach but those that have left the function."""
+    """Map (kind, detail, frame) to the last such event of all remaining ranks."""
     found: dict[tuple[str, str, object], int] = {}
     for event in run.of("collective", "wrap", "forward"):
         leaves = any(isinstance(block, ArmBlock) and block.leaves for block in event.path)
@@ -115,13 +103,11 @@ def frame(event: Event, block: Block) -> Block | None:
     return next((outer for outer in reversed(before) if isinstance(outer, CallBlock)), None)
 
 
-def describe(view: View, run: Run, event: Event, called: bool) -> str:
+def describe(view: View, event: Event, called: bool) -> str:
     """Describe the fault of an event."""
     name = event.mark.site.name if event.mark.site is not None else ""
     if event.kind == "forward":
-        if is_sharded(view, run, event):
-            return "runs the sharded model on some ranks only, which then wait for the parameters of the others"
-        return "runs the DDP model on some ranks only, though each run sends its buffers to all: run model.module"
+        return "runs the sharded model on some ranks only, which then wait for the parameters of the others"
     if called:
         where = "" if event.module is view.module else f" of {os.path.basename(event.module.path)}"
         return f"leads to {name}() on line {event.line}{where}, which other ranks never reach: they hang"

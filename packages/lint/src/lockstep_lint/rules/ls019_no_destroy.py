@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 
-from lockstep_lint.analysis.drafts import end_process_group
 from lockstep_lint.analysis.index import Scope
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.view import View
@@ -33,9 +32,7 @@ def check(view: View) -> Iterator[Found]:
     for site in view.sites("init_process_group"):
         if runnable or view.training or site.scope.kind == "module" or run_here(view, site.scope):
             yield at(
-                site,
-                "the process group is never ended: call torch.distributed.destroy_process_group() at the end",
-                proposal=end_process_group(view, site),
+                site, "the process group is never ended: call torch.distributed.destroy_process_group() at the end"
             )
 
 

@@ -55,10 +55,6 @@ def is_whole(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
     if isinstance(node, ast.ListComp | ast.GeneratorExp):
         chosen = any(last(test) != "requires_grad" for part in node.generators for test in part.ifs)
         return not chosen and alike(view, node.generators[0].iter, scope, depth - 1)
-    if isinstance(node, ast.BinOp):
-        return alike(view, node.left, scope, depth - 1) and alike(view, node.right, scope, depth - 1)
-    if isinstance(node, ast.List) and node.elts and all(isinstance(each, ast.Starred) for each in node.elts):
-        return all(alike(view, each, scope, depth - 1) for each in node.elts)
     if isinstance(node, ast.List) and all(isinstance(each, ast.Dict) for each in node.elts):
         rates = [value for each in node.elts for value in rates_in(each)]
         text = ast.unparse(scope.node) if scope.kind == "function" else ast.unparse(node)

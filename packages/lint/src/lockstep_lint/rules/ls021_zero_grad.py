@@ -34,10 +34,7 @@ def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
                 "the gradients are never cleared, so every step adds to all earlier ones: call optimizer.zero_grad()",
             )
         elif step is not None and cleared_before(view, run, found, step):
-            yield (
-                step,
-                f"the gradients are cleared before the loop only, {ADDS}: call zero_grad() after each step",
-            )
+            yield (step, f"the gradients are cleared before the loop only, {ADDS}: call zero_grad() after each step")
 
 
 def plain(step: Event) -> bool:
@@ -77,17 +74,12 @@ def wiped_early(view: View, run: Run) -> Iterator[tuple[Event, str]]:
     """Yield the calls that clear the gradients in every turn of a loop that accumulates them."""
     for found in accumulating(view, run):
         for zero in turn(run.events, found.loop, "zero"):
-            if not conditional(zero, found.loop):
+            if not any(isinstance(block, ArmBlock | LoopBlock) for block in zero.within(found.loop)):
                 yield (
                     zero,
                     "clears the gradients in every micro-batch, so nothing accumulates: clear them after the step",
                 )
                 break
-
-
-def conditional(event: Event, loop: LoopBlock) -> bool:
-    """Check whether an event happens in some turns of a loop only, or in a loop of its own."""
-    return any(isinstance(block, ArmBlock | LoopBlock) for block in event.within(loop))
 
 
 RULE = Rule("LS021", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "fastai"})

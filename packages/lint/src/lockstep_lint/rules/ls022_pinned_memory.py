@@ -12,7 +12,7 @@ from lockstep_lint.analysis.nodes import Words, argument, constant, has_star, id
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.run import Run, runs
-from lockstep_lint.events.values import PREPARES, value_at, value_in
+from lockstep_lint.events.values import PREPARES, value_at
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at, edit
 
@@ -25,7 +25,7 @@ GPU = re.compile(r"is_available|cuda|gpu|device", re.IGNORECASE)
 
 def check(view: View) -> Iterator[Found]:
     """Look for blocking moves of batches from pinned memory, and for loaders without workers."""
-    if any(map(pins, view.project.family(view.module))) and not (view.mps_only or view.frameworks & PREPARES):
+    if any(map(pins, view.project.family(view.module))) and not view.frameworks & PREPARES:
         told: set[ast.AST] = set()
         for run in runs(view):
             for event in run.of("batch"):
@@ -36,7 +36,7 @@ def check(view: View) -> Iterator[Found]:
                     told.add(event.node)
                     yield at(site, BLOCKS, edit=edit("keyword", site.call, "non_blocking", "True"))
     for site in view.sites("DataLoader") if view.gpu else ():
-        if view.full(site).startswith("torch") and not has_workers(view, site) and not on_device(view, site):
+        if view.full(site).startswith("torch") and not has_workers(view, site):
             yield at(site, ALONE, severity=Severity.OPINION)
 
 
@@ -123,13 +123,6 @@ def is_on(value: ast.expr | None) -> bool:
     if value is None or isinstance(value, ast.Constant):
         return constant(value) is True
     return any(GPU.search(name) for name in idents(value))
-
-
-def on_device(view: View, site: Site) -> bool:
-    """Check whether a loader's data are on the device already, which workers could not hand out."""
-    calls = view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope)
-    made = [(value, home) for call, home, full in calls if full.endswith("TensorDataset") for value in call.args]
-    return any(value_in(view, value, home).device for value, home in made)
 
 
 def has_workers(view: View, site: Site) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import turns_off_gradients
 from lockstep_lint.analysis.context import withs
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import argument, constant, dotted, idents, is_true, keyword
+from lockstep_lint.analysis.nodes import argument, constant, dotted, is_true, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -21,41 +21,15 @@ def check(view: View) -> Iterator[Found]:
     )
     for site in view.sites("GradScaler", "ShardedGradScaler", "autocast"):
         full = view.full(site)
-        if site.name != "autocast" and full and bf16 and not fp16 and enabled(site) and not half(view, site):
+        if site.name != "autocast" and full and bf16 and not fp16 and enabled(site):
             message = "bfloat16 has float32's range: drop the GradScaler, or use float16"
             yield at(site, message, severity=Severity.HINT)
-        elif site.name == "GradScaler" and full.startswith("torch.") and enabled(site) and idle(view, site):
-            yield at(site, "nothing is scaled by this GradScaler: float16 gradients underflow, call scaler.scale(loss)")
     for site in view.sites("MixedPrecision", "MixedPrecisionPolicy") if not scaled and trains(view) else ():
         if view.full(site).startswith("torch.distributed") and shards_in_half(view, site):
             yield at(site, "float16 gradients underflow without a ShardedGradScaler: scale the loss, or use bfloat16")
     for site in view.sites("autocast") if not scaled else ():
-        found = kinds(view, site)
-        if "float16" in found and not by_device(view, site) and not in_table(view, site) and trains_under(view, site):
+        if kind(view, site) == "float16" and trains_under(view, site):
             yield at(site, "float16 gradients underflow without a GradScaler: scale the loss, or use bfloat16")
-
-
-def idle(view: View, site: Site) -> bool:
-    """Check whether a program trains under autocast and never uses its scaler."""
-    word = view.effects.mentioned
-    used = word(view.module, ".scale(", "bfloat16", "deepspeed", "Fabric", "accelerat", "lightning", "ignite")
-    if used or not word(view.module, "autocast") or not trains(view):
-        return False
-    names = {bind.key for bind in site.scope.bound(site.stmt)}
-    given = [other for other in site.scope.sites for value in arguments(other.call) if dotted(value) in names]
-    return bool(names) and all(view.calls.target(other.call, other.scope) is not None for other in given)
-
-
-def arguments(call: ast.Call) -> list[ast.expr]:
-    """Return the arguments of a call."""
-    return [*call.args, *(item.value for item in call.keywords)]
-
-
-def half(view: View, site: Site) -> bool:
-    """Check whether FSDP's scaler may be for float16 that FSDP itself computes in."""
-    return site.name == "ShardedGradScaler" and view.effects.mentioned(
-        view.module, "torch.float16", "torch.half", "fp16"
-    )
 
 
 def trains(view: View) -> bool:
@@ -89,22 +63,6 @@ def kinds(view: View, site: Site) -> set[str]:
         switch = keyword(site.call, "enabled")
         return {"float16" if cuda and switch is None else ""}
     return {name_of_type(o.node, o.scope, view) for o in view.origins.of(dtype, site.scope)}
-
-
-def by_device(view: View, site: Site) -> bool:
-    """Check whether one expression chooses between float16 and bfloat16 by the device."""
-    given = keyword(site.call, "dtype")
-    binds = view.origins.binds(dotted(given) or "", site.scope, site.line) if given is not None else []
-    choices = [value for value in (given, *(bind.value for bind, _ in binds)) if value is not None]
-    return any({"bfloat16", "float16"} <= set(idents(value)) for value in choices)
-
-
-def in_table(view: View, site: Site) -> bool:
-    """Check whether an option chooses the type from a table that has several (`TYPES[args.dtype]`)."""
-    found = view.origins.of(dtype, site.scope) if (dtype := keyword(site.call, "dtype")) is not None else []
-    tables = (node for tree in {o.scope.module.top.node for o in found} for node in ast.walk(tree))
-    nodes = {o.node for o in found} if len(found) > 1 else set()
-    return any(isinstance(table, ast.Dict) and len(nodes.intersection(table.values)) > 1 for table in tables)
 
 
 def name_of_type(node: ast.expr, scope: Scope, view: View) -> str:

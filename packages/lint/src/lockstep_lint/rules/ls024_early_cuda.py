@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lockstep_lint.analysis.calls import COLLECTIVES
 from lockstep_lint.analysis.context import apart
 from lockstep_lint.analysis.index import Scope, Site
-from lockstep_lint.analysis.nodes import constant, keyword, strings
+from lockstep_lint.analysis.nodes import constant, keyword
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule, at
@@ -24,8 +24,6 @@ def check(view: View) -> Iterator[Found]:
             yield from early_cuda(view, scope, devices[0])
         if groups:
             yield from early_group(view, scope, groups[0])
-        if devices and groups and groups[0].line < devices[0].line and nccl(groups[0]):
-            yield from early_collective(view, scope, groups[0], devices[0])
 
 
 def early_cuda(view: View, scope: Scope, device: Site) -> Iterator[Found]:
@@ -61,21 +59,6 @@ def tested(site: Site) -> bool:
     """Check whether the function asks if a group exists, in a line before a call or in it."""
     start = getattr(site.scope.node, "lineno", 1)
     return any("is_initialized" in text for text in site.module.lines[start - 1 : site.line])
-
-
-def nccl(group: Site) -> bool:
-    """Check whether a group runs on NCCL and has no `device_id`."""
-    return "nccl" in set(strings(group.call)) and keyword(group.call, "device_id") is None
-
-
-def early_collective(view: View, scope: Scope, group: Site, device: Site) -> Iterator[Found]:
-    """Find collectives between the two calls, which open their communicator on GPU 0."""
-    for site in scope.sites:
-        if group.line < site.line < device.line and view.effects.is_collective(site) and not apart(site, device):
-            yield at(
-                site,
-                f"runs on GPU 0 of every rank, as line {device.line} comes later: call set_device first",
-            )
 
 
 RULE = Rule("LS024", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=frozenset({"lockstep"}), placed=True)

@@ -39,7 +39,7 @@ HELPED = "every rank has this helper make one folder: call it on rank 0 only, or
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for what all ranks fetch, make or remove at once, and for data that some open before it is there."""
+    """Look for downloads, files and folders that all ranks handle at once."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
@@ -62,7 +62,7 @@ def removes_given(event: Event) -> bool:
 
 
 def at_an_end(event: Event) -> bool:
-    """Check whether a file is taken away where an exception is handled, which one process may have, or in a test."""
+    """Check whether a file is removed in an exception handler or a test."""
     handles = any(isinstance(block, HandlerBlock) for block in event.path)
     return event.detail == "take" and (handles or unit_test(event.module))
 
@@ -103,7 +103,7 @@ def in_turn(view: View, run: Run, event: Event) -> bool:
 
 
 def same_work(one: Event, other: Event) -> bool:
-    """Check whether two events are of one call in a helper, or of calls with the same arguments in their places."""
+    """Check whether two events are calls with the same arguments."""
     first, second = one.node, other.node
     if isinstance(first, ast.Call) and isinstance(second, ast.Call):
         return given_alike(first) == given_alike(second)

@@ -85,7 +85,7 @@ def adds_up(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Check whether a loop runs over a rank's shard of held-out data, by the names here or at a caller."""
+    """Check whether a loop runs over a rank's shard of held-out data."""
     if EVALUATION.search(scope.name) or any(map(EVALUATION.search, idents(loop.iter))):
         return is_shard(view, loop.iter, scope)
     key = dotted(view.kinds.iterated(loop.iter, scope))

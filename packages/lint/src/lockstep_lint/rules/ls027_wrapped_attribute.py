@@ -43,7 +43,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def wrapped(view: View, node: ast.Attribute, scope: Scope, stmt: ast.stmt) -> bool:
-    """Check whether an object is a wrapper by all of its values, made before the read in the same function."""
+    """Check whether every value of an object is a wrapper made before the read."""
     found = view.origins.of(node.value, scope)
     wraps = list(view.wrappers.wrapped(node.value, scope))
     if not found or len(wraps) != len(found) or not {kind for kind, _, _ in wraps} <= {"ddp", "dp"}:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.budget import kept
-from lockstep_lint.analysis.drafts import wrapped
 from lockstep_lint.analysis.index import Module
 from lockstep_lint.analysis.nodes import Words
 from lockstep_lint.analysis.training import Training
@@ -46,11 +45,7 @@ def check(view: View) -> Iterator[Found]:
     if view.hidden(WRAPS) or not trainings(view):
         return
     for site in view.sites("init_process_group"):
-        yield at(
-            site,
-            "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP",
-            proposal=wrapped(view),
-        )
+        yield at(site, "the ranks never exchange gradients, so each trains a model of its own: wrap the model in DDP")
 
 
 def by_hand(family: tuple[Module, ...]) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import apart, guards
 from lockstep_lint.analysis.index import Module, Scope, Site
-from lockstep_lint.analysis.nodes import Words, argument, constant, dotted, keyword
+from lockstep_lint.analysis.nodes import argument, constant, dotted, keyword
+from lockstep_lint.analysis.origins import outcome
 from lockstep_lint.analysis.view import View
-from lockstep_lint.events.run import literals, outcome
+from lockstep_lint.events.run import literals
 from lockstep_lint.events.values import sites_of
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import Found, Rule
@@ -19,7 +20,6 @@ SHARED = "draws from numpy's generator in unseeded workers: use torch's, or a wo
 SEEDS_NUMPY = (1, 9)
 # A function of this name seeds nothing until a loader is given it.
 SEEDS_WORKERS = re.compile(r"(?<!def )\bworker_init_fn\b")
-LOADER = Words(r"Loader[A-Z]?$")
 QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Generator", "SeedSequence"}
 
 
@@ -31,7 +31,7 @@ def check(view: View) -> Iterator[Found]:
     asking = (site.scope.owner for member in family for site in member.sites("get_worker_info"))
     if any(owner is None or not is_dataset(view, owner) for owner in asking):
         return  # a helper may seed by the worker that it runs in
-    if not any(workers(view, site) for member in family for site in loaders(view, member)):
+    if not any(workers(view, site) for member in family for site in member.sites("DataLoader")):
         return
     for scope in view.scopes:
         site = drawing(view, scope) if scope.kind == "class" and is_dataset(view, scope) else None
@@ -48,7 +48,7 @@ def texts(family: tuple[Module, ...]) -> list[str]:
 def elsewhere(view: View) -> Iterator[Found]:
     """Yield the first loader with workers of each data set from another file."""
     told: dict[Scope, list[Site]] = {}
-    for site in (s for s in loaders(view, view.module) if workers(view, s)):
+    for site in (s for s in view.sites("DataLoader") if workers(view, s)):
         for call, home, _ in view.origins.calls_of(argument(site.call, 0, "dataset"), site.scope):
             owner = view.names.definition(call.func, home)
             if owner is None or owner.module is view.module or not is_dataset(view, owner):
@@ -58,21 +58,6 @@ def elsewhere(view: View) -> Iterator[Found]:
                 told.setdefault(owner, []).append(site)
                 yield Found(site.call, f"{owner.name} {message(view, drawn)}", level(view, drawn))
                 break
-
-
-def loaders(view: View, module: Module) -> Iterator[Site]:
-    """Yield the calls of a file that make a DataLoader, or one of a class of the project that derives from it."""
-    for name, sites in module.by_name.items():
-        if name == "DataLoader":
-            yield from sites
-        elif LOADER.search(name):
-            owners = ((site, view.names.definition(site.call.func, site.scope)) for site in sites)
-            yield from (site for site, owner in owners if owner is not None and is_loader(view, owner))
-
-
-def is_loader(view: View, owner: Scope) -> bool:
-    """Check whether a class derives from torch's DataLoader."""
-    return any(name.startswith("torch.") and name.endswith(".DataLoader") for name in view.names.bases_of(owner))
 
 
 def drawing(view: View, owner: Scope, made: Site | None = None) -> Site | None:
@@ -89,7 +74,7 @@ def drawing(view: View, owner: Scope, made: Site | None = None) -> Site | None:
     sites = [
         site
         for site in item.sites
-        if not any(outcome(g.test, item, known) is (not g.when) for g in guards(site.stmt, site.module))
+        if not any(outcome(g.test, known) is (not g.when) for g in guards(site.stmt, site.module))
     ]
     return next((site for site in view.effects.below(sites) if draws(view, site)), None)
 

@@ -54,8 +54,7 @@ def waits(view: View, event: Event) -> str:
         return ""
     for value in (*site.call.args, *(item.value for item in site.call.keywords)):
         for part in shown(value):
-            first = isinstance(part, ast.Subscript) and last(part.value) == "data"  # in the first versions of torch
-            if value_at(view, event, part.value if first and isinstance(part, ast.Subscript) else part).device:
+            if value_at(view, event, part).device:
                 return f"{site.name}({ast.unparse(part)[:30]})"
     return ""
 
@@ -75,7 +74,7 @@ def shown(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def in_each(view: View, loop: LoopBlock | None, steps: list[Event], backs: list[Event], event: Event) -> bool:
-    """Check whether an event happens in every step of a loop, and is no part of an evaluation in it."""
+    """Check whether an event happens in every training step of a loop."""
     inner = event.within(loop)
     shielded = any(isinstance(block, WithBlock) and turns_off_gradients(block.node) for block in inner)
     if shielded and any(isinstance(block, LoopBlock) for block in inner):
@@ -106,7 +105,7 @@ def is_regular(view: View, loop: LoopBlock | None, block: Block, event: Event) -
 
 
 def seldom(view: View, loop: LoopBlock | None, block: ArmBlock) -> bool:
-    """Check whether a test holds in an evaluation, by a flag that is never so, or until its name gets a value."""
+    """Check whether a test holds in an evaluation, or in one step only."""
     test = block.node
     if last(test) in ("training", "is_train", "is_training"):
         return not block.when

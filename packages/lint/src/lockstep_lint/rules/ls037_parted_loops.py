@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 
 from lockstep_lint.analysis.context import Loop, guards, inside, loops
-from lockstep_lint.analysis.engines import has_shard
 from lockstep_lint.analysis.index import Scope, Site
 from lockstep_lint.analysis.nodes import Words, dotted, idents, last, mentions, walk
 from lockstep_lint.analysis.view import View
@@ -119,11 +118,11 @@ def own_score(view: View, stmts: list[ast.stmt], sites: list[Site], loop: Loop, 
     for stmt in (s for s in stmts if isinstance(s, ast.Assign | ast.AugAssign) and not counts(s, loop, scope)):
         nest = loops(stmt, scope.module)
         within = nest[: nest.index(loop)] if loop in nest else []
-        if any(isinstance(each, ast.For) and has_shard(view, each.iter, scope) for each in within):
+        if any(isinstance(each, ast.For) and view.kinds.is_shard(each.iter, scope) for each in within):
             return True
     functions = [function for site in sites for function in view.calls.runs(site)]
     return any(
-        isinstance(stmt, ast.For) and has_shard(view, stmt.iter, function) and gives_back(stmt, function)
+        isinstance(stmt, ast.For) and view.kinds.is_shard(stmt.iter, function) and gives_back(stmt, function)
         for function in functions
         for stmt in function.stmts
     )
@@ -147,7 +146,7 @@ def gives_back(loop: ast.For, function: Scope) -> bool:
 
 
 def own_flag(view: View, test: ast.expr, loop: Loop, scope: Scope) -> str:
-    """Return a name in a test that one rank alone sets in the loop, and that nothing sends to the others."""
+    """Return a name in a test that one rank alone sets in the loop."""
     for node in walk(test):
         key = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else None
         stmts = [b.stmt for b in scope.binds.get(key or "", []) if inside(b.stmt, loop, scope.module)]

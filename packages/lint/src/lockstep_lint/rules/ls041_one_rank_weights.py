@@ -1,26 +1,18 @@
 """LS041: weights changed on one rank after wrapping."""
 
-import ast
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from lockstep_lint.analysis.index import Site
-from lockstep_lint.analysis.nodes import Words, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import CallBlock, Event
-from lockstep_lint.events.query import alone, same, sides, subject, things
+from lockstep_lint.events.query import alone, same, sides
 from lockstep_lint.events.run import Run, runs
 from lockstep_lint.finding import Confidence, Severity
 from lockstep_lint.rules.base import TRAINERS, Found, Rule
 
-STEPS = "steps the optimizer on some ranks only: the ranks train different weights"
-# What sends weights or gradients on by hand.
-SENDS = Words(r"broadcast|scatter|gather|^i?send$|^i?recv$|all_?reduce|sync_|average")
-
 
 def check(view: View) -> Iterator[Found]:
     """Find weights that only some ranks load or initialise after a wrapper made them equal."""
-    yield from steps_apart(view)
     for run in runs(view):
         for event in run.of("load", "initialise"):
             site = parted_at(view, event)
@@ -29,40 +21,6 @@ def check(view: View) -> Iterator[Found]:
                 yield Found(
                     site.call, f"{done} the wrapped model on some ranks only: the ranks train different weights"
                 )
-
-
-def steps_apart(view: View) -> Iterator[Found]:
-    """Look for steps of a wrapped model's optimizer that only some ranks take, after a backward of all of them."""
-    if any(SENDS.search(name) for member in view.project.family(view.module) for name in member.by_name):
-        return
-    for run in runs(view):
-        for event in run.of("step"):
-            parts = sides(view, event)
-            site = parted_at(view, event)
-            if not parts or site is None or site.module is not view.module or alone(view, event):
-                continue
-            blocks = [block for block, _ in parts]
-            backs = [back for back in run.of("backward") if set(back.loops) & set(event.loops)]
-            others = [other for other in run.of("step") if not any(block in other.path for block in blocks)]
-            together = bool(backs) and not any(block in back.path for block in blocks for back in backs)
-            if together and not others and of_wrapped(view, run, event):
-                yield Found(site.call, STEPS)
-
-
-def of_wrapped(view: View, run: Run, event: Event) -> bool:
-    """Check whether an optimizer was given the parameters of a model that a wrapper has."""
-    node, scope = subject(event)
-    wraps = [things(view, *subject(wrap)) for wrap in run.of("wrap") if wrap.detail in ("ddp", "fsdp")]
-    for call, home, _ in view.origins.calls_of(node, scope):
-        given = [part.func.value for part in walk(call) if isinstance(part, ast.Call) and is_parameters(part.func)]
-        if any(things(view, model, home) & wrapped for model in given for wrapped in wraps):
-            return True
-    return False
-
-
-def is_parameters(func: ast.expr) -> TypeGuard[ast.Attribute]:
-    """Check whether a function is a model's `parameters`."""
-    return isinstance(func, ast.Attribute) and func.attr in ("parameters", "named_parameters")
 
 
 def parted_at(view: View, event: Event) -> Site | None:

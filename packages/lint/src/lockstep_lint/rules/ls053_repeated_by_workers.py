@@ -41,7 +41,7 @@ def has_workers(view: View, site: Site) -> bool:
 
 
 def repeats(view: View, owner: Scope) -> bool:
-    """Check whether a class iterates over files or a list of its own, and nothing in it knows of workers."""
+    """Check whether a class iterates over fixed data and ignores workers."""
     method = owner.defs.get("__iter__")
     bases = [name.split(".")[-1] for name in view.names.bases_of(owner)]
     start, end = owner.node.lineno, owner.node.end_lineno or 0  # type: ignore[attr-defined]

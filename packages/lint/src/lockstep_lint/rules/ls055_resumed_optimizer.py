@@ -52,7 +52,7 @@ def restores(view: View, module: Module) -> bool:
 
 
 def resumes(view: View, event: Event) -> bool:
-    """Check whether a run loads a model's weights because it resumes, by the words of the path and the tests."""
+    """Check whether a run loads a model's weights because it resumes."""
     receiver, home = given_as(event, event.mark.subject, event.scope)
     if not view.kinds.is_model(receiver, home) or OTHERWISE.search(last(receiver)):
         return False
@@ -103,11 +103,11 @@ def begins_later(view: View, loop: LoopBlock) -> bool:
 
 
 def has_state(view: View, call: ast.AST, scope: Scope) -> bool:
-    """Check whether an optimizer of torch has a state that comes back slowly; SGD's momentum is there in ten steps."""
+    """Check whether an optimizer of torch has a long-lived state, as SGD has not."""
     known = isinstance(call, ast.Call) and TORCH_OPTIMIZERS.match(view.names.qualify(call.func, scope)) is not None
     return known and last(call) != "SGD"
 
 
 RULE = Rule(
-    "LS055", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "lightning_fabric"}
+    "LS055", Severity.HINT, Confidence.MEDIUM, check, fix="unsafe", moot=TRAINERS | {"deepspeed", "lightning_fabric"}
 )
