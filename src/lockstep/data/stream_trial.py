@@ -101,7 +101,9 @@ def _unlike(source: StreamSource, lanes: Lanes, places: list[Cursor], begin: int
         f"{place.offset + odd} than when it is read from its start, so a resume would lose or repeat samples"
     )
     if source.has_state and place.state is not None:
-        return DataError(f"{start}; `state_dict()` after n samples must lead to the next one, number n")
+        return DataError(
+            f"{start}; `state_dict()` after n samples must lead to number n: count a sample before its `yield`"
+        )
     if source.seeks and begin:
         return DataError(f"{start}; `iter(part, start)` must pass over the first `start` samples of the part")
     return DataError(
