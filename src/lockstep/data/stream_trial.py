@@ -59,7 +59,11 @@ def try_source(
     pairs = zip(first[begin:], again, strict=False)
     odd = next((k for k, (one, other) in enumerate(pairs) if not alike(one[0], other[0])), -1)
     if odd >= 0 or len(again) < len(first) - begin:
-        raise _unlike(source, lanes, places, begin, max(odd, 0))
+        whole = _read_each(source, lanes, 0, START, len(first), digest, endless=True)
+        repeats = len(whole) == len(first) and all(
+            alike(one[0], other[0]) for one, other in zip(first, whole, strict=True)
+        )
+        raise _unlike(source, lanes, places, begin, max(odd, 0), repeats=repeats)
     for path in generators:
         before, after, later = (each[path] for each in states)
         if before != after != later:
@@ -92,19 +96,25 @@ def _read_each(
     return found
 
 
-def _unlike(source: StreamSource, lanes: Lanes, places: list[Cursor], begin: int, odd: int) -> DataError:
-    """Describe a reading that differs from the first one."""
+def _unlike(
+    source: StreamSource, lanes: Lanes, places: list[Cursor], begin: int, odd: int, *, repeats: bool
+) -> DataError:
+    """Describe a reading that differs from the first one.
+
+    Args:
+        repeats: a second reading from the start has the samples of the first.
+    """
     place = places[begin - 1] if begin else START
     part = lanes.parts_of(0, lanes.count)[place.place]
     start = (
         f"the stream {source.name}: part {part}, opened at sample {place.offset}, has another sample "
         f"{place.offset + odd} than when it is read from its start, so a resume would lose or repeat samples"
     )
-    if source.has_state and place.state is not None:
+    if repeats and source.has_state and place.state is not None:
         return DataError(
             f"{start}; `state_dict()` after n samples must lead to number n: count a sample before its `yield`"
         )
-    if source.seeks and begin:
+    if repeats and source.seeks and begin:
         return DataError(f"{start}; `iter(part, start)` must pass over the first `start` samples of the part")
     return DataError(
         f"two readings of the stream {source.name} differ from sample {place.offset + odd} of part {part} on, so a "
