@@ -7,6 +7,7 @@ import random
 import re
 import resource
 import signal
+import sqlite3
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -256,6 +257,14 @@ def forkserver():
 
 
 @pytest.mark.usefixtures("forkserver")
+def test_what_a_server_cannot_be_sent_is_one_line_with_the_way_out():
+    dataset = Noisy()
+    dataset.transform = lambda sample: sample
+    with pytest.raises(DataError, match=r"forkserver.*--data.workers 0"):
+        content(feed(dataset, workers=1))
+
+
+@pytest.mark.usefixtures("forkserver")
 def test_loader_processes_that_a_server_forks_live_too():
     """Their parent, as the system sees it, is the server: how Python begins processes from 3.14 on."""
     assert content(feed(Noisy(), workers=1)) == content(feed(Noisy()))
@@ -455,3 +464,44 @@ def test_an_evaluation_set_is_held_to_the_same(tmp_path):
     config = lockstep.Config(save_dir=str(tmp_path), batch_size=8, max_steps=1, device="cpu")
     with pytest.raises(DataError, match=r"dataset\('evaluation'\) returned list_iterator, which has no __len__"):
         lockstep.train(config, Streamed(dtype=torch.float32))
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Number i is line i of a file that was opened before the fork, by its descriptor and through a buffer."""
+
+    def __init__(self, path, connection=None):
+        self.raw, self.parts = os.open(path, os.O_RDONLY), {"db": connection}
+        self.text = open(path)  # noqa: SIM115
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        os.lseek(self.raw, 5 * index, os.SEEK_SET)
+        time.sleep(0)
+        found = int(os.read(self.raw, 4))
+        self.text.seek(5 * index)
+        return index, found, int(self.text.readline())
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with two cores
+@pytest.mark.parametrize("workers", [0, 2, 4])
+def test_a_file_that_is_open_before_the_fork_is_each_loader_processs_own(tmp_path, workers):
+    path = tmp_path / "numbers"
+    path.write_text("".join(f"{number:04d}\n" for number in range(400)))
+    dataset = Numbered(path)
+    found = [data["samples"] for _, micro in content(feed(dataset, None, workers, 0, 400, 8)) for *_, data in micro]
+    dataset.text.close()
+    assert sorted(each for samples in found for each in samples) == [(number,) * 3 for number in range(400)]
+
+
+def test_a_connection_that_loader_processes_would_share_is_refused_by_its_attribute(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_text("0000\n" * 400)
+    connection = sqlite3.connect(":memory:")
+    dataset = Numbered(path, connection)
+    with pytest.raises(DataError, match=r"parts\['db'\].*--data.workers 0"):
+        content(feed(guarded(dataset), workers=1))
+    assert len(content(feed(guarded(dataset)))) == 3
+    dataset.text.close()
+    connection.close()

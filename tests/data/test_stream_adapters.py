@@ -2,17 +2,24 @@
 
 import gc
 import io
+import itertools
 import json
 import logging
+import random
 import tarfile
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from test_stream_trial import Stateful as CountsEpochs
 from test_streams import Parts, play, resumed
 from torch.utils.data import IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.data.stream_adapters import is_stream, source_of
+from lockstep.data.streams import lanes_of
 from lockstep.errors import ConfigError, DataError
 
 
@@ -215,6 +222,110 @@ def test_a_webdataset_has_its_urls_as_parts(tmp_path, workers, monkeypatch):
     gc.collect()  # it leaves files open
 
 
+@pytest.fixture
+def uneven(tmp_path):
+    """Four tars of 4, 4, 4 and 52 samples."""
+    number = 0
+    for place, length in enumerate([4, 4, 4, 52]):
+        tar(tmp_path / f"{place}.tar", range(number, number + length))
+        number += length
+    return [str(tmp_path / f"{place}.tar") for place in range(4)]
+
+
+def web(urls, **options):
+    webdataset = pytest.importorskip("webdataset")
+    random.seed(1)
+    stream = webdataset.WebDataset(urls, **{"shardshuffle": False, **options})
+    return stream.decode().map(lambda sample: sample["json"])
+
+
+def in_steps(make, ranks, steps, workers=0, place=None):
+    """As `play`, with the lanes of a run; the stream is made anew."""
+    lanes = lanes_of(source_of(make()), 4, 2, 3)
+    return play(make(), ranks, steps, workers=workers, place=place, lanes=lanes)
+
+
+PIPELINES = {
+    "plain": lambda urls: web(urls),
+    "with_epoch": lambda urls: web(urls).with_epoch(64),
+    "a longer epoch": lambda urls: web(urls).with_epoch(96),
+    "repeat": lambda urls: web(urls).repeat(),
+    "shuffle": lambda urls: web(urls, shardshuffle=4).shuffle(16),
+    "a seeded shuffle": lambda urls: web(urls).shuffle(16, seed=3),
+    "a kept generator": lambda urls: web(urls).shuffle(16, rng=random.Random(5)),
+    "detshuffle": lambda urls: web(urls, shardshuffle=4, detshuffle=True),
+    "slice": lambda urls: web(urls).slice(40),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_webdataset_pipeline_keeps_its_counts_over_ranks_and_a_resume(uneven, name):
+    make = partial(PIPELINES[name], uneven)
+    wanted, _ = in_steps(make, 1, 12)
+    alone = itertools.islice(itertools.chain.from_iterable(make() for _ in range(3)), 96)
+    counts = [Counter(sample["at"] for sample in found) for found in (samples_of(wanted), alone)]
+    assert sorted(counts[0].values()) == sorted(counts[1].values())
+    assert all(sum(map(len, step.values())) == 8 for step in wanted)  # no half steps
+    before, state = in_steps(make, 3, 5)
+    assert before + in_steps(make, 2, 7, place=resumed(state, 5))[0] == wanted
+    gc.collect()  # it leaves files open
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("epoch", [0, 40])
+def test_a_resampled_webdataset_is_drawn_alike_on_any_rank(uneven, epoch):
+    def make():
+        stream = web(uneven, resampled=True)
+        return stream.with_epoch(epoch) if epoch else stream
+
+    wanted, _ = in_steps(make, 1, 12)
+    assert all(sum(map(len, step.values())) == 8 for step in wanted)
+    before, state = in_steps(make, 2, 7)
+    assert before + in_steps(make, 1, 5, workers=1, place=resumed(state, 7))[0] == wanted
+    gc.collect()
+
+
+def interleaved(stream):
+    datasets = pytest.importorskip("datasets")
+    other = stream.map(lambda row: {"at": row["at"] + 2000})
+    return datasets.interleave_datasets([stream, other], [0.7, 0.3], seed=1, stopping_strategy="all_exhausted")
+
+
+FORMS = {
+    "take": lambda stream: stream.take(16),
+    "skip": lambda stream: stream.skip(3),
+    "repeat": lambda stream: stream.repeat(2),
+    "endless": lambda stream: stream.repeat(None),
+    "batch": lambda stream: stream.batch(4),
+    "interleave": interleaved,
+    "indices": lambda stream: stream.map(lambda row, index: {"at": index}, with_indices=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hugging_face_stream_has_the_samples_of_one_process_in_an_epoch(hugging, form):
+    stream = FORMS[form](hugging)
+    alone = [str(sample) for sample in itertools.islice(stream, 54)]
+    wanted, _ = play(stream, 1, 24, micro=2)
+    assert Counter([str(sample) for sample in samples_of(wanted)][: len(alone)]) == Counter(alone)
+    before, state = play(stream, 2, 5, micro=2)
+    assert before + play(stream, 1, 19, micro=2, place=resumed(state, 5))[0] == wanted
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_dataset_goes_on_with_its_own_epochs_over_a_resume(workers):
+    wanted, _ = play(CountsEpochs(), 1, 20)
+    alone = CountsEpochs()
+    assert samples_of(wanted)[:60] == [*alone, *alone]  # in another order
+    for stop in (3, 4, 13):  # in the first epoch, at its end and in the fourth
+        stream = CountsEpochs()
+        before, state = play(stream, 2, stop, workers=workers)
+        json.dumps(state.cursors)
+        assert before + play(CountsEpochs(), 3, 20 - stop, place=resumed(state, stop))[0] == wanted
+        assert (stream.at, stream.epoch) == (0, 0)
+
+
 def test_what_is_a_stream_and_what_is_refused():
     assert not is_stream([1, 2])
     assert not is_stream(torch.utils.data.DataLoader([1, 2]))  # which is refused by name
@@ -225,6 +336,10 @@ def test_what_is_a_stream_and_what_is_refused():
         source_of(iter([1, 2]))
     with pytest.raises(DataError, match="parts = 0"):
         source_of(Parts([]))
+    streaming = type("StreamingDataset", (Count,), {"__module__": "streaming.base.dataset"})(3)
+    streaming.streams = [SimpleNamespace(remote="s3://corpus", local="/tmp/corpus")]
+    with pytest.raises(DataError, match=r"lockstep.shards\('s3://corpus'\)"):
+        source_of(streaming)
     with pytest.raises(ConfigError, match="parts is 0"):
         lockstep.stream(Count(3), parts=0)
     with pytest.raises(ConfigError, match="__iter__"):

@@ -46,9 +46,11 @@ class Task(Partial):
         return len(batch)
 
 
-def batches_of(stream, world, *, micro=4, size=2, workers=0, retries=0, place=None, sharing=None, steps=1000, least=1):
+def batches_of(
+    stream, world, *, micro=4, size=2, workers=0, retries=0, place=None, sharing=None, steps=1000, least=1, lanes=None
+):
     data = StreamData(source_of(stream), retries)
-    lanes = Lanes(data.source.parts, micro, size, 3, least)
+    lanes = lanes or Lanes(data.source.parts, micro, size, 3, least)
     plan = StepPlan(micro * size, size, steps * micro * size)
     loading = Loading(workers, 2, retries)
     return StreamBatches(Task(), data, lanes, plan, world, loading=loading, sharing=sharing, place=place)

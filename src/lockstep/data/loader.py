@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep.counts import check_count, describe_count, samples_in
+from lockstep.data.descriptors import check_connections, open_files, reopen
 from lockstep.data.rows import Rows, never_draws, rows_of
 from lockstep.data.shared_memory import no_room, shortage
 from lockstep.distributed.launcher import OPENCV_THREADS
@@ -159,6 +160,10 @@ class Fetch:
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         return self.finish(self.load(key), key)
 
+    def inherited(self) -> dict[str, Any]:
+        """Return what loader processes inherit of the user's: name -> object."""
+        return {"the dataset": self._dataset}
+
     def load(self, key: Key) -> Any:
         """Load the samples of a micro-batch, and seed what its collation draws."""
         samples = self._load_samples(key)
@@ -266,7 +271,7 @@ class Drawing:
     """A Fetch that returns (batch, whether its collation drew random numbers) as the batch."""
 
     def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
+        self._fetch, self.inherited = fetch, fetch.inherited
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         loaded = self._fetch.load(key)
@@ -424,6 +429,14 @@ class Fetching(Protocol):
         """Return (collated batch, items)."""
 
 
+@runtime_checkable
+class Inherited(Protocol):
+    """Fetching that names what forked processes inherit of the user's."""
+
+    def inherited(self) -> dict[str, Any]:
+        """Return name -> object."""
+
+
 class Loader:
     """Loads micro-batches by their keys.
 
@@ -521,7 +534,12 @@ class _Processes:
         self._started: dict[int, int] = {}  # pids by process number
         self._reason = ""
         # Only forked processes inherit locks; others first import torch, which has no time limit.
-        self._timeout = _timeout(tries) if multiprocessing.get_start_method() == "fork" else None
+        method = multiprocessing.get_start_method()
+        forks = method == "fork"
+        self._timeout = _timeout(tries) if forks else None
+        if forks and isinstance(fetch, Inherited):
+            check_connections(fetch.inherited())
+        files = open_files() if forks else {}
         before = set(multiprocessing.active_children())
         self._handler = signal.getsignal(signal.SIGCHLD)
         # Open here at both ends, or it would close when the processes that have reported end.
@@ -536,15 +554,21 @@ class _Processes:
                 num_workers=loading.workers,
                 prefetch_factor=loading.prefetch,
                 pin_memory=pinned,
-                worker_init_fn=partial(_init_worker, collecting, self._report),
+                worker_init_fn=partial(_init_worker, collecting, files, self._report),
                 generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
             try:
-                self._iterator: Any = iter(loader)  # forks
-            except OSError as error:
+                self._iterator: Any = iter(loader)  # forks, or sends what the processes need
+            except Exception as error:
                 if reason := shortage(error):
                     raise SampleError(reason) from error
-                raise
+                if forks:
+                    raise
+                raise DataError(
+                    f"a loader process cannot be started by '{method}', which sends it a copy of the dataset and the "
+                    f"task: {failure(error)}; define what it names at the top of a module, open files and connections "
+                    "in `__getitem__`, or load in the training process with --data.workers 0"
+                ) from error
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._remove_torch_handler()
 
@@ -687,12 +711,13 @@ def _end_unsent(report: Connection, number: int, error: Exception, _: Any) -> No
     os._exit(1)
 
 
-def _init_worker(collecting: bool, report: Connection, number: int) -> None:
-    """Set up a loader process: keep its libraries off the cores of other ranks."""
+def _init_worker(collecting: bool, files: dict[int, int], report: Connection, number: int) -> None:
+    """Set up a loader process: its own places in open files, and its libraries off the cores of other ranks."""
     # A hook of Python's own, for errors in the thread that sends.
     multiprocessing.queues.Queue._on_queue_feeder_error = partial(_end_unsent, report, number)  # type: ignore
     try:
         _keep_inherited(collecting)
+        reopen(files)
         _end_with_parent()
         torch.set_num_threads(1)
         # Not "true", even where the user set it: a forked process would wait for the threads that only its parent has.

@@ -8,16 +8,21 @@ No library is imported here: an object of it brings it along.
 
 import copy
 import inspect
+import random
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any, cast, final
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.stream_mixture import MixtureSource
 from lockstep.data.stream_types import SplitStream, Stream, StreamMixture
 from lockstep.data.streams import Opened, StreamSource
-from lockstep.errors import DataError
+from lockstep.errors import DataError, error_line
 
 __all__ = ["is_stream", "source_of"]
 
@@ -51,15 +56,41 @@ def _source_of(dataset: Any) -> StreamSource:
             f"the task's dataset('train') returned {name}, an iterator, which can be read only once; return an object "
             "whose `__iter__` opens it anew"
         )
+    _refuse(inner)
+    if _is_webdataset(inner):
+        return WebSource(inner, dataset.parts if isinstance(dataset, SplitStream) else 0)
     if isinstance(dataset, SplitStream):
         return IterableSource(inner, dataset.parts, splits=True)
     if _is_own(dataset):
         return OwnSource(dataset)
     if _is_hugging_face(dataset):
         return HuggingFaceSource(dataset)
-    if urls := _shard_urls(dataset):
-        return WebSource(dataset, urls)
     return IterableSource(dataset, 1, splits=False)
+
+
+def _refuse(dataset: Any) -> None:
+    """Refuse what divides its samples between ranks and processes itself, with the line to write in its place."""
+    if _has_class(dataset, "streaming", "StreamingDataset"):
+        streams = list(getattr(dataset, "streams", []))
+        places = [str(getattr(each, "remote", None) or getattr(each, "local", "...")) for each in streams] or ["..."]
+        lines = [f"lockstep.shards({place!r})" for place in places]
+        line = lines[0] if len(lines) == 1 else f"lockstep.mixture of {', '.join(lines)}"
+        raise DataError(
+            "the task's dataset('train') returned a StreamingDataset of MosaicML, which divides its samples between "
+            f"ranks itself; its shards have an index: return {line} (with the split's folder), which reads them"
+        )
+    first = next(iter(getattr(dataset, "pipeline", None) or []), None)
+    if isinstance(first, DataLoader):
+        raise DataError(
+            f"the task's dataset('train') returned {type(dataset).__name__}, a pipeline around a DataLoader; return "
+            "the data set inside: --data.workers starts loader processes, --micro-batch-size makes batches"
+        )
+
+
+def _has_class(dataset: Any, package: str, name: str) -> bool:
+    return any(
+        base.__name__ == name and str(base.__module__).partition(".")[0] == package for base in type(dataset).__mro__
+    )
 
 
 def _is_own(dataset: Any) -> bool:
@@ -71,17 +102,16 @@ def _is_own(dataset: Any) -> bool:
 class OwnSource(StreamSource):
     """A user's own object with `parts` and `iter`."""
 
+    seeks = True
+
     def __init__(self, inner: Stream) -> None:
-        has_state = "state" in inspect.signature(inner.iter).parameters
-        draws = bool(getattr(inner, "draws_random", True))
-        super().__init__(inner.parts, type(inner).__name__, draws, has_state=has_state)
-        self._inner = inner
+        super().__init__(inner, inner.parts, has_state="state" in inspect.signature(inner.iter).parameters)
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        if callable(set_epoch := getattr(self._inner, "set_epoch", None)):
+        if callable(set_epoch := getattr(self.inner, "set_epoch", None)):
             set_epoch(epoch)
         resumed = {"state": state} if self.has_state and state is not None else {}
-        return Opened(iter(self._inner.iter(part, start, **resumed)), start)
+        return Opened(iter(self.inner.iter(part, start, **resumed)), start)
 
     def state(self, opened: Iterator[Any]) -> Any:
         state_dict = getattr(opened, "state_dict", None)
@@ -92,21 +122,110 @@ class OwnSource(StreamSource):
 class IterableSource(StreamSource):
     """An iterable dataset: one part, or several if it splits itself by `get_worker_info()`.
 
-    It cannot seek: a part is opened at its beginning. torchdata's state of a dataset is not used, since it belongs to
-    one iterator in one process.
+    It cannot seek: a part is opened at its beginning. One with `state_dict()` and `load_state_dict()`, as torchdata's
+    loader knows them, is opened at its state. That moves the dataset itself, so each open part has a copy, as in a
+    loader process of its own; as one part it also begins an epoch with the state that the last one ended with.
     """
 
     def __init__(self, inner: Any, parts: int, *, splits: bool) -> None:
-        super().__init__(parts, type(inner).__name__, bool(getattr(inner, "draws_random", True)))
-        self._inner, self._splits = inner, splits
+        super().__init__(inner, parts, has_state=_is_stateful(inner))
+        self._splits, self.carries = splits, self.has_state and parts == 1
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        if callable(set_epoch := getattr(self._inner, "set_epoch", None)):
+        own = self._copied() if self.has_state else self.inner
+        if callable(set_epoch := getattr(own, "set_epoch", None)):
             set_epoch(epoch)
-        return Opened(iter(self._inner), 0)
+        if not self.has_state:
+            return Opened(iter(own), 0)
+        if state is not None:
+            own.load_state_dict(_unpacked(state["dataset"]))
+        opened = _Stateful(own)
+        if state is not None and "iterator" in state:
+            opened.iterator.load_state_dict(_unpacked(state["iterator"]))
+        return Opened(opened, start if state is not None else 0)
+
+    def state(self, opened: Any) -> Any:
+        found = {"dataset": _packed(opened.dataset.state_dict())}
+        if opened.iterator is not opened.dataset and _is_stateful(opened.iterator):
+            found["iterator"] = _packed(opened.iterator.state_dict())
+        return found
 
     def worker_info(self, part: int) -> Any:
-        return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self._inner) if self._splits else None
+        return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self.inner) if self._splits else None
+
+    def _copied(self) -> Any:
+        try:
+            return copy.deepcopy(self.inner)
+        except Exception as error:
+            raise DataError(
+                f"the stream {self.name} has `load_state_dict`, and each open part needs a copy of it, but it cannot "
+                f"be copied: {error_line(error)}; open files and connections in `__iter__`"
+            ) from error
+
+
+def _is_stateful(dataset: Any) -> bool:
+    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+
+
+class _Stateful:
+    """An iterator over a dataset with a state, and the dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.iterator = dataset, iter(dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+    def close(self) -> None:
+        """Close the iterator's files."""
+        if callable(close := getattr(self.iterator, "close", None)):
+            close()
+
+
+# A state as JSON: what JSON lacks is a dict with one key, the name of its kind.
+_TUPLE, _PAIRS, _ARRAY, _BYTES = "*tuple", "*dict", "*array", "*bytes"
+
+
+def _packed(state: Any) -> Any:
+    """Return a state as JSON has it; what is no number, text, container, array or tensor stays, to be refused later."""
+    if isinstance(state, dict):
+        if all(type(key) is str for key in state) and not any(key.startswith("*") for key in state):
+            return {key: _packed(value) for key, value in state.items()}
+        return {_PAIRS: [[_packed(key), _packed(value)] for key, value in state.items()]}
+    if isinstance(state, tuple):
+        return {_TUPLE: [_packed(each) for each in state]}
+    if isinstance(state, list):
+        return [_packed(each) for each in state]
+    if isinstance(state, bytes):
+        return {_BYTES: state.hex()}
+    if isinstance(state, np.ndarray | Tensor):
+        kind = "tensor" if isinstance(state, Tensor) else "ndarray"
+        array = np.asarray(state)
+        return {_ARRAY: [kind, str(array.dtype), list(array.shape), array.tobytes().hex()]}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _unpacked(state: Any) -> Any:
+    """Return the state of which `_packed` made this."""
+    if isinstance(state, list):
+        return [_unpacked(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    (name, value), *others = list(state.items()) or [("", None)]
+    if others or not name.startswith("*"):
+        return {key: _unpacked(each) for key, each in state.items()}
+    if name == _TUPLE:
+        return tuple(_unpacked(each) for each in value)
+    if name == _PAIRS:
+        return {_unpacked(key): _unpacked(each) for key, each in value}
+    if name == _BYTES:
+        return bytes.fromhex(value)
+    kind, dtype, shape, numbers = value
+    array = np.frombuffer(bytes.fromhex(numbers), dtype=dtype).reshape(shape).copy()
+    return torch.from_numpy(array) if kind == "tensor" else array
 
 
 class _Resumable:
@@ -130,16 +249,21 @@ class _Resumable:
 class HuggingFaceSource(StreamSource):
     """A `datasets.IterableDataset`: its shards, and its state.
 
-    The state of a shuffle buffer lacks the samples in it. Such a part is read from its beginning instead.
+    It is one part where the library's own division would give other samples: `take` and `skip` of each shard,
+    `interleave_datasets` until a shard ends, batches of each shard. The state of a shuffle buffer lacks the samples in
+    it; such a part is read from its beginning instead.
     """
 
     def __init__(self, inner: Any) -> None:
-        draws, seeks = bool(getattr(inner, "draws_random", True)), not _has_shuffle_buffer(inner)
-        super().__init__(inner.num_shards, type(inner).__name__, draws, has_state=seeks)
-        self._inner = inner
+        kinds = list(_stages(inner))
+        whole = next((name for stage in kinds if (name := _undivided(stage))), "")
+        seeks = "BufferShuffledExamplesIterable" not in [type(each).__name__ for each in kinds]
+        super().__init__(inner, 1 if whole and inner.num_shards > 1 else inner.num_shards, has_state=seeks)
+        if whole and inner.num_shards > 1:
+            self.note = f"{whole} is over all {inner.num_shards} shards, so the stream is one part"
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        dataset = self._inner.shard(self.parts, part) if self.parts > 1 else copy.deepcopy(self._inner)
+        dataset = self.inner.shard(self.parts, part) if self.parts > 1 else copy.deepcopy(self.inner)
         dataset.set_epoch(epoch)
         resumes = start > 0 and state is not None and self.has_state
         if resumes:
@@ -154,42 +278,193 @@ def _is_hugging_face(dataset: Any) -> bool:
     return all(hasattr(dataset, name) for name in ("num_shards", "shard", "state_dict", "load_state_dict", "set_epoch"))
 
 
-def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Whether a shuffle buffer is anywhere within the dataset, as `.shuffle()` puts it there."""
+# Stages of `datasets` that divide a stream into its shards without another result; those of older versions too.
+_DIVIDED = frozenset(
+    f"{name}Iterable"
+    for name in (
+        *("Examples", "ArrowExamples", "RebatchedArrowExamples", "SelectColumns", "FormattedExamples", "TypedExamples"),
+        *(
+            "MappedExamples",
+            "FilteredExamples",
+            "BufferShuffledExamples",
+            "RepeatExamples",
+            "InterleavedShardsExamples",
+        ),
+        *("ShuffledDataSourcesExamples", "ShuffledDataSourcesArrowExamples"),
+        "VerticallyConcatenatedMultiSourcesExamples",
+    )
+)
+
+
+_WHOLE = {
+    "TakeExamplesIterable": ".take()",
+    "SkipExamplesIterable": ".skip()",
+    "CyclingMultiSourcesExamplesIterable": "interleave_datasets",
+    "RandomlyCyclingMultiSourcesExamplesIterable": "interleave_datasets",
+}
+
+
+def _stages(dataset: Any) -> Iterator[Any]:
+    """Yield the stages of a Hugging Face dataset, the last one first."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
-        each = waiting.pop()
-        if type(each).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        waiting += [getattr(each, "ex_iterable", None)] if hasattr(each, "ex_iterable") else []
-        waiting += list(getattr(each, "ex_iterables", []))
-    return False
+        stage = waiting.pop()
+        if stage is None:
+            continue
+        yield stage
+        waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", [])]
 
 
-# Stages of webdataset: lockstep splits, and a part may be empty.
-_LEFT_OUT = ("split_by_node", "single_node_only", "split_by_worker", "check_empty")
+def _undivided(stage: Any) -> str:
+    """Return what a stage does that goes over all shards; "" if each shard may be read by itself."""
+    kind = type(stage).__name__
+    if kind not in _DIVIDED:
+        return _WHOLE.get(kind, kind)
+    if kind == "RepeatExamplesIterable" and getattr(stage, "num_times", None) is None:
+        return ".repeat(None)"
+    if getattr(stage, "with_indices", False):
+        return "with_indices"
+    if getattr(stage, "batched", False):
+        function = getattr(stage, "function", None)
+        function = getattr(function, "func", function)
+        if getattr(stage, "drop_last_batch", False):
+            return "drop_last_batch"
+        if str(getattr(function, "__module__", "")).startswith("datasets."):
+            return ".batch()"
+    return ""
+
+
+# --- webdataset
+
+# Stages that divide the URLs between ranks and processes, which lockstep does; and a check that a part may fail.
+_LEFT_OUT = frozenset(("split_by_node", "single_node_only", "split_by_worker", "check_empty"))
+# Stages that treat each sample, or each URL, by itself: the parts have the samples of the whole.
+_SEPARATE = frozenset(
+    (
+        *("url_opener", "cached_url_opener", "tar_file_expander", "tarfile_samples", "group_by_keys", "StreamingOpen"),
+        *("FileCache", "_shuffle", "detshuffle", "_rsample"),
+        *("_map", "_decode", "_xdecode", "_select", "_rename", "_rename_keys", "_extract_keys", "_associate"),
+        *("_map_dict", "_map_tuple", "_to_tuple", "_info", "_log_keys", "_unlisted", "_unbatched"),
+    )
+)
+_RESAMPLED_PARTS = 8
+# Samples that a part of a resampled pipeline reads in an epoch, at least: it begins anew in each, so of a tar that is
+# longer it would read the first samples alone.
+_LEAST_RESAMPLED = 10_000
+_UNEVEN = 2.0  # the largest tar, in means
 
 
 @final
 class WebSource(StreamSource):
-    """A webdataset pipeline over a list of URLs: one URL a part."""
+    """A webdataset pipeline.
 
-    def __init__(self, inner: Any, urls: list[str]) -> None:
-        super().__init__(len(urls), type(inner).__name__, bool(getattr(inner, "draws_random", True)))
-        self._inner, self._urls = inner, urls
+    One that treats each sample by itself has a part for each URL. One that resamples has several parts, each with draws
+    of its own. Any other, such as one with `.with_epoch(n)` or `.repeat()`, is one part, so that it keeps its meaning.
+    Shuffles and draws that it would seed by the clock are seeded by the run; epochs that it would count are the run's.
+
+    Args:
+        inner: the pipeline.
+        parts: into how many it splits itself by `get_worker_info()`; 0: it is not declared.
+    """
+
+    def __init__(self, inner: Any, parts: int) -> None:
+        first, *rest = inner.pipeline
+        self._urls = [str(each) for each in getattr(first, "urls", [])]
+        self._resamples, self._declared = type(first).__name__ == "ResampledShards", parts > 0
+        whole = next((name for each in rest if (name := _stage_name(each)) not in _SEPARATE | _LEFT_OUT), "")
+        self._ends = inner.repetitions != 1 and inner.nsamples > 0
+        if inner.repetitions != 1 and not self._resamples:
+            whole = f".with_epoch({inner.nsamples})" if self._ends else ".repeat()"
+        self._divides = not whole and not self._declared and type(first).__name__ == "SimpleShardList"
+        count = parts or (len(self._urls) if self._divides else 1)
+        if self._resamples and self._ends and inner.nsamples < _RESAMPLED_PARTS * _LEAST_RESAMPLED:
+            whole = f".with_epoch({inner.nsamples})"
+        if self._resamples and not whole and not self._declared:
+            count = _RESAMPLED_PARTS
+        super().__init__(inner, count)
+        if self._divides:
+            self.sizes = _sizes(self._urls)
+        elif whole and not self._declared and len(self._urls) > 1:
+            self.note = (
+                f"{whole} is over all {len(self._urls)} URLs of the pipeline, so it is one part; leave it out, or "
+                "declare lockstep.stream(pipeline, parts=N) if it holds for each part by itself"
+            )
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        first, *rest = self._inner.pipeline
-        pipeline = copy.copy(self._inner)
-        one = copy.copy(first)
-        one.urls = [self._urls[part]]
-        pipeline.pipeline = [one, *(each for each in rest if getattr(each, "__name__", "") not in _LEFT_OUT)]
+        pipeline = copy.copy(self.inner)
+        stages = [self._stage(each, part, epoch) for each in pipeline.pipeline if self._is_kept(each)]
+        if self._divides:
+            stages[0].urls = [self._urls[part]]
+        if self._resamples and self._ends and self.parts > 1:
+            pipeline.nsamples = len(range(part, self.inner.nsamples, self.parts))
+        pipeline.pipeline = stages
         return Opened(iter(pipeline), 0)
 
+    def worker_info(self, part: int) -> Any:
+        if not self._declared:
+            return None
+        return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self.inner)
 
-def _shard_urls(dataset: Any) -> list[str]:
-    """Return the URLs that a webdataset pipeline starts with; [] for anything else."""
+    def _is_kept(self, stage: Any) -> bool:
+        name = _stage_name(stage)
+        return name not in _LEFT_OUT or (self._declared and name == "split_by_worker")
+
+    def _stage(self, stage: Any, part: int, epoch: int) -> Any:
+        """Return a stage for one reading: a copy with a seed, if it has none, and with the run's epoch."""
+        name = _stage_name(stage)
+        if name == "_shuffle":
+            return _seeded_shuffle(stage, part, epoch)
+        if not isinstance(stage, IterableDataset) and not hasattr(stage, "run"):
+            return stage
+        stage = copy.copy(stage)
+        if name == "detshuffle":
+            stage.epoch += epoch
+        elif name == "ResampledShards":
+            if stage.deterministic:
+                stage.epoch += epoch
+            else:
+                stage.deterministic, stage.seed = True, random.getrandbits(31)  # of the part's seed
+            if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":  # of a rank
+                stage.worker_seed = lambda: part
+        elif callable(set_epoch := getattr(stage, "set_epoch", None)):
+            set_epoch(epoch)
+        return stage
+
+
+def _seeded_shuffle(stage: Any, part: int, epoch: int) -> Any:
+    """Return a `.shuffle()` that draws alike on each rank: with the seed that it has, or with that of the part."""
+    given = dict(zip(("bufsize", "initial", "rng", "seed"), stage.args, strict=False)) | stage.kw
+    generator = given.get("rng")
+    if given.get("seed") is not None:
+        return stage
+    shuffle = copy.copy(stage)
+    own = copy.deepcopy(generator).getrandbits(64) if generator is not None else random.getrandbits(64)
+    drawn = random.Random(f"{own} {part} {epoch}" if generator is not None else own)
+    if len(stage.args) > 2:
+        shuffle.args = (*stage.args[:2], drawn, *stage.args[3:])
+    else:
+        shuffle.kw = {**stage.kw, "rng": drawn}
+    return shuffle
+
+
+def _stage_name(stage: Any) -> str:
+    """Return the name of a stage of webdataset; of any other its type or name, which is in no list here."""
+    function = getattr(stage, "f", None) or getattr(stage, "func", None) or stage
+    is_own = str(getattr(function, "__module__", type(stage).__module__)).startswith("webdataset.")
+    name = str(getattr(function, "__name__", type(stage).__name__))
+    return name if is_own else f"the stage {name}"
+
+
+def _sizes(urls: list[str]) -> list[int]:
+    """Return the bytes of local tars, if they are uneven; [] otherwise."""
+    paths = [Path(url.removeprefix("file:")) for url in urls]
+    if len(paths) < 2 or not all(path.is_file() for path in paths):
+        return []
+    sizes = [path.stat().st_size for path in paths]
+    return sizes if max(sizes) > _UNEVEN * sum(sizes) / len(sizes) else []
+
+
+def _is_webdataset(dataset: Any) -> bool:
+    """Whether the object is a pipeline of webdataset that begins with a list of shards."""
     pipeline = getattr(dataset, "pipeline", None)
-    first = pipeline[0] if isinstance(pipeline, list) and pipeline else None
-    is_list = type(first).__module__.startswith("webdataset.") and type(first).__name__ == "SimpleShardList"
-    return [str(url) for url in first.urls] if is_list else []  # type: ignore[union-attr]
+    return _has_class(dataset, "webdataset", "DataPipeline") and isinstance(pipeline, list) and len(pipeline) > 1

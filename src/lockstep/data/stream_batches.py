@@ -25,6 +25,7 @@ from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.data.stream_mixture import LaneMixture, MixtureSource, reader_of
+from lockstep.data.stream_trial import StreamTrial, restored, sources_of
 from lockstep.data.streams import START, Cursor, Lanes, StreamSource
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.exchange import NO_TURN, Turn
@@ -37,6 +38,7 @@ from lockstep.task import Task, has_mean_loss
 __all__ = ["StreamBatches", "StreamData", "StreamLoader"]
 
 _LOG = logging.getLogger("lockstep")
+_ADVICE = ": so its last steps were small; give parts of like length, and more of them"
 _SEARCHED = 16  # micro-batches of a lane that are searched for an item
 _REMEMBERED = 64  # steps whose places are known, for records that come late
 _NO_LANE = -1
@@ -243,11 +245,13 @@ class StreamBatches(Batches):
                 f"{'s' * (self.workers != 1)} of the stream, so {self.workers} of its loader processes are started"
             )
         if lanes.slots > 1:
+            uneven = "; more would be empty, as its parts differ in length" * (lanes.parts >= lanes.micro_batches)
             lines.append(
-                f"the stream {smallest.name} has {lanes.parts} part{'s' * (lanes.parts > 1)} for {lanes.micro_batches} "
-                f"micro-batches: each is read by up to {lanes.slots} ranks, which read past what others train on; "
-                f"{lanes.micro_batches} parts or more avoid that"
+                f"the stream {smallest.name} is read in {lanes.count} lane{'s' * (lanes.count > 1)} for "
+                f"{lanes.micro_batches} micro-batches: each is read by up to {lanes.slots} ranks, which read past what "
+                f"others train on; {lanes.micro_batches} parts of like length, or more, avoid that{uneven}"
             )
+        lines += [f"the stream {each.name}: {each.note}" for each in sources_of(source) if each.note]
         return lines
 
     def from_step(self, start: int) -> "StreamLoader":
@@ -311,6 +315,17 @@ class StreamBatches(Batches):
     def again(self, places: Iterator[tuple[int, int]]) -> Generator[tuple[int, MicroBatch], None, None]:
         raise NotImplementedError("--guards.audit is refused for a stream")
 
+    def try_reading(self, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]) -> None:
+        """Try seeks and a second epoch of each source, in the same kind of process as the run; see `try_source`.
+
+        Raises:
+            DataError: two readings differ.
+        """
+        trial = StreamTrial(sources_of(self._source), self.lanes.seed, digest, alike)
+        loader = Loader(trial, Loading(min(self._loading.workers, 1), 1), self.rank, False)
+        with restored(self._source), closing(loader.stream(iter([_PADDING]))) as stream:
+            next(stream)
+
     def first_samples(self) -> Any:
         """Load the first samples of the stream, collated; the same on every rank."""
         (((content, _), _),) = self._probe([_Read(self.lanes.count, 0, self.lanes.micro_size, 0)])
@@ -336,10 +351,11 @@ class StreamBatches(Batches):
         fetch = self._make_fetch()
         loader = Loader(Drawing(fetch), Loading(min(self._loading.workers, 1), 1), self.rank, False)
         found = list[_Probed]()
-        with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
-            for _, (content, drew), items in stream:
-                found.append(((content, drew), items))
-        fetch.close()
+        with restored(self._source):
+            with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
+                for _, (content, drew), items in stream:
+                    found.append(((content, drew), items))
+            fetch.close()
         return found
 
     def stream_state(self, done: int, world: World) -> StreamState:
@@ -537,8 +553,9 @@ class StreamLoader(StepLoader):
             slots = last.epoch_steps * self._batches.lanes.micro_batches
             _LOG.info(
                 "epoch %d of the stream: %d samples in %d steps; %d of %d micro-batches were empty, as lanes differ in "
-                "length",
+                "length%s",
                 *(last.epoch, last.epoch_samples, last.epoch_steps, last.epoch_empty, slots),
+                _ADVICE if last.epoch_empty > slots // 4 else "",
             )
         self._last = _Place(last.epoch + 1, samples=last.samples, last_steps=last.epoch_steps)
         self._empty = 0
@@ -628,8 +645,10 @@ class StreamLoader(StepLoader):
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
-        at, newest = self._newest.get(lane, _UNKNOWN)
-        places = [newest] if at == epoch else []
-        at, known = self._known.get(lane, _UNKNOWN)
-        places += [known] if at == epoch else []
+        places = list[Cursor]()
+        for at, known in (self._newest.get(lane, _UNKNOWN), self._known.get(lane, _UNKNOWN)):
+            if at == epoch:
+                places.append(known)
+            elif at == epoch - 1 and not known.offset and known.state is not None:  # carried over the epoch's end
+                places.append(Cursor(0, 0, 0, known.state))
         return max((each for each in places if each.number <= first), key=lambda each: each.number, default=None)

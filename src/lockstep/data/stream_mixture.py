@@ -38,6 +38,7 @@ class MixtureSource:
         parts: of the source with the fewest; a source that never has a weight does not count.
         name: for messages.
         draws_random: reading may draw random numbers.
+        sizes: none: a lane whose parts have ended goes on with the next epoch's, so lanes stay full.
     """
 
     def __init__(self, names: list[str], sources: list[StreamSource], points: list[tuple[int, list[int]]]) -> None:
@@ -48,7 +49,7 @@ class MixtureSource:
         used = [each for each, has_weight in zip(sources, self.used, strict=True) if has_weight]
         self.smallest = min(used, key=lambda each: each.parts)
         self.parts, self.name = self.smallest.parts, f"a mixture of {', '.join(names)}"
-        self.draws_random = any(each.draws_random for each in used)
+        self.draws_random, self.sizes = any(each.draws_random for each in used), list[int]()
 
     @property
     def plan(self) -> dict[str, int]:

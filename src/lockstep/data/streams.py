@@ -14,9 +14,9 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple, final
@@ -38,6 +38,7 @@ __all__ = [
     "Lanes",
     "Opened",
     "StreamSource",
+    "lanes_of",
 ]
 
 _LOG = logging.getLogger("lockstep")
@@ -57,32 +58,45 @@ class StreamSource(ABC):
     """Parts of a stream, however the library behind them opens and resumes one.
 
     Args:
+        inner: the user's object.
         parts: their number.
-        name: type of the user's object, for messages.
-        draws: reading may draw random numbers, so they are seeded.
         has_state: its iterators have a `state`.
+
+    Attributes:
+        name: type of the user's object, for messages.
+        draws_random: reading may draw random numbers, so they are seeded.
+        seeks: it promises that a part can be opened at any sample.
+        carries: the state at a part's end is that with which the next epoch begins.
+        sizes: of the parts, in any unit, if they are known and uneven.
+        note: why it has fewer parts than its library could give it.
 
     Raises:
         DataError: there are no parts.
     """
 
-    def __init__(self, parts: int, name: str, draws: bool, *, has_state: bool = False) -> None:
+    seeks = False
+
+    def __init__(self, inner: Any, parts: int, *, has_state: bool = False) -> None:
+        self.inner, self.parts, self.has_state = inner, parts, has_state
+        self.name, self.draws_random = type(inner).__name__, bool(getattr(inner, "draws_random", True))
+        self.carries, self.sizes, self.note = False, list[int](), ""
         if not isinstance(parts, int) or parts < 1:
-            raise DataError(f"the training set {name} has parts = {parts!r}; a stream has at least 1; look at its path")
-        self.parts, self.name, self.draws_random, self.has_state = parts, name, draws, has_state
+            raise DataError(
+                f"the training set {self.name} has parts = {parts!r}; a stream has at least 1; look at its path"
+            )
 
     @abstractmethod
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         """Open a part at sample `start`, or before it if it cannot seek.
 
         Args:
-            state: of `state`, after `start` samples; None: unknown.
+            state: of `state`, after `start` samples, or at the end of the epoch before; None: unknown.
         """
 
     @property
-    def plan(self) -> int:
-        """The number of parts, for a resume."""
-        return self.parts
+    def plan(self) -> int | dict[str, Any]:
+        """The number of parts, for a resume; with their sizes, if these decide the lanes."""
+        return {"parts": self.parts, "sizes": derive(0, "sizes", *self.sizes)} if self.sizes else self.parts
 
     def state(self, opened: Iterator[Any]) -> Any:
         """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
@@ -166,6 +180,31 @@ def _deal(parts: int, key: int) -> Indices:
     return permute(np.arange(parts, dtype=np.int64), parts, key)
 
 
+_MOST_EMPTY = 0.25  # share of micro-batches without samples above which lanes are joined
+_MEASURED_EPOCHS = 3  # whose deals are looked at
+
+
+def lanes_of(source: "StreamSource", micro_batches: int, micro_size: int, seed: int, min_samples: int = 1) -> Lanes:
+    """Return the lanes of a stream: as many as its parts fill.
+
+    Where the parts are known to be uneven, a step would have empty micro-batches once the short lanes have ended; fewer
+    lanes, each read by several micro-batches, stay full.
+    """
+    lanes = Lanes(source.parts, micro_batches, micro_size, seed, min_samples)
+    while source.sizes and lanes.count > 1 and _emptiness(lanes, source.sizes) > _MOST_EMPTY:
+        lanes = replace(lanes, divided_by=lanes.count // 2)
+    return lanes
+
+
+def _emptiness(lanes: Lanes, sizes: Sequence[int]) -> float:
+    """Return the share of the micro-batches of an epoch that would be empty."""
+    shares = list[float]()
+    for epoch in range(_MEASURED_EPOCHS):
+        loads = [sum(sizes[part] for part in lanes.parts_of(epoch, lane)) for lane in range(lanes.count)]
+        shares.append(1 - sum(loads) / max(1, len(loads) * max(loads)))
+    return max(shares)
+
+
 class Cursor(NamedTuple):
     """A place in a lane from which it can be opened.
 
@@ -196,6 +235,7 @@ class _OpenLane:
         iterator: over the rest of the part; None: not open.
         info: worker info that the part is read with.
         barren: parts without a sample, in a row.
+        carried: the state with which the next part begins, see `StreamSource.carries`.
     """
 
     def __init__(self, epoch: int, lane: int, cursor: Cursor) -> None:
@@ -205,6 +245,7 @@ class _OpenLane:
         self.iterator: Iterator[Any] | None = None
         self.info: Any = None
         self.barren = 0
+        self.carried = None if self.offset else cursor.state
 
     @property
     def has_ended(self) -> bool:
@@ -280,7 +321,10 @@ class LaneReader:
                 cursor = None
             opened = self._open.get(lane)
             if opened is None or opened.number != first or opened.epoch != epoch:
+                before = self._open.get(lane)
                 opened = self._opened(lane, epoch, self.nearest(lane, epoch, first, cursor))
+                if before is not None and before.has_ended and before.epoch == epoch - 1:
+                    opened.carried = opened.carried or before.carried
             return self._read(opened, first, count, step)
         finally:
             worker._worker_info = info
@@ -316,7 +360,7 @@ class LaneReader:
 
     def nearest(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
         """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
-        cursors = [START] if known is None else [START, known]
+        cursors = [START] if known is None else [known, START]
         opened = self._open.get(lane)
         if opened and opened.epoch == epoch:
             if opened.number == first:  # the usual case
@@ -393,7 +437,8 @@ class LaneReader:
         part, epoch = opened.part, opened.parts_epoch
         worker._worker_info = opened.info = self._source.worker_info(part)
         seed_everything(derive(self._seed, "part", epoch, part))
-        found = self._source.open(part, epoch, opened.offset, opened.cursor.state if opened.offset else None)
+        state = opened.cursor.state if opened.offset else opened.carried
+        found = self._source.open(part, epoch, opened.offset, state)
         opened.iterator = found.iterator
         if found.number < opened.offset:
             self._read_past(opened, found)
@@ -420,6 +465,8 @@ class LaneReader:
         )
 
     def _leave_part(self, opened: _OpenLane) -> None:
+        if self._source.carries and opened.iterator is not None:
+            opened.carried = self._checked(self._source.state(opened.iterator))
         _close(opened.iterator)
         opened.barren = 0 if opened.offset else opened.barren + 1
         opened.iterator, opened.offset, opened.place = None, 0, opened.place + 1
@@ -433,7 +480,7 @@ class LaneReader:
 
     def _mark(self, opened: _OpenLane) -> Cursor:
         """Return the place of the lane, with its iterator's state."""
-        state = None
+        state = opened.carried
         if self._has_state and opened.iterator is not None and opened.offset:
             state = self._checked(self._source.state(opened.iterator))
         opened.cursor = Cursor(opened.number, opened.place, opened.offset, state)

@@ -176,6 +176,7 @@ def _read_stream(batches: StreamBatches) -> dict[str, Any]:
     Raises:
         DataError: two readings differ, so that a resume would not find its place.
     """
+    batches.try_reading(digest, alike)
     first, second = (digest(batches.first_samples()) for _ in range(2))
     if not alike(first, second):
         raise DataError(

@@ -40,7 +40,7 @@ from lockstep.data.loader import blamed, generators_kept, seed_everything
 from lockstep.data.sampler import SizedOrder
 from lockstep.data.shard_order import place_order, training_order
 from lockstep.data.stream_batches import StreamBatches, StreamData
-from lockstep.data.streams import Lanes
+from lockstep.data.streams import lanes_of
 from lockstep.distributed.balance import Balancer
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.engines.base import Engine
@@ -170,8 +170,8 @@ def build_batches(
                 "the task has `start_epoch`, but its training set is a stream: give that a method set_epoch(epoch)"
             )
         balancer = balancer_of(config, world, None, state)
-        step_plan, parts = run_plan.step_plan, retry_dataset.source.parts
-        lanes = Lanes(parts, step_plan.micro_batches, step_plan.micro_size, config.seed, run_plan.min_samples)
+        step_plan, sizes = run_plan.step_plan, (run_plan.step_plan.micro_batches, run_plan.step_plan.micro_size)
+        lanes = lanes_of(retry_dataset.source, *sizes, config.seed, run_plan.min_samples)
         place = (state.global_step, state.stream) if state.stream else None
         options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
