@@ -134,7 +134,7 @@ def test_tars(folder):
 
 def test_tokens(folder):
     tokens(folder, 3)
-    data = lockstep.shards(folder, seq_len=4)
+    data = lockstep.shards(folder, seq_len=4, dtype="uint16")
     assert data.shard_sizes.tolist() == [16] * 3
     assert data[17]["labels"].tolist() == [69, 70, 71, 72]
     assert first(data, [47, 0, 16]) == [188, 0, 64]
@@ -191,8 +191,8 @@ def batches(dataset, geometry, rank, world, workers=0, steps=6, shuffle_shards=2
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_order_is_equal_for_any_ranks_and_workers(folder):
     tokens(folder, 12)
-    many = lockstep.shards(folder, seq_len=4)
-    few = lockstep.shards([folder / "003.bin", folder / "001.bin"], seq_len=4)
+    many = lockstep.shards(folder, seq_len=4, dtype="uint16")
+    few = lockstep.shards([folder / "003.bin", folder / "001.bin"], seq_len=4, dtype="uint16")
     data = lockstep.mixture({"many": many, "few": few}, [(0, {"many": 1}), (4, {"many": 1, "few": 3})])
     found = {}
     for world in (1, 2, 3, 4):
@@ -210,7 +210,7 @@ def test_each_shard_is_fetched_by_few_ranks(folder, tmp_path):
     tokens(folder, 48)
     geometry, who, seen = Geometry(32, 4), Counter(), Counter()
     for rank in range(4):
-        data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache=tmp_path / str(rank))
+        data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache=tmp_path / str(rank))
         for _, batch in batches(data, geometry, rank, 4, steps=24).micro(0):
             seen.update(batch.held)
         fetched = [path for path in (tmp_path / str(rank)).iterdir() if path.suffix == ".shard"]
@@ -227,14 +227,14 @@ def test_each_shard_is_fetched_by_few_ranks(folder, tmp_path):
 
 def test_a_cache_is_bounded(folder, cache):
     tokens(folder, 10)
-    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache_size=500)
+    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache_size=500)
     assert data.fetches == 0  # tokens are counted by their size
     for index in (0, 16, 32, 48, 0, 64):
         assert first(data, [index]) == [4 * index]
         assert used(cache) <= 500
     assert data.fetches == 5  # what is open stays open
     with refuses(ConfigError, "cache_size", "100 B"):
-        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache_size=100), [0])
+        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache_size=100), [0])
 
 
 def used(cache):
@@ -245,7 +245,7 @@ def used(cache):
 
 
 def read_all(number, folder, cache, limit, results):
-    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache=cache, cache_size=limit)
+    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache=cache, cache_size=limit)
     most = 0
     for turn in range(4):
         for shard in np.random.default_rng(turn + 9 * number).permutation(12).tolist():
@@ -258,7 +258,7 @@ def read_all(number, folder, cache, limit, results):
 def read_on_a_full_disk(folder, results):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))  # bytes of a file
     try:
-        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4), [0])
+        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16"), [0])
     except ConfigError as error:
         results.put(str(error))
 
@@ -324,9 +324,9 @@ def test_a_shard_that_is_not_as_it_was_is_one_line(folder, scheme, how):
     path = tokens(folder, 3) / "001.bin"
     os.utime(path, ns=(1, 1))
     if how == "content":
-        assert lockstep.index_shards(folder, seq_len=4) == folder / "lockstep-index.json"
+        assert lockstep.index_shards(folder, seq_len=4, dtype="uint16") == folder / "lockstep-index.json"
         size = path.stat().st_size
-    data = lockstep.shards(f"{scheme}{folder}", seq_len=4)
+    data = lockstep.shards(f"{scheme}{folder}", seq_len=4, dtype="uint16")
     assert first(data, [0]) == [0]
     damage(path, how)
     with refuses(DataError, "001.bin", *([] if how != "truncated" else [130, 120])) as error:
@@ -339,7 +339,7 @@ def test_a_shard_that_is_not_as_it_was_is_one_line(folder, scheme, how):
 
 
 def test_a_mapped_shard_that_becomes_shorter_is_no_crash(folder):
-    data = lockstep.shards(tokens(folder, 1), seq_len=4)
+    data = lockstep.shards(tokens(folder, 1), seq_len=4, dtype="uint16")
     assert first(data, [2]) == [8]
     os.truncate(folder / "000.bin", 0)
     with refuses(DataError, "000.bin", 0, 130):
@@ -412,7 +412,7 @@ def server(folder):
 
 
 def test_a_server_that_is_late_or_refuses_for_a_moment_loses_nothing(server):
-    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4, dtype="uint16")
     server.delay = 0.3
     assert first(data, [0]) == [0]
     server.delay, server.refusals = 0.0, 2
@@ -423,7 +423,7 @@ def test_a_server_that_is_late_or_refuses_for_a_moment_loses_nothing(server):
 
 
 def test_a_server_that_goes_on_to_fail_is_one_line(server, monkeypatch):
-    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4, dtype="uint16")
     server.refusals = 10**6
     with refuses(DataError, f"{server.url}/000.bin") as error:
         data[0]
@@ -433,11 +433,11 @@ def test_a_server_that_goes_on_to_fail_is_one_line(server, monkeypatch):
     with refuses(DataError, "001.bin"):
         data[16]
     monkeypatch.setattr(shard_cache, "_SILENCE", 0.1)
-    data = lockstep.shards(f"{server.url}/002.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/002.bin", seq_len=4, dtype="uint16")
     server.delay = 0.5
     with refuses(DataError, "002.bin", "does not answer"):
         data[0]
-    assert first(lockstep.shards(server.folder / "000.bin", seq_len=4), [5]) == [20]
+    assert first(lockstep.shards(server.folder / "000.bin", seq_len=4, dtype="uint16"), [5]) == [20]
 
 
 # --- a run
@@ -453,7 +453,7 @@ class Numbers(lockstep.Task):
         return torch.nn.Linear(4, 1, dtype=torch.float64)
 
     def dataset(self, split):
-        return lockstep.shards(f"elsewhere://{self.folder}", seq_len=4) if split == "train" else None
+        return lockstep.shards(f"elsewhere://{self.folder}", seq_len=4, dtype="uint16") if split == "train" else None
 
     def loss(self, model, batch):
         self.seen += batch["input_ids"][:, 0].tolist()
@@ -492,7 +492,7 @@ def test_a_run_in_shards_resumes_with_another_batch_size(folder, tmp_path):
         ("empty", {}, DataError, ["empty", "format"]),
         ("both", {}, DataError, ["several formats"]),
         ("000.bin", {}, ConfigError, ["seq_len"]),
-        ("000.bin", {"seq_len": 1000}, DataError, ["000.bin"]),
+        ("000.bin", {"seq_len": 1000, "dtype": "uint16"}, DataError, ["000.bin"]),
         ("000.bin", {"format": "csv"}, ConfigError, ["csv", "parquet"]),
         ("both", {"format": "mds"}, DataError, ["index.json"]),
         ("000.bin", {"cache_size": 0}, ConfigError, ["cache_size"]),

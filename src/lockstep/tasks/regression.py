@@ -216,7 +216,7 @@ def make(config: Config, say: Say) -> Regression:
     elif name.startswith("builtin:"):
         raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
     else:
-        request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding)
+        request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding, skip=data.skip)
         table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
         target, features = _choose_columns(table.kinds, config, flag)
         values = {key: table.values(key) for key in (target, *features)}
