@@ -171,6 +171,102 @@ def test_mds_is_read_as_its_own_package_wrote_it(folder):
         lockstep.shards(folder)
 
 
+# --- a folder is its shards, and a shard is whole
+
+
+def members(path, *files, mode="w", **attributes):
+    with tarfile.open(path, mode) as out:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for attribute, value in attributes.items():
+                setattr(member, attribute, value)
+            out.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def cut_tar(path):
+    content = members(path, *((f"{number}.txt", bytes(700)) for number in range(40)))
+    path.write_bytes(content[: 3 * 512 * 20])  # after a member of zeros: its end looks like a tar's
+
+
+def damaged_tar(path):
+    content = bytearray(members(path, *((f"{number}.txt", b"x") for number in range(4))))
+    content[1024:1030] = b"\xff" * 6  # the header of the second member
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "named"),
+    [
+        ("a.tar", cut_tar, ["a.tar"]),
+        ("a.tar", damaged_tar, ["a.tar", "1024"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b"1"), ("a.cls", b"0"), ("a.txt", b"2")), ["a.tar", "a.txt"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b"1"), ("b.txt", b"0"), ("a.cls", b"2")), ["a.tar", "a.cls"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b""), type=tarfile.SYMTYPE), ["a.tar", "a.txt"]),
+        ("a.tar", lambda path: members(path, ("a", b"1"), ("b.txt", b"2")), ["a.tar", "1 of 2"]),
+        ("b.tar.gz", lambda path: members(path, ("a.txt", b"1"), mode="w:gz"), ["b.tar.gz", "*.parquet"]),
+        ("b.tgz", lambda path: path.touch(), ["b.tgz"]),
+        ("deeper", lambda path: path.mkdir(), ["deeper"]),
+        (
+            "b.parquet",
+            lambda path: pq.write_table(pa.table({"x": [1.5]}), path),
+            ["b.parquet", "x: double", "x: int64"],
+        ),
+    ],
+)
+def test_what_a_folder_has_is_read_whole_or_refused_by_name(folder, name, write, named):
+    write(folder / name)
+    if name != "a.tar":
+        pq.write_table(TABLE.select(["x"]), folder / "a.parquet")
+        pq.write_table(TABLE.select(["x"])[:0], folder / "empty.parquet")
+    for beside in ("README.md", "_SUCCESS", "dataset_info.json", ".hidden"):
+        (folder / beside).touch()
+    with refuses(DataError, *named) as error:
+        lockstep.shards(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_concatenated_tars_are_read_to_their_end(folder):
+    parts = [members(folder / "part", *((f"{key}.txt", key.encode()) for key in keys)) for keys in ("ab", "c", "def")]
+    (folder / "part").unlink()
+    (folder / "0.tar").write_bytes(b"".join(parts))
+    data = lockstep.shards(f"{folder}/?.tar")
+    assert [sample["txt"] for sample in data.__getitems__(list(range(6)))] == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    with refuses(DataError, "1-*.tar"):
+        lockstep.shards([f"{folder}/?.tar", f"{folder}/1-*.tar"])
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "kind", "named"),
+    [
+        (np.arange(1000, dtype="<u4"), {}, ConfigError, ["dtype"]),
+        (np.arange(1000, dtype="<u4"), {"dtype": "uint16"}, DataError, ["0.bin", "uint32"]),
+        (np.arange(1000, dtype="<u2"), {"dtype": "uint32"}, DataError, ["0.bin", "uint32"]),
+        (np.arange(999, dtype="<u2"), {"dtype": "uint32"}, DataError, ["0.bin", "1998"]),
+        (np.arange(1000, dtype="<u2"), {"dtype": "uint16", "vocab_size": 900}, DataError, ["0.bin", "vocab_size", 900]),
+        (None, {"dtype": "uint16"}, DataError, ["0.bin", ".npy"]),
+    ],
+)
+def test_tokens_of_another_width_are_refused(folder, content, given, kind, named):
+    if content is None:
+        np.save(folder / "0.npy", np.arange(1000, dtype="<u2"))
+        (folder / "0.npy").rename(folder / "0.bin")
+    else:
+        content.tofile(folder / "0.bin")
+    with refuses(kind, *named):
+        lockstep.shards(folder, seq_len=8, **given).__getitems__(list(range(120)))
+
+
+def test_an_index_carries_the_width_and_lists_every_shard(folder):
+    tokens(folder, 2)
+    lockstep.index_shards(folder, seq_len=4, dtype="uint16")
+    assert first(lockstep.shards(folder, seq_len=4), [16]) == [64]
+    tokens(folder, 3)
+    with refuses(DataError, "002.bin"):
+        lockstep.shards(folder, seq_len=4)
+
+
 # --- the same order on any ranks, and who fetches what
 
 

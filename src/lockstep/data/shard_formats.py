@@ -280,7 +280,7 @@ def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
                         if member.isreg():
                             yield member.name, member.offset_data, member.size
                         tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
-                    end = tar.offset  # type: ignore[attr-defined]  # of what follows the last member
+                    end = tar.offset  # of what follows the last member
                 begin = _after_zeros(file, end)
                 if begin == end:  # neither the zeros that end a tar, nor the header of a member
                     what = "it is cut" if end >= size else f"it is damaged at byte {end}"

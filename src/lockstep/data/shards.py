@@ -242,12 +242,12 @@ def _check_listed(folder: str, listed: list[str], suffix: str, store: Store) -> 
         listed: file names of the index.
         suffix: of shards whose names go on, as those of compressed ones do; "": any that is known.
     """
-    stem = lambda name: name.partition(suffix)[0] if suffix else name  # noqa: E731
-    known = {stem(name) for name in listed}
+    known = {name.partition(suffix)[0] if suffix else name for name in listed}
     names = sorted(os.listdir(folder)) if store.is_local and os.path.isdir(folder) else []
     for name in names:
         is_shard = suffix in name if suffix else _suffix(name) is not None
-        if is_shard and not name.startswith(".") and stem(name) not in known:
+        stem = name.partition(suffix)[0] if suffix else name
+        if is_shard and not name.startswith(".") and stem not in known:
             raise DataError(
                 f"{printable(os.path.join(folder, name))} is not in the index of its folder; write that again"
             )

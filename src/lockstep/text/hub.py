@@ -9,6 +9,7 @@ seeds evaluate on the same rows. `reader` recognises the columns of prompts, com
 gives rows by index, `plain_rows` reads text files.
 """
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ _WITHOUT = (
     "### Response:\n"
 )
 _PAIRS = (("prompt", "completion"), ("prompt", "response"))
-_MESSAGES = "messages"
+_MESSAGES, _TOOLS = "messages", "tools"
 
 Row = Mapping[str, Any]
 
@@ -147,15 +148,32 @@ def _alpaca(row: Row) -> Example:
 
 def _conversation(row: Row, flag: str) -> Example:
     turns = row[_MESSAGES]
-    if not (
-        isinstance(turns, list)
-        and turns
-        and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
-    ):
+    if not (_are_objects(turns) and turns and all(isinstance(turn.get("role"), str) for turn in turns)):
         raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
-    # a table has every key in every turn: None where a turn lacks it
-    present = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
-    return Example("", messages=tuple({"content": "", **turn} for turn in present))
+    messages = tuple({"content": "", **turn} for turn in _present(turns))
+    return Example("", messages=messages, tools=_tools(row.get(_TOOLS), flag))
+
+
+def _tools(value: Any, flag: str) -> tuple[Row, ...]:
+    """Read the tools of a conversation: a list of JSON schemas, or the JSON text of one, as datasets store it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+    except ValueError as error:
+        raise DataError(f"{flag}: 'tools' is text that is no JSON ({error})") from error
+    if not _are_objects(tools):
+        raise DataError(f"{flag}: 'tools' must be a list of JSON schemas of functions, or its JSON text")
+    return tuple(_present(tools))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+
+
+def _present(value: Any) -> Any:
+    """Remove the keys without a value: a table has in every object the keys of all."""
+    if isinstance(value, Mapping):
+        return {key: _present(each) for key, each in value.items() if each is not None}
+    return [_present(each) for each in value] if isinstance(value, list) else value
 
 
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
@@ -240,6 +258,7 @@ class HubTable:
         digest: hex; the same for the same content: of the files' checksums, or of the commit on the hub.
         revision: the commit on the hub, "" for files.
         parts: the training and the evaluation rows, as `datasets` has them.
+        rows: the number of each of these in the data, from 0.
     """
 
     kinds: dict[str, str]
@@ -247,6 +266,7 @@ class HubTable:
     digest: str
     revision: str
     parts: tuple[Any, Any]
+    rows: tuple[Sequence[int], Sequence[int]]
 
     def values(self, column: str) -> tuple[list[Any], list[Any]]:
         """Return a column of both splits."""
@@ -366,12 +386,12 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
         with _one_line_errors(request):
             builder = open_tables(_datasets(request), request, cache, say)
     with _one_line_errors(request):
-        parts = tuple(table for table, _ in _parts(builder, request, fraction))
-    features = parts[0].features
+        (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
+    features = train.features
     classes = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
     kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
-    return HubTable(kinds, classes, digest, revision, parts)
+    return HubTable(kinds, classes, digest, revision, (train, evaluation), (rows, evaluation_rows))
 
 
 def _from_hub(request: DataRequest, say: Say) -> HubRows:

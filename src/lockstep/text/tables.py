@@ -107,8 +107,9 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
             file, or more than `request.skip` of a folder's files are not read.
     """
     root = Path(request.name).expanduser()
+    whole: dict[str, Any] = {}
     if root.is_file():
-        splits, whole = {"train": [root]}, {"path": _KINDS[inner_suffix(root)]}
+        splits = {"train": [root]}
     else:
         whole = {"path": str(root), "name": request.subset or None}
         builder = datasets.load_dataset_builder(**whole, cache_dir=str(cache))
