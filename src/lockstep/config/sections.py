@@ -92,7 +92,7 @@ class Data:
         "", "encoding of csv and json files (default: utf-8, or that of the byte order mark)", tasks=_ALL
     )
     skip: float = option(
-        0.01, "share of a folder's files, or of their bytes, that may be left out where no data is read", tasks=_ALL
+        0.01, "share of a folder's files, or of its bytes, that may be left out (other suffixes, no UTF-8)", tasks=_ALL
     )
     packing: str = option(
         "auto",
