@@ -15,6 +15,7 @@ import gzip
 import importlib
 import io
 import lzma
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -88,7 +89,7 @@ class FoundFiles:
         if self.share <= limit:
             say(f"{self._label}: {self.note}")
             return
-        allowed = f", or allow it with {self._flag} {min(1.0, self.share + 0.005):.2f}" if self._flag else ""
+        allowed = f", or allow it with {self._flag} {math.ceil(100 * self.share) / 100}" if self._flag else ""
         raise DataError(f"{self._label}: {self.note}; convert, move or remove them{allowed}")
 
 

@@ -361,7 +361,7 @@ def _plain_ranges(request: DataRequest, fraction: float, size: int, say: Say) ->
     sources = find(request.name, request.skip, say)
     splits = split(sources, fraction, _SPLIT_SEED)
     train, evaluation = ([_plain_part(spans) for spans in cut(part, size)] for part in splits)
-    return DocumentRanges(_sources_digest(sources), "", train, evaluation, _note(sources))
+    return DocumentRanges(_sources_digest(sources), "", train, evaluation)
 
 
 def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
