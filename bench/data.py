@@ -557,7 +557,7 @@ def memory(args):
         np.arange(64 * 15_626 + 1, dtype="<u2").tofile(folder / "000.bin")
         for number in range(1, 16):
             (folder / f"{number:03d}.bin").write_bytes((folder / "000.bin").read_bytes())
-        data = lockstep.shards([*sorted(folder.glob("*.bin"))], seq_len=16, cache=folder / "cache")
+        data = lockstep.shards([*sorted(folder.glob("*.bin"))], seq_len=16, dtype="uint16", cache=folder / "cache")
         placed = ShardOrder(data.shard_sizes, 0, 2).placed(Geometry(1024, 64), 0)
         peaks = []
         for start in range(0, 1_000_000, 4096):

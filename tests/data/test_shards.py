@@ -134,7 +134,7 @@ def test_tars(folder):
 
 def test_tokens(folder):
     tokens(folder, 3)
-    data = lockstep.shards(folder, seq_len=4)
+    data = lockstep.shards(folder, seq_len=4, dtype="uint16")
     assert data.shard_sizes.tolist() == [16] * 3
     assert data[17]["labels"].tolist() == [69, 70, 71, 72]
     assert first(data, [47, 0, 16]) == [188, 0, 64]
@@ -171,6 +171,102 @@ def test_mds_is_read_as_its_own_package_wrote_it(folder):
         lockstep.shards(folder)
 
 
+# --- a folder is its shards, and a shard is whole
+
+
+def members(path, *files, mode="w", **attributes):
+    with tarfile.open(path, mode) as out:
+        for name, content in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for attribute, value in attributes.items():
+                setattr(member, attribute, value)
+            out.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def cut_tar(path):
+    content = members(path, *((f"{number}.txt", bytes(700)) for number in range(40)))
+    path.write_bytes(content[: 3 * 512 * 20])  # after a member of zeros: its end looks like a tar's
+
+
+def damaged_tar(path):
+    content = bytearray(members(path, *((f"{number}.txt", b"x") for number in range(4))))
+    content[1024:1030] = b"\xff" * 6  # the header of the second member
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "named"),
+    [
+        ("a.tar", cut_tar, ["a.tar"]),
+        ("a.tar", damaged_tar, ["a.tar", "1024"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b"1"), ("a.cls", b"0"), ("a.txt", b"2")), ["a.tar", "a.txt"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b"1"), ("b.txt", b"0"), ("a.cls", b"2")), ["a.tar", "a.cls"]),
+        ("a.tar", lambda path: members(path, ("a.txt", b""), type=tarfile.SYMTYPE), ["a.tar", "a.txt"]),
+        ("a.tar", lambda path: members(path, ("a", b"1"), ("b.txt", b"2")), ["a.tar", "1 of 2"]),
+        ("b.tar.gz", lambda path: members(path, ("a.txt", b"1"), mode="w:gz"), ["b.tar.gz", "*.parquet"]),
+        ("b.tgz", lambda path: path.touch(), ["b.tgz"]),
+        ("deeper", lambda path: path.mkdir(), ["deeper"]),
+        (
+            "b.parquet",
+            lambda path: pq.write_table(pa.table({"x": [1.5]}), path),
+            ["b.parquet", "x: double", "x: int64"],
+        ),
+    ],
+)
+def test_what_a_folder_has_is_read_whole_or_refused_by_name(folder, name, write, named):
+    write(folder / name)
+    if name != "a.tar":
+        pq.write_table(TABLE.select(["x"]), folder / "a.parquet")
+        pq.write_table(TABLE.select(["x"])[:0], folder / "empty.parquet")
+    for beside in ("README.md", "_SUCCESS", "dataset_info.json", ".hidden"):
+        (folder / beside).touch()
+    with refuses(DataError, *named) as error:
+        lockstep.shards(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_concatenated_tars_are_read_to_their_end(folder):
+    parts = [members(folder / "part", *((f"{key}.txt", key.encode()) for key in keys)) for keys in ("ab", "c", "def")]
+    (folder / "part").unlink()
+    (folder / "0.tar").write_bytes(b"".join(parts))
+    data = lockstep.shards(f"{folder}/?.tar")
+    assert [sample["txt"] for sample in data.__getitems__(list(range(6)))] == [b"a", b"b", b"c", b"d", b"e", b"f"]
+    with refuses(DataError, "1-*.tar"):
+        lockstep.shards([f"{folder}/?.tar", f"{folder}/1-*.tar"])
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "kind", "named"),
+    [
+        (np.arange(1000, dtype="<u4"), {}, ConfigError, ["dtype"]),
+        (np.arange(1000, dtype="<u4"), {"dtype": "uint16"}, DataError, ["0.bin", "uint32"]),
+        (np.arange(1000, dtype="<u2"), {"dtype": "uint32"}, DataError, ["0.bin", "uint32"]),
+        (np.arange(999, dtype="<u2"), {"dtype": "uint32"}, DataError, ["0.bin", "1998"]),
+        (np.arange(1000, dtype="<u2"), {"dtype": "uint16", "vocab_size": 900}, DataError, ["0.bin", "vocab_size", 900]),
+        (None, {"dtype": "uint16"}, DataError, ["0.bin", ".npy"]),
+    ],
+)
+def test_tokens_of_another_width_are_refused(folder, content, given, kind, named):
+    if content is None:
+        np.save(folder / "0.npy", np.arange(1000, dtype="<u2"))
+        (folder / "0.npy").rename(folder / "0.bin")
+    else:
+        content.tofile(folder / "0.bin")
+    with refuses(kind, *named):
+        lockstep.shards(folder, seq_len=8, **given).__getitems__(list(range(120)))
+
+
+def test_an_index_carries_the_width_and_lists_every_shard(folder):
+    tokens(folder, 2)
+    lockstep.index_shards(folder, seq_len=4, dtype="uint16")
+    assert first(lockstep.shards(folder, seq_len=4), [16]) == [64]
+    tokens(folder, 3)
+    with refuses(DataError, "002.bin"):
+        lockstep.shards(folder, seq_len=4)
+
+
 # --- the same order on any ranks, and who fetches what
 
 
@@ -191,8 +287,8 @@ def batches(dataset, geometry, rank, world, workers=0, steps=6, shuffle_shards=2
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_the_order_is_equal_for_any_ranks_and_workers(folder):
     tokens(folder, 12)
-    many = lockstep.shards(folder, seq_len=4)
-    few = lockstep.shards([folder / "003.bin", folder / "001.bin"], seq_len=4)
+    many = lockstep.shards(folder, seq_len=4, dtype="uint16")
+    few = lockstep.shards([folder / "003.bin", folder / "001.bin"], seq_len=4, dtype="uint16")
     data = lockstep.mixture({"many": many, "few": few}, [(0, {"many": 1}), (4, {"many": 1, "few": 3})])
     found = {}
     for world in (1, 2, 3, 4):
@@ -210,7 +306,7 @@ def test_each_shard_is_fetched_by_few_ranks(folder, tmp_path):
     tokens(folder, 48)
     geometry, who, seen = Geometry(32, 4), Counter(), Counter()
     for rank in range(4):
-        data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache=tmp_path / str(rank))
+        data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache=tmp_path / str(rank))
         for _, batch in batches(data, geometry, rank, 4, steps=24).micro(0):
             seen.update(batch.held)
         fetched = [path for path in (tmp_path / str(rank)).iterdir() if path.suffix == ".shard"]
@@ -227,14 +323,14 @@ def test_each_shard_is_fetched_by_few_ranks(folder, tmp_path):
 
 def test_a_cache_is_bounded(folder, cache):
     tokens(folder, 10)
-    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache_size=500)
+    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache_size=500)
     assert data.fetches == 0  # tokens are counted by their size
     for index in (0, 16, 32, 48, 0, 64):
         assert first(data, [index]) == [4 * index]
         assert used(cache) <= 500
     assert data.fetches == 5  # what is open stays open
     with refuses(ConfigError, "cache_size", "100 B"):
-        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache_size=100), [0])
+        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache_size=100), [0])
 
 
 def used(cache):
@@ -245,7 +341,7 @@ def used(cache):
 
 
 def read_all(number, folder, cache, limit, results):
-    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, cache=cache, cache_size=limit)
+    data = lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16", cache=cache, cache_size=limit)
     most = 0
     for turn in range(4):
         for shard in np.random.default_rng(turn + 9 * number).permutation(12).tolist():
@@ -258,7 +354,7 @@ def read_all(number, folder, cache, limit, results):
 def read_on_a_full_disk(folder, results):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))  # bytes of a file
     try:
-        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4), [0])
+        first(lockstep.shards(f"elsewhere://{folder}", seq_len=4, dtype="uint16"), [0])
     except ConfigError as error:
         results.put(str(error))
 
@@ -324,9 +420,9 @@ def test_a_shard_that_is_not_as_it_was_is_one_line(folder, scheme, how):
     path = tokens(folder, 3) / "001.bin"
     os.utime(path, ns=(1, 1))
     if how == "content":
-        assert lockstep.index_shards(folder, seq_len=4) == folder / "lockstep-index.json"
+        assert lockstep.index_shards(folder, seq_len=4, dtype="uint16") == folder / "lockstep-index.json"
         size = path.stat().st_size
-    data = lockstep.shards(f"{scheme}{folder}", seq_len=4)
+    data = lockstep.shards(f"{scheme}{folder}", seq_len=4, dtype="uint16")
     assert first(data, [0]) == [0]
     damage(path, how)
     with refuses(DataError, "001.bin", *([] if how != "truncated" else [130, 120])) as error:
@@ -339,7 +435,7 @@ def test_a_shard_that_is_not_as_it_was_is_one_line(folder, scheme, how):
 
 
 def test_a_mapped_shard_that_becomes_shorter_is_no_crash(folder):
-    data = lockstep.shards(tokens(folder, 1), seq_len=4)
+    data = lockstep.shards(tokens(folder, 1), seq_len=4, dtype="uint16")
     assert first(data, [2]) == [8]
     os.truncate(folder / "000.bin", 0)
     with refuses(DataError, "000.bin", 0, 130):
@@ -412,7 +508,7 @@ def server(folder):
 
 
 def test_a_server_that_is_late_or_refuses_for_a_moment_loses_nothing(server):
-    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4, dtype="uint16")
     server.delay = 0.3
     assert first(data, [0]) == [0]
     server.delay, server.refusals = 0.0, 2
@@ -423,7 +519,7 @@ def test_a_server_that_is_late_or_refuses_for_a_moment_loses_nothing(server):
 
 
 def test_a_server_that_goes_on_to_fail_is_one_line(server, monkeypatch):
-    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/{{000..002}}.bin", seq_len=4, dtype="uint16")
     server.refusals = 10**6
     with refuses(DataError, f"{server.url}/000.bin") as error:
         data[0]
@@ -433,11 +529,11 @@ def test_a_server_that_goes_on_to_fail_is_one_line(server, monkeypatch):
     with refuses(DataError, "001.bin"):
         data[16]
     monkeypatch.setattr(shard_cache, "_SILENCE", 0.1)
-    data = lockstep.shards(f"{server.url}/002.bin", seq_len=4)
+    data = lockstep.shards(f"{server.url}/002.bin", seq_len=4, dtype="uint16")
     server.delay = 0.5
     with refuses(DataError, "002.bin", "does not answer"):
         data[0]
-    assert first(lockstep.shards(server.folder / "000.bin", seq_len=4), [5]) == [20]
+    assert first(lockstep.shards(server.folder / "000.bin", seq_len=4, dtype="uint16"), [5]) == [20]
 
 
 # --- a run
@@ -453,7 +549,7 @@ class Numbers(lockstep.Task):
         return torch.nn.Linear(4, 1, dtype=torch.float64)
 
     def dataset(self, split):
-        return lockstep.shards(f"elsewhere://{self.folder}", seq_len=4) if split == "train" else None
+        return lockstep.shards(f"elsewhere://{self.folder}", seq_len=4, dtype="uint16") if split == "train" else None
 
     def loss(self, model, batch):
         self.seen += batch["input_ids"][:, 0].tolist()
@@ -492,7 +588,7 @@ def test_a_run_in_shards_resumes_with_another_batch_size(folder, tmp_path):
         ("empty", {}, DataError, ["empty", "format"]),
         ("both", {}, DataError, ["several formats"]),
         ("000.bin", {}, ConfigError, ["seq_len"]),
-        ("000.bin", {"seq_len": 1000}, DataError, ["000.bin"]),
+        ("000.bin", {"seq_len": 1000, "dtype": "uint16"}, DataError, ["000.bin"]),
         ("000.bin", {"format": "csv"}, ConfigError, ["csv", "parquet"]),
         ("both", {"format": "mds"}, DataError, ["index.json"]),
         ("000.bin", {"cache_size": 0}, ConfigError, ["cache_size"]),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures_here import draw, write_images
 from ranks import run
-from refusals import refuses
+from refusals import names, refuses
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,7 +154,12 @@ def test_a_folder_of_class_folders(tmp_path):
     folder = write_images(tmp_path / "shapes")
     (folder / ".hidden").mkdir()
     (folder / "circle" / "notes.txt").write_text("not an image")
-    task = make(Config(task="images", dataset_name=str(folder), images={"size": 8}), print)
+    base = {"task": "images", "dataset_name": str(folder), "images": {"size": 8}}
+    with refuses(DataError, "circle/notes.txt", "1 of 25", "--data.skip"):
+        make(Config(**base), print)
+    said = []
+    task = make(Config(**base, data={"skip": 0.04}), said.append)
+    assert names(said[0], "circle/notes.txt")
     training, evaluation = task.dataset("train"), task.dataset("evaluation")
     assert task.classes == ("circle", "square")
     assert (len(training), len(evaluation)) == (19, 5)

@@ -7,6 +7,7 @@ import hub_files
 import pytest
 import torch
 from ranks import run
+from refusals import names, refuses
 
 import lockstep
 from lockstep import checkpoint
@@ -99,7 +100,7 @@ def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
     model = task.model()
     assert model.scale[2] == 1  # of what is the same everywhere
     inner = (rows_of - model.mean) / model.scale
-    assert torch.allclose(inner[:, :2].std(0, correction=0), torch.ones(2), atol=1e-5)
+    assert torch.allclose(inner[:, :2].std(0, correction=0), torch.ones(2, dtype=torch.float64))
     task = made(target_column="a", feature_columns="b, price")
     assert (task.sources["target"], task.sources["features"]) == ("a", "b, price")
 
@@ -121,6 +122,26 @@ def test_a_table_of_ones_own_and_what_is_wrong_with_it(tmp_path, monkeypatch):
         make(config(tmp_path, model_name="builtin:resnet"), print)
     with pytest.raises(DataError, match="unknown; the built-in table is builtin:diabetes"):
         make(config(tmp_path, dataset_name="builtin:iris"), print)
+
+
+def test_a_column_is_used_in_full_precision_or_named(tmp_path, monkeypatch, capsys):
+    """Times in seconds since 1970 are standardised before they are rounded, whatever the precision of the weights."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    rows = [{"time": 1.7e9 + n * 37 % 100, "name": f"n{n}", "y": n * 37 % 100 / 2} for n in range(400)]
+    table = str(hub_files.write_jsonl(tmp_path / "times.jsonl", rows))
+    for precision, least in (("float32", 0.99), ("bf16-true", 0.9)):
+        changes = {"max_steps": 150, "precision": precision, "experiment_name": precision}
+        result = lockstep.train(config(tmp_path, dataset_name=table, **changes))
+        assert result.evaluation.metrics["r2"] > least
+    said = []
+    make(config(tmp_path, dataset_name=table), said.append)
+    assert names(said[-1], "name")
+    (tmp_path / "a.csv").write_text("a;b;y\n" + "1,5;2;3\n" * 7 + "1,5;?;3\n" + "2,5;1;3\n" * 7)
+    with refuses(DataError, "row 7", "'?'", "'b'", "--data.feature-columns"):
+        make(config(tmp_path, dataset_name=str(tmp_path / "a.csv")), said.append)
+    assert names(said[-1], "semicolons")
+    task = make(config(tmp_path, dataset_name=str(tmp_path / "a.csv"), data={"feature_columns": "a"}), said.append)
+    assert task.dataset("train").tensors[0].unique().tolist() == [1.5, 2.5]
 
 
 def test_evaluating_on_other_data_takes_the_columns_by_name(tmp_path, monkeypatch, capsys):

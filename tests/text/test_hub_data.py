@@ -1,5 +1,8 @@
 """Tables and hub data: which text is learned, how it is split and packed, and that it is prepared once."""
 
+import bz2
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -9,8 +12,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import hub_files
+import pyarrow as pa
 import pytest
 import torch
+from refusals import names, refuses
 
 from lockstep.config.schema import Config
 from lockstep.config.sections import Data
@@ -20,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import ConfigError, DataError
 from lockstep.models.hf import HubTokenizer
 from lockstep.tasks.language_model import corpus_for, hub_task
-from lockstep.text import hub
+from lockstep.text import hub, tables
 from lockstep.text.hub import DataRequest, open_rows, reader, table_files
 from lockstep.text.token_store import TokenizerToTrain, _progress
 from lockstep.training.named_task import make_task
@@ -133,16 +138,51 @@ def test_two_rows_are_enough_for_both_splits(tmp_path):
     assert min(len(found.train), len(found.evaluation)) > 0
 
 
-def test_a_folder_is_asked_for_by_its_subset_and_its_files_encoding(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("text\nadd\n", encoding="utf-8-sig")
-    for subset, wanted in (("small", "small"), ("", None)):
-        asked = hub._local(DataRequest(str(tmp_path), subset=subset), [path], tmp_path)
-        assert asked == {"path": str(tmp_path), "name": wanted, "encoding": "utf-8-sig"}
-    assert hub._local(DataRequest(str(tmp_path)), [tmp_path / "a.parquet"], tmp_path) == {
-        "path": str(tmp_path),
-        "name": None,
-    }
+def test_a_folder_of_tables_is_asked_for_by_its_subset_and_read_whole(tmp_path):
+    """What `datasets` would leave out by a file's name or kind is an error with its name."""
+    asked = []
+
+    def load_dataset_builder(**given):
+        asked.append(given)
+        found = {"train": [str(tmp_path / "a.csv")]}
+        return SimpleNamespace(config=SimpleNamespace(data_files=found), builder_configs={})
+
+    package = SimpleNamespace(load_dataset_builder=load_dataset_builder)
+    (tmp_path / "a.csv").write_text("text;n\nadd;1,5\n", encoding="utf-8-sig")
+    said = []
+    tables.open_tables(package, DataRequest(str(tmp_path), subset="small"), tmp_path, said.append)
+    wanted = {"path": str(tmp_path), "name": "small", "cache_dir": str(tmp_path)}
+    assert asked == [wanted, {**wanted, "encoding": "utf-8-sig", "sep": ";", "decimal": ","}]
+    assert names(said.pop(), "semicolons", "','")
+    (tmp_path / "b.jsonl").write_text("{}")
+    (tmp_path / "c.pdf").write_text("x")
+    with refuses(DataError, "b.jsonl", "c.pdf", "2 of 3", "--data.skip"):
+        tables.open_tables(package, DataRequest(str(tmp_path)), tmp_path, print)
+
+
+@pytest.mark.parametrize(
+    ("begin", "problem"), [("a,b\n1,2,3\n", "2 names"), ("1.5,2\n3,4\n", "'1.5'"), ("a,a\n1,2\n", "'a' twice")]
+)
+def test_a_csv_whose_first_line_names_no_columns_is_refused(tmp_path, begin, problem):
+    (tmp_path / "a.csv").write_text(begin * 2)
+    with refuses(DataError, "a.csv", problem):
+        corpus(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".tsv", ".csv.bz2"])
+def test_compressed_tables_and_other_separators_are_read(tmp_path, suffix):
+    texts = hub_files.texts(20)
+    content = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in texts)
+    if "sv" in suffix:
+        content = "n\ttext\n" + "".join(f"1\t{text}\n" for text in texts)
+    packing = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(packing.get(path.suffix, bytes)(content.encode()))
+    assert sorted(documents(corpus(path))) == sorted(texts)
+    if path.suffix in packing:
+        path.write_bytes(path.read_bytes()[:-20])
+        with refuses(DataError, path.name):
+            corpus(path)
 
 
 def test_a_folder_of_text_stays_text(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import names
+from refusals import names, refuses
 
 from lockstep.config.schema import Config
 from lockstep.config.sections import Data
@@ -163,6 +163,26 @@ def test_the_assistants_words_are_learned(chat, template):
     said = theirs.decode([token for token, mark in zip(tokens, labelled, strict=True) if mark])
     assert said == "three rivers<|endoftext|>a short line<|endoftext|>"
     assert all(tokenizer.encode_chat(TALK, 0, masked=False)[1])
+
+
+def test_tools_beside_messages_reach_the_template_or_are_said(tmp_path, chat):
+    """As a list of schemas or its JSON text; what a table fills into other rows' keys is not rendered."""
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"x": {"type": "number"}}}}
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
+    rendered = chat(template)._tokenizer.apply_chat_template(TALK, tools=[schema], tokenize=True)["input_ids"]
+    for name, value in (("list", [schema]), ("text", json.dumps([schema]))):
+        path = hub_files.write_jsonl(tmp_path / f"{name}.jsonl", [{"messages": TALK, "tools": value}] * 20)
+        said = []
+        found = corpus(path, chat(template), said.append, packing="padded", seq_len=400)
+        assert found.train[0]["input_ids"].tolist() == rendered[:-1]
+        assert not [line for line in said if "column tools" in line]
+        corpus(path, chat(PLAIN), said.append, packing="padded", seq_len=400)
+        assert [line for line in said if "column tools" in line]
+    read = reader({"messages": False, "tools": False}, "", "x", answers=True)
+    example = read({"messages": TALK, "tools": [{**schema, "strict": None}]})
+    assert example.tools == (schema,)
+    with refuses(DataError, "tools"):
+        read({"messages": TALK, "tools": "add"})
 
 
 def test_conversations_are_prepared_and_gone_on_with(tmp_path, chat):

@@ -1,6 +1,9 @@
 """The text corpus: what it takes, how it splits, what it writes, and what happens when preparing is interrupted."""
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import pickle
 import random
@@ -13,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refusals import names, refuses
 from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError, DataError
@@ -198,25 +202,49 @@ def test_line_ends_and_byte_order_marks_leave_no_trace(tmp_path):
     assert sorted(documents(unix)) == sorted(documents(other))
 
 
-def test_files_that_are_no_text_are_left_out_and_counted(folder, tmp_path):
-    (folder / "latin.txt").write_bytes("Köln\n".encode("latin-1") * 50)
-    (folder / "cut.txt").write_bytes("ö".encode()[:1])
-    (folder / "empty.txt").touch()
-    said = []
-    assert len(documents(opened(folder, tmp_path, say=said.append))) == 10
-    assert "13 files" in said[1]
-    assert "3 of them empty or not UTF-8" in said[1]
-
-
-def test_a_folder_is_searched_for_text_that_is_not_hidden(folder):
-    for name in (".hidden.txt", "picture.png", ".git/x.txt", "__pycache__/x.py", "a/code.PY"):
+def test_a_folder_is_what_is_read_and_what_is_left_out_by_name(folder, tmp_path):
+    """A hundredth may be left out with a line, more is an error; the links, hidden files and README are no data."""
+    for name in (".hidden.txt", ".git/x.txt", "__pycache__/x.py", "a/code.PY", "empty.txt", "LICENSE"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("x\n")
+        (folder / name).write_text("" if name == "empty.txt" else "x\n")
+    said = []
+    files = find(str(folder), say=said.append)
+    names_found = [source.name for source in files]
+    assert names_found == sorted(names_found)
+    assert "a/code.PY" in names_found
+    assert (len(files), said) == (12, [])
+    (folder / "latin.txt").write_bytes("Köln\n".encode("latin-1") * 5)
+    (folder / "picture.png").write_bytes(b"x")
     (folder / "circle").symlink_to(folder)
-    names = [source.name for source in find(str(folder))]
-    assert names == sorted(names)
-    assert "a/code.PY" in names
-    assert len(names) == 11
+    with refuses(DataError, "latin.txt", "picture.png", "circle", "3 of 15", "--data.skip") as error:
+        opened(folder, tmp_path)
+    assert "\n" not in str(error.value)
+    rows = plain_rows(str(folder), 0.3, said.append)
+    assert names(said.pop(), "latin.txt", "3 of 15")
+    tokenizer, packing = TokenizerToTrain(300), Packing("stream", 4, 0.2)
+    prepared = prepare("x", rows.digest, rows.documents, tokenizer, packing, cache=tmp_path, say=said.append)
+    assert len(documents(prepared)) == 11
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst"])
+def test_a_compressed_text_has_the_tokens_of_its_content(folder, tmp_path, suffix):
+    plain = opened(folder, tmp_path)
+    packing = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard}[suffix]
+    for path in sorted(folder.rglob("*.txt")):
+        path.with_name(path.name + suffix).write_bytes(packing(path.read_bytes()))
+        path.unlink()
+    found = opened(folder, tmp_path / "other")
+    assert sorted(documents(found)) == sorted(documents(plain))
+    one = folder / f"0.txt{suffix}"
+    (train,), (evaluation,) = split(find(str(one)), 0.2, 0)  # cut at a line of the content
+    assert "".join(text for part in (train, evaluation) for text, _ in pieces([part])) == lines(40, seed=0)
+    one.write_bytes(one.read_bytes()[:-20])
+    with refuses(DataError, one):
+        opened(folder, tmp_path)
+
+
+def zstandard(data):
+    return pytest.importorskip("pyarrow").compress(data, "zstd", asbytes=True)
 
 
 def test_long_documents_are_read_in_pieces_that_end_with_lines(tmp_path, monkeypatch):

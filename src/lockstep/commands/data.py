@@ -38,6 +38,8 @@ def _prepare(args: argparse.Namespace) -> int:
         if getattr(args, flag) < least:
             value, name = getattr(args, flag), flag.replace("_", "-")
             raise ConfigError(f"--{name} is {value}: it must be at least {least}")
+    if not 0.0 <= args.skip <= 1.0:
+        raise ConfigError(f"--skip is {args.skip}: it must be from 0 to 1")
     if not 0.0 < args.evaluation < 1.0:
         raise ConfigError(f"--evaluation is {args.evaluation}: it must be above 0 and below 1")
     prepare: Any = importlib.import_module("lockstep.tasks.prepare")  # loads torch
@@ -45,7 +47,7 @@ def _prepare(args: argparse.Namespace) -> int:
     store: Any = importlib.import_module("lockstep.text.token_store")
     files: Any = importlib.import_module("lockstep.files")
     packing = store.Packing(args.packing, args.seq_len, args.evaluation, args.labels)
-    columns = args.text_column, args.encoding, packing.answers
+    columns = args.text_column, args.encoding, packing.answers, args.skip
     request = hub.DataRequest(args.source, args.subset, args.split, args.revision, *columns)
     folder = Path(args.out).expanduser()
     rows = (Path(args.cache).expanduser() if args.cache else files.default_cache()) / "rows"
@@ -93,6 +95,7 @@ def _parser() -> Parser:
     add("--seq-len", type=int, default=1024, help="as --seq-len of train; a stream takes any (default: 1024)")
     add("--labels", default="auto", choices=["auto", "all", "completion"], help="as --data.labels of train")
     add("--evaluation", type=float, default=0.05, help="share to hold out if there is no such split (default: 0.05)")
+    add("--skip", type=float, default=0.01, help="as --data.skip of train (default: 0.01)")
     for flag, default, text in (
         ("--subset", "", "subset (configuration) of a hub dataset"),
         ("--split", "train", "split to train on (default: train)"),

@@ -96,6 +96,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "data.prefetch": (1, 10**4, "at least 1"),
     "data.shuffle_shards": (0, 10**6, "a number of shards, or 0 to shuffle all samples"),
     "data.evaluation": (0.0001, 0.5, "a share from 0.0001 to 0.5"),
+    "data.skip": (0.0, 1.0, "a share from 0 to 1"),
     "data.vocab_size": (257, 10**7, "at least 257 (256 bytes and the separator)"),
     "model.dropout": (0, 0.99, "a probability from 0 to 0.99"),
     "model.loss_chunk": (-1, 10**9, "a number of tokens, 0 for all at once, or -1 to choose by their size"),

@@ -91,6 +91,9 @@ class Data:
     encoding: str = option(
         "", "encoding of csv and json files (default: utf-8, or that of the byte order mark)", tasks=_ALL
     )
+    skip: float = option(
+        0.01, "share of a folder's files, or of its bytes, that may be left out (other suffixes, no UTF-8)", tasks=_ALL
+    )
     packing: str = option(
         "auto",
         "stream: all documents with a separator after each; blocks: without separators, the remainder of every "

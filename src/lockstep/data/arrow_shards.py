@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.data.shard_cache import ShardFile
-from lockstep.data.shard_formats import OpenShard, ShardFormat
+from lockstep.data.shard_formats import Counted, OpenShard, ShardFormat
 from lockstep.errors import ConfigError
 
 __all__ = ["ArrowShards"]
@@ -81,13 +81,17 @@ class ArrowShards(ShardFormat):
             batch = next(iter(reader), None)
             return batch is not None and self._arrow.total_allocated_bytes() - before > batch.nbytes // 2
 
-    def count(self, path: Path) -> int:
+    def count(self, path: Path) -> Counted:
         with self._arrow.memory_map(str(path)) as source:
-            return sum(batch.num_rows for batch in self._arrow.ipc.open_stream(source))
+            reader = self._arrow.ipc.open_stream(source)
+            return Counted(sum(batch.num_rows for batch in reader), _columns(reader.schema))
 
-    def peek(self, file: Any) -> int:
-        """Return the rows of a Parquet file by its footer; -1 for Arrow."""
-        return int(_package("pyarrow.parquet").read_metadata(file).num_rows) if self.name == "parquet" else -1
+    def peek(self, file: Any) -> Counted:
+        """Count the rows of a Parquet file by its footer; -1 for Arrow."""
+        if self.name != "parquet":
+            return Counted(-1)
+        footer = _package("pyarrow.parquet").read_metadata(file)
+        return Counted(int(footer.num_rows), _columns(footer.schema.to_arrow_schema()))
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         return _ArrowShard(self._datasets.Dataset.from_file(str(path)), self._row_format)
@@ -123,6 +127,11 @@ class _ArrowShard(OpenShard):
 
     def read(self, rows: list[int]) -> list[Any]:
         return self.convert(self.slices(rows))
+
+
+def _columns(schema: Any) -> str:
+    """Return a line for each column: its name, its type, and whether it may lack values."""
+    return "\n".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema)
 
 
 def _is_file_format(path: Path) -> bool:

@@ -14,22 +14,40 @@ import functools
 import importlib
 import io
 import json
+import logging
 import os
 import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep.config.secrets import printable
+from lockstep.data.found import LIMIT, FoundFiles
 from lockstep.data.shard_cache import ShardFile
 from lockstep.errors import ConfigError, DataError
 
-__all__ = ["MdsShards", "OpenShard", "ShardFormat", "TarShards", "TokenShards", "read_mds_index"]
+__all__ = ["Counted", "MdsShards", "OpenShard", "ShardFormat", "TarShards", "TokenShards", "read_mds_index"]
+
+
+_LOG = logging.getLogger("lockstep")
+
+
+class Counted(NamedTuple):
+    """What is known of a shard before it is opened.
+
+    Attributes:
+        samples: in it; -1: unknown.
+        schema: its columns, a line each; "": the format has none.
+    """
+
+    samples: int
+    schema: str = ""
 
 
 class OpenShard(ABC):
@@ -62,16 +80,16 @@ class ShardFormat(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def count(self, path: Path) -> int:
-        """Return the number of samples of a prepared shard."""
+    def count(self, path: Path) -> Counted:
+        """Count the samples of a prepared shard. Raises an error for one that is not whole."""
 
     def count_from_size(self, size: int) -> int:
         """Return the number of samples of a file of `size` bytes; -1: it does not follow from that."""
         return -1
 
-    def peek(self, file: Any) -> int:
-        """Return the number of samples from an open file of a store, if a small part of it says so; -1: not so."""
-        return -1
+    def peek(self, file: Any) -> Counted:
+        """Count the samples of an open file of a store, if a small part of it says how many."""
+        return Counted(-1)
 
     @abstractmethod
     def open(self, path: Path, beside: Path | None) -> OpenShard:
@@ -89,42 +107,80 @@ class ShardFormat(ABC):
 # --- tokens
 
 
+_SEEN = 4096  # numbers at the start of a file that show its type
+_MAX_TOKEN = 1 << 24  # above any vocabulary
+_MAGIC = {b"\x93NUMPY": "a .npy file", b"\x1f\x8b\x08": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd"}
+
+
 @final
 class TokenShards(ShardFormat):
     """Files of nothing but token numbers, little-endian; a sample is a window of seq_len + 1 at a stride of seq_len.
 
     A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}. The rest of each file is left out.
+
+    Args:
+        seq_len: tokens of a sample.
+        dtype: of the numbers, which a file of nothing but numbers does not say.
+        vocab_size: a number that is not below it is an error; 0: unknown.
     """
 
     name = "tokens"
 
-    def __init__(self, seq_len: int, dtype: str) -> None:
+    def __init__(self, seq_len: int, dtype: str, vocab_size: int = 0) -> None:
         if seq_len < 1:
             raise ConfigError("lockstep.shards: the format tokens needs seq_len, the tokens of a sample")
-        self._seq_len = seq_len
+        if not dtype:
+            raise ConfigError(
+                "lockstep.shards: the format tokens needs dtype, the type of the numbers in the files, such as "
+                "dtype='uint16' or 'uint32': the files do not say"
+            )
+        self._seq_len, self._vocab_size = seq_len, vocab_size
         self._kind = np.dtype(dtype).newbyteorder("<")
 
     def options(self) -> dict[str, Any]:
         return {"seq_len": self._seq_len, "dtype": self._kind.str}
 
-    def count(self, path: Path) -> int:
-        return self.count_from_size(path.stat().st_size)
+    def count(self, path: Path) -> Counted:
+        _check_tokens(path, self._kind)
+        return Counted(self.count_from_size(path.stat().st_size))
 
     def count_from_size(self, size: int) -> int:
         return max(0, size // self._kind.itemsize - 1) // self._seq_len
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
-        return _TokenShard(path, self._seq_len, self._kind)
+        _check_tokens(path, self._kind)
+        return _TokenShard(path, self._seq_len, self._kind, self._vocab_size)
+
+
+def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
+    """Raise ValueError for a file of something else, or of numbers of another type, by its beginning."""
+    with path.open("rb") as file:
+        begin = file.read(_SEEN * kind.itemsize)
+    if what := next((what for magic, what in _MAGIC.items() if begin.startswith(magic)), ""):
+        raise ValueError(f"it is {what}, and not the numbers alone: write them with `array.tofile`")
+    if path.stat().st_size % kind.itemsize:
+        raise ValueError(
+            f"its {path.stat().st_size} bytes are no whole numbers of {kind.name}: it is cut, or has another dtype"
+        )
+    numbers = np.frombuffer(begin, kind)
+    if kind.itemsize > 2 and len(numbers) and not (numbers.min() >= 0 and numbers.max() < _MAX_TOKEN):
+        raise ValueError(f"as {kind.name} it has the token {numbers.max()}, above any vocabulary: give another dtype")
+    if kind.itemsize == 2 and len(numbers) >= 16 and not numbers[1::2].any() and numbers[::2].any():
+        raise ValueError(f"as {kind.name} every second token is 0: it looks like uint32; give dtype='uint32'")
 
 
 class _TokenShard(OpenShard):
-    def __init__(self, path: Path, seq_len: int, kind: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, seq_len: int, kind: np.dtype[Any], vocab_size: int) -> None:
         self._tokens: NDArray[Any] = np.asarray(np.memmap(path, dtype=kind, mode="r"))
-        self._seq_len, self._row = seq_len, np.arange(seq_len + 1)
+        self._seq_len, self._row, self._vocab_size = seq_len, np.arange(seq_len + 1), vocab_size
 
     def read(self, rows: list[int]) -> list[Any]:
         places = np.asarray(rows)[:, None] * self._seq_len + self._row
         windows = torch.from_numpy(self._tokens[places].astype(np.int64))
+        if self._vocab_size and rows and int(windows.max()) >= self._vocab_size:
+            raise ValueError(
+                f"it has the token {int(windows.max())}, and vocab_size is {self._vocab_size}: give another dtype"
+            )
         return [
             {"input_ids": inputs, "labels": labels}
             for inputs, labels in zip(windows[:, :-1].unbind(), windows[:, 1:].unbind(), strict=True)
@@ -137,6 +193,7 @@ class _TokenShard(OpenShard):
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key.extension, as webdataset splits it
 _META = re.compile(r"__[^/]*__(?:$|/)")
 _BLOCK = 512  # bytes
+_ZEROS = 1 << 16  # bytes that are read at a time behind the last member
 
 
 @final
@@ -150,18 +207,40 @@ class TarShards(ShardFormat):
     suffix = ".tar-index.npz"
 
     def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
-        """Write the key of each sample, and the extension, offset and size of each of its files."""
+        """Write the key of each sample, and the extension, offset and size of each of its files.
+
+        Raises:
+            DataError: the tar is compressed, cut or damaged; a file is in it twice, or apart from its sample's others.
+        """
         keys, extensions, starts = list[str](), dict[str, int](), list[int]()
         members: list[tuple[int, int, int]] = []
-        for name, offset, size in _members(path):
+        seen, own = set[str](), set[str]()  # keys of the tar, and extensions of the last sample
+        found = FoundFiles(f"the shard {file.label}", flag="", kind="members")
+        for name, offset, size in _members(path, file.label):
             match = _NAME.fullmatch(name)
-            if not match or _META.match(name):
+            if _META.match(name):
+                continue
+            if not match:
+                if not os.path.basename(name).startswith("."):
+                    found.leave_out(name, size, "without an extension")
                 continue
             key, extension = match[1], match[2].lower()
             if not keys or keys[-1] != key:
+                if key in seen:
+                    raise DataError(
+                        f"the shard {file.label} has {printable(name)} twice, or apart from the other files of its "
+                        "sample; write each sample's files one after the other, once"
+                    )
                 keys.append(key)
+                seen.add(key)
+                own.clear()
                 starts.append(len(members))
+            if extension in own:
+                raise DataError(f"the shard {file.label} has {printable(name)} twice; remove one of the two")
+            own.add(extension)
+            found.add(size)
             members.append((extensions.setdefault(extension, len(extensions)), offset, size))
+        found.check(LIMIT, _LOG.warning)
         with target.open("wb") as out:
             np.savez(
                 out,
@@ -171,35 +250,57 @@ class TarShards(ShardFormat):
                 starts=np.array([*starts, len(members)], dtype=np.int64),
             )
 
-    def count(self, path: Path) -> int:
+    def count(self, path: Path) -> Counted:
         with np.load(path) as index:
-            return len(index["starts"]) - 1
+            return Counted(len(index["starts"]) - 1)
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         assert beside is not None
         return _TarShard(path, beside)
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, offset of the content, bytes) of each file in a tar.
+def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, offset of the content, bytes) of each file in a tar, or in several that were concatenated.
 
     Raises:
-        DataError: it is compressed, truncated or no tar.
+        DataError: it is compressed, cut, damaged or no tar, or has links or sparse files.
     """
     try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.isreg():
-                    yield member.name, member.offset_data, member.size
-                tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
         with path.open("rb") as file:
-            file.seek(-_BLOCK, os.SEEK_END)
-            if any(file.read()):
-                raise DataError(f"{path} has no end mark of a tar: it is truncated; restore it")
+            begin, size = 0, os.fstat(file.fileno()).st_size
+            while begin < size:
+                file.seek(begin)
+                with tarfile.open(fileobj=file, mode="r:") as tar:
+                    for member in tar:
+                        if member.issym() or member.islnk() or member.issparse():
+                            kind = "a sparse file" if member.issparse() else "a link"
+                            raise DataError(
+                                f"the shard {label}: {printable(member.name)} is {kind}; write it as a file"
+                            )
+                        if member.isreg():
+                            yield member.name, member.offset_data, member.size
+                        tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
+                    end = tar.offset  # of what follows the last member
+                begin = _after_zeros(file, end)
+                if begin == end:  # neither the zeros that end a tar, nor the header of a member
+                    what = "it is cut" if end >= size else f"it is damaged at byte {end}"
+                    raise DataError(f"the shard {label} has no end mark of a tar: {what}; restore it")
     except (tarfile.TarError, OSError) as error:
         raise DataError(
-            f"{path} cannot be read as an uncompressed tar ({type(error).__name__}: {error}); restore it, or unpack it"
+            f"the shard {label} cannot be read as an uncompressed tar ({type(error).__name__}: {error}); restore or "
+            "unpack it"
         ) from error
+
+
+def _after_zeros(file: Any, begin: int) -> int:
+    """Return where the blocks of zeros end that begin at `begin`."""
+    file.seek(begin)
+    while piece := file.read(_ZEROS):
+        rest = piece.lstrip(b"\0")
+        if rest:
+            return int(begin + (len(piece) - len(rest)) // _BLOCK * _BLOCK)
+        begin += len(piece)
+    return int(begin)
 
 
 class _TarShard(OpenShard):
@@ -276,9 +377,9 @@ class MdsShards(ShardFormat):
             )
         target.write_bytes(plain)
 
-    def count(self, path: Path) -> int:
+    def count(self, path: Path) -> Counted:
         with path.open("rb") as file:
-            return int(np.frombuffer(file.read(4), "<u4")[0])
+            return Counted(int(np.frombuffer(file.read(4), "<u4")[0]))
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         return _MdsShard(path, self._columns)

@@ -27,9 +27,11 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.config.secrets import mask, printable
 from lockstep.data.arrow_shards import ArrowShards
+from lockstep.data.found import is_about
 from lockstep.data.shard_cache import ShardCache, ShardFile, Store, digest_of, stamp_of
-from lockstep.data.shard_formats import OpenShard, ShardFormat, TarShards, TokenShards, read_mds_index
+from lockstep.data.shard_formats import Counted, OpenShard, ShardFormat, TarShards, TokenShards, read_mds_index
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.errors import ConfigError, DataError, LockstepError, error_line
 from lockstep.files import default_cache, write_whole
@@ -40,6 +42,7 @@ _LOG = logging.getLogger("lockstep")
 
 INDEX = "lockstep-index.json"  # beside the shards, if somebody wrote it
 _MDS_INDEX = "index.json"
+_BESIDE = (INDEX, _MDS_INDEX, "state.json", "dataset_info.json", "dataset_infos.json", "sizes.json")
 _SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".bin": "tokens"}
 FORMATS = ("arrow", "parquet", "mds", "tar", "tokens")
 _OPEN = 128  # shards that a process keeps open
@@ -50,7 +53,7 @@ _UNPACKED = 3  # times its size that a Parquet file takes, about
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def shards(
+def shards(  # noqa: PLR0913
     source: Source,
     format: str | None = None,
     *,
@@ -58,25 +61,28 @@ def shards(
     cache_size: int = 64 << 30,
     transform: Callable[[Any], Any] | None = None,
     seq_len: int = 0,
-    dtype: str = "uint16",
+    dtype: str = "",
+    vocab_size: int = 0,
     row_format: str = "torch",
 ) -> "Shards":
     """Open a dataset in shards.
 
     Args:
-        source: a file, a folder, a pattern with * or {0000..0063}, or a list of these; paths, or URLs of fsspec.
+        source: a file, a folder, a pattern with *, ? or {0000..0063}, or a list of these; paths, or URLs of fsspec.
         format: "arrow", "parquet", "mds", "tar" (webdataset) or "tokens" (files of token numbers); None: by the names
             of the files.
         cache: folder for fetched shards, converted ones and indexes; None: `shards` in $LOCKSTEP_CACHE.
         cache_size: maximum bytes of its files.
         transform: sample -> sample. Its random draws are seeded, unless its attribute `draws_random` is False.
         seq_len: tokens of a sample, for "tokens".
-        dtype: of the token numbers, for "tokens".
+        dtype: of the token numbers, for "tokens", such as "uint16"; "": that of `lockstep-index.json`.
+        vocab_size: for "tokens": a number that is not below it is an error; 0: unknown.
         row_format: values of Arrow and Parquet: "torch", "numpy" or "python".
 
     Raises:
         ConfigError: an argument is invalid, or a package is missing.
-        DataError: there are no shards, or one is missing, damaged or empty of a format.
+        DataError: there are no shards, a folder has anything else too, or one is missing, damaged, cut, or of another
+            format or schema.
     """
     if format not in (None, *FORMATS):
         raise ConfigError(f"lockstep.shards: format is {format!r}: it must be one of {', '.join(FORMATS)}")
@@ -89,7 +95,7 @@ def shards(
     if any(Store(each).is_local != store.is_local for each in sources):
         raise ConfigError("lockstep.shards: the source mixes local paths and URLs; copy one of them")
     label = sources[0] if len(sources) == 1 else f"{sources[0]}, ..."
-    make_format = lambda name: _make_format(name, seq_len, dtype, row_format)  # noqa: E731
+    make_format = lambda name, kind="": _make_format(name, (seq_len, kind or dtype, vocab_size), row_format)  # noqa: E731
     form, files = _list_shards(sources, format, store, make_format)
     folder = Path(cache).expanduser() if cache else default_cache() / "shards"
     access = _Access(store, ShardCache(folder, cache_size, label), form)
@@ -124,44 +130,50 @@ def index_shards(
         }
         for each in dataset.files
     ]
-    write_whole(path, json.dumps({"format": dataset.format, "shards": rows}, indent=1) + "\n")
+    dtype = {"dtype": options["dtype"]} if "dtype" in options else {}
+    write_whole(path, json.dumps({"format": dataset.format, **dtype, "shards": rows}, indent=1) + "\n")
     return path
 
 
 # --- which shards there are
 
 
-def _make_format(name: str, seq_len: int, dtype: str, row_format: str) -> ShardFormat:
+def _make_format(name: str, tokens: tuple[int, str, int], row_format: str) -> ShardFormat:
     if name == "tokens":
-        return TokenShards(seq_len, dtype)
+        return TokenShards(*tokens)
     if name == "tar":
         return TarShards()
     return ArrowShards(name, row_format)
 
 
 def _list_shards(
-    sources: list[str], name: str | None, store: Store, make_format: Callable[[str], ShardFormat]
+    sources: list[str], name: str | None, store: Store, make_format: Callable[..., ShardFormat]
 ) -> tuple[ShardFormat, list[ShardFile]]:
     """Return the format and the shards of a source, in its order.
 
     Raises:
         DataError: there are none, or none of a known format.
     """
-    if len(sources) == 1 and _suffix(sources[0]) is None and not _is_pattern(sources[0]):
+    if len(sources) == 1 and _suffix(sources[0]) is None and not _is_pattern(sources[0], store):
         folder = sources[0].rstrip("/")
         if name in (None, "mds") and (data := store.read(f"{folder}/{_MDS_INDEX}")) is not None:
             form, listed = read_mds_index(data, f"{folder}/{_MDS_INDEX}")
+            _check_listed(folder, [each.path for each in listed], ".mds", store)
             return form, [dataclasses.replace(each, path=f"{folder}/{each.path}") for each in listed]
         if name != "mds" and (data := store.read(f"{folder}/{INDEX}")) is not None:
-            return _read_index(data, folder, name, make_format)
+            return _read_index(data, folder, name, store, make_format)
     if name == "mds":
         raise DataError(f"{sources[0]} has no {_MDS_INDEX}, the index of MDS; give its folder")
     files = [file for each in sources for file in _expand(each, store)]
-    name = name or next((found for file in files if (found := _suffix(file.path))), None)
+    found = {kind for file in files if (kind := _suffix(file.path))}
+    unknown = next((file for file in files if not _suffix(file.path)), None)
+    if found and unknown and not name:
+        raise DataError(f"{unknown.label} has no suffix of a shard, unlike others of {sources[0]}; give `format`")
+    name = name or min(found, default=None)
     if name is None:
         raise DataError(
             f"{sources[0]} has no shards: no file of .parquet, .arrow, .tar or .bin, and no {_MDS_INDEX} of MDS; give "
-            "the folder or the files, and `format` if their names do not end so"
+            "the folder or the files, a pattern and `format` if their names do not end so"
         )
     chosen = [file for file in files if _suffix(file.path) in (None, name)]
     if len(chosen) < len(files):
@@ -174,40 +186,84 @@ def _suffix(path: str) -> str | None:
     return _SUFFIXES.get(os.path.splitext(path.partition("?")[0])[1].lower())
 
 
-def _is_pattern(path: str) -> bool:
-    return any(each in path for each in "*{")
+def _is_pattern(path: str, store: Store) -> bool:
+    """Whether a path has the signs of a pattern; "?" begins the query of an address of the web."""
+    signs = "*{" if path.startswith(("http://", "https://")) else "*{?["
+    return any(each in path for each in signs) and not (store.is_local and os.path.exists(path))
 
 
 def _expand(path: str, store: Store) -> Iterator[ShardFile]:
-    """Yield the files of a path, a pattern or a folder, by name."""
-    if match := _RANGE.search(path):
+    """Yield the files of a path, a pattern or a folder, by name.
+
+    Raises:
+        DataError: a folder, or a pattern, has more than shards; or a pattern has none.
+    """
+    is_pattern = _is_pattern(path, store)
+    if is_pattern and (match := _RANGE.search(path)):
         first, last = match.groups()
         for number in range(int(first), int(last) + 1):
             yield from _expand(f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}", store)
         return
-    if "*" in path:
+    if is_pattern:
         found = list(store.reach(path, lambda: store.system.glob(path, detail=True)).values())
+        if not found:
+            raise DataError(f"{printable(mask(path))} fits no file; correct the pattern, or leave it out")
+        others = [each for each in found if each["type"] != "file" and "**" not in path]
     else:
         info = store.reach(path, lambda: store.system.info(path))
         is_folder = info["type"] == "directory"
         found = store.reach(path, lambda: store.system.ls(path, detail=True)) if is_folder else [info]
-        found = [each for each in found if not is_folder or _suffix(each["name"])]
+        found = [each for each in found if not is_folder or not _is_beside(each["name"])]
+        others = [each for each in found if is_folder and (each["type"] != "file" or not _suffix(each["name"]))]
+    if others and len(others) < len(found):
+        listing = ", ".join(sorted(printable(os.path.basename(each["name"].rstrip("/"))) for each in others)[:3])
+        shard = next((each["name"] for each in found if _suffix(each["name"])), "")
+        pattern = f"{printable(mask(path.rstrip('/*')))}/*{os.path.splitext(shard)[1]}"
+        raise DataError(
+            f"{printable(mask(path))} has {len(others)} entries that are no shards ({listing}); move, unpack or "
+            f"convert them, or name the shards by a pattern such as {pattern}"
+        )
     for each in sorted(found, key=lambda each: str(each["name"])):
-        if each["type"] == "file":
+        if each["type"] == "file" and each not in others:
             name = each["name"] if store.is_local else store.system.unstrip_protocol(each["name"])
             yield ShardFile(name, int(each.get("size") or 0), stamp=stamp_of(each, local=store.is_local))
 
 
+def _is_beside(path: str) -> bool:
+    """Whether a file of a folder only describes shards: an index, a README, or what is hidden."""
+    name = os.path.basename(path.rstrip("/"))
+    return name.startswith((".", "_")) or name in _BESIDE or is_about(name)
+
+
+def _check_listed(folder: str, listed: list[str], suffix: str, store: Store) -> None:
+    """Raise DataError if a local folder has a shard that its index lacks: it was written later.
+
+    Args:
+        listed: file names of the index.
+        suffix: of shards whose names go on, as those of compressed ones do; "": any that is known.
+    """
+    known = {name.partition(suffix)[0] if suffix else name for name in listed}
+    names = sorted(os.listdir(folder)) if store.is_local and os.path.isdir(folder) else []
+    for name in names:
+        is_shard = suffix in name if suffix else _suffix(name) is not None
+        stem = name.partition(suffix)[0] if suffix else name
+        if is_shard and not name.startswith(".") and stem not in known:
+            raise DataError(
+                f"{printable(os.path.join(folder, name))} is not in the index of its folder; write that again"
+            )
+
+
 def _read_index(
-    data: bytes, folder: str, name: str | None, make_format: Callable[[str], ShardFormat]
+    data: bytes, folder: str, name: str | None, store: Store, make_format: Callable[..., ShardFormat]
 ) -> tuple[ShardFormat, list[ShardFile]]:
     """Read `lockstep-index.json`. Raises DataError if it is damaged."""
     try:
         content = json.loads(data)
         rows = [(each["file"], each["size"], each["samples"], each["checksum"]) for each in content["shards"]]
-        form = make_format(name or content["format"])
+        form = make_format(name or content["format"], content.get("dtype", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{INDEX} is damaged ({type(error).__name__}: {error}); write it again") from error
+    _check_listed(folder, [file for file, _, _, _ in rows], "", store)
     counts = (form.count_from_size(size) for _, size, _, _ in rows)
     return form, [
         ShardFile(f"{folder}/{file}", size, samples if count < 0 else count, checksum)
@@ -289,17 +345,18 @@ class _Access:
     def _count(self) -> None:
         self.fetches += 1
 
-    def count(self, file: ShardFile) -> ShardFile:
-        """Return the shard with the number of its samples."""
-        samples = self.form.count_from_size(file.size)
-        if samples < 0 and not self.store.is_local:
+    def count(self, file: ShardFile) -> Counted:
+        """Count the samples of a shard. A local one is opened for it, and so is seen to be whole."""
+        if not self.store.is_local:
+            if (samples := self.form.count_from_size(file.size)) >= 0:
+                return Counted(samples)
             with self.explained(file), self.store.system.open(file.path, "rb") as remote:
-                samples = self.form.peek(remote)
-        if samples < 0:
-            path, beside = self.local(file)
-            with self.explained(file):
-                samples = self.form.count(beside or path)
-        return dataclasses.replace(file, samples=samples)
+                found = self.form.peek(remote)
+            if found.samples >= 0:
+                return found
+        path, beside = self.local(file)
+        with self.explained(file):
+            return self.form.count(beside or path)
 
     def open(self, file: ShardFile) -> OpenShard:
         """Open a shard. Raises DataError, in one line, for any that cannot be read."""
@@ -352,13 +409,29 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
             _LOG.info("counting the samples of %d shards of %s", len(files), label)
             with ThreadPoolExecutor(1 if access.store.is_local else _THREADS) as pool:
                 counted = list(pool.map(access.count, files))
-            part.write_text(json.dumps([file.samples for file in counted]))
+            _check_schemas(files, counted)
+            part.write_text(json.dumps([found.samples for found in counted]))
 
         counts = json.loads(access.cache.get(f"{key}.index.json", 1, make).read_bytes())
         files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
     if not any(file.samples for file in files):
         raise DataError(f"{label} has {len(files)} shards, and no sample in any of them")
     return files
+
+
+def _check_schemas(files: list[ShardFile], counted: list[Counted]) -> None:
+    """Raise DataError unless all shards with samples have one schema."""
+    with_samples = [(file, found.schema) for file, found in zip(files, counted, strict=True) if found.samples]
+    for file, schema in with_samples[1:]:
+        first, wanted = with_samples[0]
+        if schema != wanted:
+            theirs, own = (each.split("\n") for each in (wanted, schema))
+            ours = ", ".join(line for line in own if line not in theirs) or "the same in another order"
+            lacking = ", ".join(line for line in theirs if line not in own) or "the same in another order"
+            raise DataError(
+                f"the shards have several schemas: {file.label} has the columns {ours}, and {first.label} has "
+                f"{lacking}; convert them to one"
+            )
 
 
 # --- the dataset

@@ -69,7 +69,11 @@ def _chat_template(tokenizer: Any) -> str:
 
 
 def chat_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], row: int, masked: bool = True
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    row: int,
+    masked: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a conversation, and whether each is learned.
 
@@ -78,6 +82,7 @@ def chat_tokens(
         messages: the turns, each with "role" and "content".
         row: for messages.
         masked: learn only the assistant's turns; else everything.
+        tools: that the assistant may call, for the template.
 
     Raises:
         DataError: no template, one that rejects these turns, or one in which a turn changes earlier text.
@@ -86,14 +91,15 @@ def chat_tokens(
         raise DataError(f"--dataset-name: row {row} is a conversation, but {_NO_TEMPLATE}")
     try:
         if not masked:
-            tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages)))
+            tokens = _encoded(tokenizer, _rendered(tokenizer, list(messages), tools=tools))
             return tokens, [True] * len(tokens)
         if _GENERATION_MARK.search(_chat_template(tokenizer)):
+            given = {"tools": list(tools)} if tools else {}
             encoding = tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                list(messages), **given, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return list(encoding["input_ids"]), [bool(mark) for mark in encoding["assistant_masks"]]
-        return _by_turns(tokenizer, list(messages), row)
+        return _by_turns(tokenizer, list(messages), row, tools)
     except DataError:
         raise
     except Exception as error:
@@ -110,14 +116,17 @@ def _chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return _encoded(tokenizer, text)
 
 
-def _by_turns(tokenizer: Any, messages: list[Mapping[str, Any]], row: int) -> tuple[list[int], list[bool]]:
-    text = _rendered(tokenizer, messages)
+def _by_turns(
+    tokenizer: Any, messages: list[Mapping[str, Any]], row: int, tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], list[bool]]:
+    text = _rendered(tokenizer, messages, tools=tools)
     tokens = _encoded(tokenizer, text)
     labelled = [False] * len(tokens)
     for turn, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before, after = _rendered(tokenizer, messages[:turn], answer=True), _rendered(tokenizer, messages[: turn + 1])
+        before = _rendered(tokenizer, messages[:turn], answer=True, tools=tools)
+        after = _rendered(tokenizer, messages[: turn + 1], tools=tools)
         if not (text.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"--dataset-name, row {row}: the tokenizer's chat template renders message {turn} differently when "
@@ -130,10 +139,16 @@ def _by_turns(tokenizer: Any, messages: list[Mapping[str, Any]], row: int) -> tu
     return tokens, labelled
 
 
-def _rendered(tokenizer: Any, messages: list[Mapping[str, Any]], answer: bool = False) -> str:
+def _rendered(
+    tokenizer: Any,
+    messages: list[Mapping[str, Any]],
+    answer: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     if not messages:  # the assistant begins: few templates render nothing at all
         return ""
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer))
+    given = {"tools": list(tools)} if tools else {}
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **given))
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -466,10 +481,14 @@ class HubTokenizer:
         return encoded
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], row: int, masked: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        row: int,
+        masked: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[list[int], list[bool]]:
         """See `chat_tokens`."""
-        return chat_tokens(self._tokenizer, messages, row, masked)
+        return chat_tokens(self._tokenizer, messages, row, masked, tools)
 
     def chat_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of a user's message, up to the start of the assistant's answer."""

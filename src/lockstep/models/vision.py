@@ -28,8 +28,10 @@ __all__ = [
 class MLP(nn.Module):
     """Perceptron of two hidden SiLU layers, between standardised features and target.
 
-    The means and scales are buffers: they are saved with the weights, so an export takes raw rows. The weights have
-    torch's own initialisation, from its default generator.
+    The means and scales are buffers: they are saved with the weights, so an export takes raw rows. Rows are
+    standardised in float64, before anything is rounded: times in seconds since 1970 lose minutes in float32. The
+    buffers hold the bits of float64 as int64, so that no conversion of the model's precision rounds them. The weights
+    have torch's own initialisation, from its default generator.
 
     Args:
         mean, scale: of each feature: subtracted, and divided by.
@@ -50,19 +52,29 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         for name, values in (("mean", mean), ("scale", scale), ("target", [target_mean, target_scale])):
-            self.register_buffer(name, torch.tensor(list(values), dtype=torch.float32))
+            self.register_buffer(f"{name}_bits", torch.tensor(list(values), dtype=torch.float64).view(torch.int64))
         self.blocks = nn.ModuleList()
         for inner in (len(mean), width):
             self.blocks.append(nn.Sequential(nn.Linear(inner, width), nn.SiLU(), nn.Dropout(dropout)))
         self.head = nn.Linear(width, 1)
 
+    @property
+    def mean(self) -> Tensor:
+        """What is subtracted from each feature: float64 [features]."""
+        return cast(Tensor, self.mean_bits).view(torch.float64)
+
+    @property
+    def scale(self) -> Tensor:
+        """What each feature is divided by: float64 [features]."""
+        return cast(Tensor, self.scale_bits).view(torch.float64)
+
     def forward(self, rows: Tensor) -> Tensor:
-        """Predict [batch] from rows [batch, features]."""
-        x = (rows - cast(Tensor, self.mean)) / cast(Tensor, self.scale)
+        """Predict float64 [batch] from rows [batch, features]."""
+        x = ((rows.double() - self.mean) / self.scale).to(self.head.weight.dtype)
         for block in self.blocks:
             x = block(x)
-        target = cast(Tensor, self.target)
-        return cast(Tensor, self.head(x))[:, 0] * target[1] + target[0]
+        target = cast(Tensor, self.target_bits).view(torch.float64)
+        return cast(Tensor, self.head(x))[:, 0].double() * target[1] + target[0]
 
 
 _STAGES = (16, 32, 64)  # channels

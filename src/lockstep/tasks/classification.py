@@ -177,7 +177,8 @@ def make(config: Config, say: Say) -> TextClassification:
     if not name:
         raise DataError("--task classification needs data; set --dataset-name (csv, json, parquet, or OWNER/NAME)")
     flag, cache = f"--dataset-name {name}", cache_of(config)
-    request = DataRequest(name, data.subset, data.split, data.revision, data.text_column, data.encoding)
+    chosen = data.subset, data.split, data.revision, data.text_column, data.encoding
+    request = DataRequest(name, *chosen, skip=data.skip)
     table = open_table(request, data.evaluation, cache / "tables", say)
     columns = _text_columns(table, data.text_column, flag)
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")

@@ -129,11 +129,11 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
         DataError: a missing value, a number that is no integer, a single class, or a class that training lacks.
     """
     parts = table.values(column)
-    for split, values in zip(("training", "evaluation"), parts, strict=True):
-        bad = next((row for row, value in enumerate(values) if _missing(value)), None)
+    for split, rows, values in zip(("training", "evaluation"), table.rows, parts, strict=True):
+        bad = next((place for place, value in enumerate(values) if _missing(value)), None)
         if bad is not None:
             raise DataError(
-                f"{flag}: row {bad} of the {split} split has {values[bad]!r} in the column '{column}', which is not "
+                f"{flag}: row {rows[bad]} ({split} split) has {values[bad]!r} in the column '{column}', which is not "
                 "a class; fix the row, or name another column with --data.label-column"
             )
     class_names = table.classes.get(column)

@@ -7,7 +7,8 @@ split.labels[5]                         # its class, an index into data.classes
 """
 
 import io
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lockstep.config.fields import is_hub_name
 from lockstep.config.schema import Config
+from lockstep.data.found import FoundFiles
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.columns import class_labels, digits, find_column, parted
 from lockstep.tasks.language_model import cache_of
@@ -162,7 +164,7 @@ def open_images(config: Config, say: Say) -> ImageData:
     _check_installed(f"--dataset-name {name}")
     if is_hub_name(name) or table_files(name):
         return _table(config, say)
-    return _folder(name, config.data.evaluation)
+    return _folder(name, config, say)
 
 
 @final
@@ -200,7 +202,7 @@ class _Files:
         return opened(self.root / self.names[index], channels=channels, size=size)
 
 
-def _folder(name: str, fraction: float) -> ImageData:
+def _folder(name: str, config: Config, say: Say) -> ImageData:
     """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test)."""
     root, flag = Path(name).expanduser(), f"--dataset-name {name}"
     if not root.is_dir():
@@ -218,11 +220,41 @@ def _folder(name: str, fraction: float) -> ImageData:
     else:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
-        trained, evaluated = parted(len(train), fraction)
+        trained, evaluated = parted(len(train), config.data.evaluation)
         train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
     content = [(file, (root / file).stat().st_size, label) for file, label in (*train, *evaluation)]
+    others = {part for part in _EVALUATION if evaluation_part and part != evaluation_part}
+    _account(root, {file: size for file, size, _ in content}, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
     return ImageData(_Files(root, train), _Files(root, evaluation), tuple(classes), 3, digest)
+
+
+def _account(root: Path, read: Mapping[str, int], others: Container[str], flag: str) -> FoundFiles:
+    """Account for each file below a folder of images.
+
+    Args:
+        read: the bytes of each file that is read.
+        others: folders of splits that are not asked for.
+    """
+    found = FoundFiles(flag)
+    for size in read.values():
+        found.add(size)
+    for folder, folders, files in os.walk(root):
+        at = Path(folder).relative_to(root)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and (at / name).as_posix() not in others
+        )
+        for name in folders:
+            inside = f"{(at / name).as_posix()}/"
+            if (root / at / name).is_symlink() and not any(file.startswith(inside) for file in read):
+                found.leave_out(inside, 0, "links to a folder")
+        for name in sorted(files):
+            file = (at / name).as_posix()
+            if not name.startswith(".") and file not in read:
+                is_image = Path(name).suffix.lower() in _SUFFIXES
+                reason = "outside the folders of the classes" if is_image else "without a suffix of an image"
+                found.leave_out(file, (root / file).lstat().st_size, reason)
+    return found
 
 
 def _classes(root: Path, flag: str) -> list[str]:
@@ -270,7 +302,8 @@ class _ImageColumn:
 
 def _table(config: Config, say: Say) -> ImageData:
     data, flag = config.data, f"--dataset-name {config.dataset_name}"
-    request = DataRequest(config.dataset_name, data.subset, data.split, data.revision, "", data.encoding)
+    chosen = data.subset, data.split, data.revision, "", data.encoding
+    request = DataRequest(config.dataset_name, *chosen, skip=data.skip)
     table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
     image = find_column(table.kinds, data.image_column, "Image", ("image", "img"), flag, "--data.image-column")
     label = find_column(table.kinds, data.label_column, "", ("label", "labels", "class"), flag, "--data.label-column")

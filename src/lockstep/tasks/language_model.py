@@ -600,10 +600,10 @@ def corpus_for(
         return CorpusChoice(corpus, index["revision"], other)
     if is_hub_name(name) or table_files(name):
         columns = data.text_column, data.encoding, packing.answers
-        request = DataRequest(name, data.subset, data.split, data.revision, *columns)
+        request = DataRequest(name, data.subset, data.split, data.revision, *columns, data.skip)
         rows = open_rows(request, say)
     else:
-        rows, prompt_packing = plain_rows(name), None
+        rows, prompt_packing = plain_rows(name, data.skip, say), None
     options: dict[str, Any] = {"cache": cache, "say": say, "prompt_packing": prompt_packing}
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, **options)
     return CorpusChoice(corpus, rows.revision, bool(config.tokenizer))

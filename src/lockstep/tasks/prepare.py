@@ -380,7 +380,7 @@ def _finish(
     job: Job, ranges: DocumentRanges, facts: dict[str, Any], written: dict[_Shard, dict[str, Any]]
 ) -> dict[str, Any]:
     """Write the index, and return it."""
-    notes = []
+    notes = list(facts["notes"])
     index = {"format": _FORMAT, "name": job.request.name, "revision": ranges.revision, **facts}
     index |= {"packing": asdict(job.packing), "shards": {}, "files": {}}
     for split in _SPLITS:

@@ -23,9 +23,8 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.models.vision import MLP
 from lockstep.task import Task
 from lockstep.tasks.columns import diabetes, find_column, parted
-from lockstep.tasks.images import DTYPES
 from lockstep.tasks.language_model import cache_of
-from lockstep.text.hub import DataRequest, open_table
+from lockstep.text.hub import DataRequest, HubTable, open_table
 
 __all__ = [
     "RowsMetric",
@@ -67,6 +66,8 @@ class RowsMetric:
 
 
 DIABETES, MODEL = "builtin:diabetes", "builtin:mlp"
+_NUMBERS = ("int", "uint", "float", "bool")  # begin the dtypes of numbers
+_LOOKED_AT = 1000  # values that show whether a column of text has numbers
 
 Say = Callable[[str], None]
 
@@ -88,7 +89,6 @@ class Regression(Task):
         features, target: the names of the columns.
         digest: hex; of the data.
         dropout: of the model.
-        dtype: of the rows.
         name: of the data.
         revision: of the data `name`: the commit on the hub, "" for files.
     """
@@ -97,7 +97,7 @@ class Regression(Task):
     item_name = "rows"
     items_per_sample = 1
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         train: Columns,
         evaluation: Columns,
@@ -106,11 +106,10 @@ class Regression(Task):
         target: str,
         digest: str,
         dropout: float = 0.0,
-        dtype: torch.dtype = torch.float32,
         name: str = "",
         revision: str = "",
     ) -> None:
-        self._parts, self._dropout, self._dtype = {"train": train, "evaluation": evaluation}, dropout, dtype
+        self._parts, self._dropout = {"train": train, "evaluation": evaluation}, dropout
         # exactly rounded sums: the same bits on every machine
         self._features = [_mean_and_spread(column) for column in zip(*train.rows, strict=True)]
         self._target = _mean_and_spread(train.targets)
@@ -138,18 +137,19 @@ class Regression(Task):
         return MLP(means, spreads, *self._target, dropout=self._dropout)
 
     def dataset(self, split: str) -> TensorDataset:
-        """Return the samples of "train" or "evaluation": (features [features], target []).
+        """Return the samples of "train" or "evaluation": (features [features], target []), in float64.
 
         Raises:
             KeyError: any other split.
         """
         part = self._parts[split]
-        return TensorDataset(torch.tensor(part.rows, dtype=self._dtype), torch.tensor(part.targets, dtype=self._dtype))
+        return TensorDataset(*(torch.tensor(each, dtype=torch.float64) for each in (part.rows, part.targets)))
 
     def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         """Return the squared error in units of the target's spread, summed over the rows."""
         rows, targets = batch
-        return ((_wide(model(rows)) - targets) / self._unit).square().sum()
+        error: Tensor = model(rows) - targets
+        return (error / self._unit).square().sum()
 
     def evaluate(self, model: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return (loss, metrics).
@@ -158,7 +158,7 @@ class Regression(Task):
         the evaluated rows; it is reported as 0 if all targets are equal.
         """
         rows, targets = batch
-        error = _wide(model(rows)) - targets
+        error = model(rows) - targets
         squared = error.square()
         self._r2.update(targets, squared)
         return (squared / self._unit**2).sum(), {"mae": (error.abs().sum(), len(targets)), "r2": self._r2}
@@ -213,18 +213,24 @@ def make(config: Config, say: Say) -> Regression:
         parts = parted(len(columns["target"]), data.evaluation)
         values = {key: tuple([column[row] for row in part] for part in parts) for key, column in columns.items()}
         target, features = _choose_columns(kinds, config, flag)
+        numbered: tuple[Sequence[int], Sequence[int]] = parts
     elif name.startswith("builtin:"):
         raise DataError(f"{flag}: unknown; the built-in table is {DIABETES}")
     else:
-        request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding)
+        request = DataRequest(name, data.subset, data.split, data.revision, "", data.encoding, skip=data.skip)
         table = open_table(request, data.evaluation, cache_of(config) / "tables", say)
+        if not data.feature_columns:
+            _check_others(table, flag, say)
         target, features = _choose_columns(table.kinds, config, flag)
         values = {key: table.values(key) for key in (target, *features)}
-        digest, revision = table.digest, table.revision
+        digest, revision, numbered = table.digest, table.revision, table.rows
     splits = []
     for place, split in enumerate(("training", "evaluation")):
         columns_of_split = {
-            key: [_number(key, row, value, split, flag) for row, value in enumerate(values[key][place])]
+            key: [
+                _number(key, row, value, split, flag)
+                for row, value in zip(numbered[place], values[key][place], strict=True)
+            ]
             for key in (target, *features)
         }
         rows = [list(row) for row in zip(*(columns_of_split[key] for key in features), strict=True)]
@@ -236,7 +242,6 @@ def make(config: Config, say: Say) -> Regression:
         target=target,
         digest=content,
         dropout=config.model.dropout,
-        dtype=DTYPES.get(config.precision, torch.float32),
         name=name,
         revision=revision,
     )
@@ -266,9 +271,9 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
 
 def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[str, list[str]]:
     """Choose the target's column, and the feature columns."""
-    numbers = [name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool"))]
+    numbers = [name for name, kind in kinds.items() if kind.startswith(_NUMBERS)]
     names = ", ".join(kinds) or "none"
-    option, defaults = config.data.target_column, [name for name in ("target", "y") if name in numbers]
+    option, defaults = config.data.target_column, [name for name in ("target", "y") if name in kinds]
     if not option and not defaults and not numbers:
         raise DataError(f"{flag} has no column of numbers; its columns: {names}")
     target = find_column(kinds, option, "", [*defaults, *numbers[-1:]], flag, "--data.target-column")
@@ -286,11 +291,41 @@ def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[s
     return target, features
 
 
+def _check_others(table: HubTable, flag: str, say: Say) -> None:
+    """Say which columns are no features, since they have no numbers.
+
+    Raises:
+        DataError: one of them has numbers, but for some values such as "?".
+    """
+    others = {name: kind for name, kind in table.kinds.items() if not kind.startswith(_NUMBERS)}
+    for name in (name for name, kind in others.items() if kind.endswith("string")):
+        begin = table.parts[0].select_columns([name])[:_LOOKED_AT][name]
+        if 2 * sum(map(_is_number, begin)) <= len(begin):
+            continue
+        values = zip(table.rows, table.values(name), strict=True)
+        odd = ((row, value) for rows, own in values for row, value in zip(rows, own, strict=True))
+        row, value = next((row, value) for row, value in odd if not _is_number(value))
+        raise DataError(
+            f"{flag}: row {row} has {value!r} in the column '{name}', which has numbers else; fill in such values, "
+            "remove the rows, or exclude the column with --data.feature-columns"
+        )
+    if others:
+        kinds = ", ".join(f"{name} ({kind})" for name, kind in others.items())
+        say(f"{flag}: columns without numbers are not used: {kinds}")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
 def _number(column: str, row: int, value: Any, split: str, flag: str) -> float:
     if value is None or not math.isfinite(value):
         raise DataError(
-            f"{flag}: row {row} of the {split} split has {value} in the column '{column}'; fill in such values, remove "
-            "the rows, or exclude the column with --data.feature-columns"
+            f"{flag}: row {row} ({split} split) has {value} in the column '{column}'; fill in such values, remove the "
+            "rows, or exclude the column with --data.feature-columns"
         )
     return float(value)
 
@@ -300,8 +335,3 @@ def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
     return mean, spread or 1.0
-
-
-def _wide(predictions: Tensor) -> Tensor:
-    """Convert to float32 at least: an error in half precision is too coarse."""
-    return predictions if predictions.dtype is torch.float64 else predictions.float()

@@ -55,12 +55,14 @@ class Example:
         given: number of leading characters that are the prompt.
         messages: the turns of a conversation, each with "role" and "content".
         row: its number in the dataset, from 0; -1 for a file.
+        tools: that the assistant of a conversation may call, for the template.
     """
 
     text: str
     given: int = 0
     messages: tuple[Mapping[str, Any], ...] = ()
     row: int = -1
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def tokens_of(
@@ -92,7 +94,8 @@ def tokens_of(
                     "set --tokenizer to a chat model's, use rows with the columns prompt and completion, or set "
                     "--data.text-column to a column with the rendered text"
                 )
-            results.append(encode(example.messages, example.row, masked))
+            given = {"tools": example.tools} if example.tools else {}
+            results.append(encode(example.messages, example.row, masked, **given))
             continue
         tokens = next(plain)
         start = alike(tokens, next(prompts)) if example.given and masked else 0

@@ -9,7 +9,7 @@ seeds evaluate on the same rows. `reader` recognises the columns of prompts, com
 gives rows by index, `plain_rows` reads text files.
 """
 
-import codecs
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +22,14 @@ import numpy as np
 import xxhash
 
 from lockstep.config.fields import is_hub_name
+from lockstep.data.found import LIMIT
 from lockstep.data.sampler import Indices, Shuffled
 from lockstep.errors import DataError, LockstepError
 from lockstep.files import bytes_text
 from lockstep.text.cache import reach, snapshot, way_out
 from lockstep.text.documents import Example
 from lockstep.text.sources import DocumentSpan, TextFile, cut, find, pieces, split
+from lockstep.text.tables import DataRequest, file_digest, open_tables, supported, table_files
 
 __all__ = [
     "DataRequest",
@@ -56,7 +58,7 @@ _WITHOUT = (
     "### Response:\n"
 )
 _PAIRS = (("prompt", "completion"), ("prompt", "response"))
-_MESSAGES = "messages"
+_MESSAGES, _TOOLS = "messages", "tools"
 
 Row = Mapping[str, Any]
 
@@ -146,41 +148,39 @@ def _alpaca(row: Row) -> Example:
 
 def _conversation(row: Row, flag: str) -> Example:
     turns = row[_MESSAGES]
-    if not (
-        isinstance(turns, list)
-        and turns
-        and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
-    ):
+    if not (_are_objects(turns) and turns and all(isinstance(turn.get("role"), str) for turn in turns)):
         raise DataError(f"{flag}: 'messages' must be a list of turns such as {{'role': 'user', 'content': 'Hi'}}")
-    # a table has every key in every turn: None where a turn lacks it
-    present = ({key: value for key, value in turn.items() if value is not None} for turn in turns)
-    return Example("", messages=tuple({"content": "", **turn} for turn in present))
+    messages = tuple({"content": "", **turn} for turn in _present(turns))
+    return Example("", messages=messages, tools=_tools(row.get(_TOOLS), flag))
 
 
-_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+def _tools(value: Any, flag: str) -> tuple[Row, ...]:
+    """Read the tools of a conversation: a list of JSON schemas, or the JSON text of one, as datasets store it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+    except ValueError as error:
+        raise DataError(f"{flag}: 'tools' is text that is no JSON ({error})") from error
+    if not _are_objects(tools):
+        raise DataError(f"{flag}: 'tools' must be a list of JSON schemas of functions, or its JSON text")
+    return tuple(_present(tools))
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+
+
+def _present(value: Any) -> Any:
+    """Remove the keys without a value: a table has in every object the keys of all."""
+    if isinstance(value, Mapping):
+        return {key: _present(each) for key, each in value.items() if each is not None}
+    return [_present(each) for each in value] if isinstance(value, list) else value
+
+
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
 _SPLIT_SEED = 0  # not the run's: see above
-_PIECE = 1 << 20
 
 Say = Callable[[str], None]
 Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its rows in the data
-
-
-@dataclass(frozen=True, slots=True)
-class DataRequest:
-    """The data that the flags request: --dataset-name and the section `data`; "" is a default.
-
-    Attributes:
-        answers: prefer columns that mark the answer over a column "text"; see `reader`.
-    """
-
-    name: str
-    subset: str = ""
-    split: str = "train"
-    revision: str = ""
-    text_column: str = ""
-    encoding: str = ""
-    answers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +258,7 @@ class HubTable:
         digest: hex; the same for the same content: of the files' checksums, or of the commit on the hub.
         revision: the commit on the hub, "" for files.
         parts: the training and the evaluation rows, as `datasets` has them.
+        rows: the number of each of these in the data, from 0.
     """
 
     kinds: dict[str, str]
@@ -265,6 +266,7 @@ class HubTable:
     digest: str
     revision: str
     parts: tuple[Any, Any]
+    rows: tuple[Sequence[int], Sequence[int]]
 
     def values(self, column: str) -> tuple[list[Any], list[Any]]:
         """Return a column of both splits."""
@@ -283,22 +285,6 @@ class HubTable:
         return train, evaluation
 
 
-def table_files(name: str) -> list[Path]:
-    """List the json, jsonl, csv and parquet files at a path.
-
-    The list is empty if the folder has text files.
-    """
-    root = Path(name).expanduser()
-    if root.is_file():
-        return [root] if root.suffix.lower() in _KINDS else []
-    if not root.is_dir():
-        return []
-    files = [path for path in sorted(root.rglob("*")) if path.is_file() and not _hidden(path, root)]
-    tables = [path for path in files if path.suffix.lower() in _KINDS]
-    prose = [p for p in files if p.suffix.lower() in (".txt", ".md", ".py") and not p.stem.upper().startswith("README")]
-    return [] if prose else tables
-
-
 def open_rows(request: DataRequest, say: Say) -> HubRows:
     """Locate the dataset.
 
@@ -314,8 +300,7 @@ def open_rows(request: DataRequest, say: Say) -> HubRows:
 
     def documents(fraction: float, scratch: Path) -> Documents:
         with _one_line_errors(request):
-            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(scratch))
-            return _split(builder, request, fraction)
+            return _split(open_tables(_datasets(request), request, scratch, say), request, fraction)
 
     return HubRows(digest, "", documents)
 
@@ -333,7 +318,7 @@ def open_ranges(request: DataRequest, fraction: float, size: int, scratch: Path,
         DataError: as `open_rows`.
     """
     if not is_hub_name(request.name) and not table_files(request.name):
-        return _plain_ranges(request.name, fraction, size)
+        return _plain_ranges(request, fraction, size, say)
     if is_hub_name(request.name):
         builder, revision = _hub_builder(request, say)
         digest = _content_digest(request, [request.name, revision])
@@ -341,7 +326,7 @@ def open_ranges(request: DataRequest, fraction: float, size: int, scratch: Path,
         files, root, revision = table_files(request.name), Path(request.name).expanduser(), ""
         digest = _files_digest(request, files, root)
         with _one_line_errors(request):
-            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(scratch))
+            builder = open_tables(_datasets(request), request, scratch, say)
     with _one_line_errors(request):
         return _table_ranges(builder, request, fraction, size, digest, revision)
 
@@ -372,11 +357,11 @@ def _row_ranges(table: Any, size: int) -> list[range]:
     return [range(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
 
 
-def _plain_ranges(name: str, fraction: float, size: int) -> DocumentRanges:
-    rows = plain_rows(name)
-    splits = split(find(name), fraction, _SPLIT_SEED)
+def _plain_ranges(request: DataRequest, fraction: float, size: int, say: Say) -> DocumentRanges:
+    sources = find(request.name, request.skip, say)
+    splits = split(sources, fraction, _SPLIT_SEED)
     train, evaluation = ([_plain_part(spans) for spans in cut(part, size)] for part in splits)
-    return DocumentRanges(rows.digest, "", train, evaluation)
+    return DocumentRanges(_sources_digest(sources), "", train, evaluation)
 
 
 def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> HubTable:
@@ -394,20 +379,19 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
         say(f"downloading {request.name}, unless it is in HF_HOME")
         digest, revision = _content_digest(request, [request.name, commit]), commit
     else:
-        files, root, revision = table_files(request.name), Path(request.name).expanduser(), ""
+        files, revision = table_files(request.name), ""
         if not files:
-            suffixes = ", ".join(kind.lstrip(".") for kind in _KINDS)
-            raise DataError(f"--dataset-name {request.name}: no such file or folder of files; supported: {suffixes}")
+            raise DataError(f"{request.label}: no such file or folder of files; supported: {supported()}")
         digest = _content_digest(request, [[path.name, file_digest(path)] for path in files])
         with _one_line_errors(request):
-            builder = _datasets(request).load_dataset_builder(**_local(request, files, root), cache_dir=str(cache))
+            builder = open_tables(_datasets(request), request, cache, say)
     with _one_line_errors(request):
-        parts = tuple(table for table, _ in _parts(builder, request, fraction))
-    features = parts[0].features
+        (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
+    features = train.features
     classes = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
     kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
-    return HubTable(kinds, classes, digest, revision, parts)
+    return HubTable(kinds, classes, digest, revision, (train, evaluation), (rows, evaluation_rows))
 
 
 def _from_hub(request: DataRequest, say: Say) -> HubRows:
@@ -440,21 +424,6 @@ def _content_digest(request: DataRequest, content: list[Any]) -> str:
     """Digest the content, and the flags that select from it."""
     chosen = [request.subset, request.split, request.text_column, request.encoding, *["answers"] * request.answers]
     return xxhash.xxh3_128_hexdigest(repr([content, chosen]).encode())
-
-
-def _local(request: DataRequest, files: list[Path], root: Path) -> dict[str, Any]:
-    """The arguments of `load_dataset_builder` for local files; file names decide a folder's splits."""
-    texts = [path for path in files if path.suffix.lower() != ".parquet"]
-    encodings = {_encoding(path, request) for path in texts}
-    if len(encodings) > 1:
-        raise DataError(
-            f"--dataset-name {request.name}: its files have the encodings {', '.join(sorted(encodings))}; convert them "
-            "to one"
-        )
-    options: dict[str, Any] = {"encoding": encodings.pop()} if encodings else {}
-    if root.is_file():
-        return {"path": _KINDS[root.suffix.lower()], "data_files": {"train": [str(root)]}, **options}
-    return {"path": str(root), "name": request.subset or None, **options}
 
 
 def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
@@ -542,45 +511,6 @@ def _part(
     return HubSplit(len(table) - len(left_out), documents, lambda example: 1)
 
 
-def _encoding(path: Path, request: DataRequest) -> str:
-    """The requested encoding, else the byte order mark's, else UTF-8.
-
-    The file is read to check it.
-    """
-    if request.encoding:
-        encoding = request.encoding
-    else:
-        with path.open("rb") as file:
-            begin = file.read(4)
-        marks = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-        encoding = next((name for mark, name in marks.items() if begin.startswith(mark)), "utf-8")
-    try:
-        with path.open(encoding=encoding) as text:
-            while text.read(_PIECE):
-                pass
-    except LookupError:
-        raise DataError(f"--data.encoding {encoding} is unknown; use one such as utf-8, cp1252 or utf-16") from None
-    except UnicodeError as error:
-        raise DataError(
-            f"--dataset-name {request.name}: {path.name} is not {encoding} ({error}); name "
-            "its encoding, such as --data.encoding cp1252"
-        ) from error
-    return encoding
-
-
-def file_digest(path: Path) -> str:
-    """Return the 128-bit xxh3 of a file, in hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_PIECE):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
 def _datasets(request: DataRequest) -> Any:
     try:
         with warnings.catch_warnings():
@@ -620,16 +550,16 @@ def _way_out(request: DataRequest) -> str:
     return way_out(request.name, "dataset", "--dataset-name")
 
 
-def plain_rows(name: str) -> HubRows:
+def plain_rows(name: str, skip: float = LIMIT, say: Say = lambda line: None) -> HubRows:
     """Locate the text files of `name`; see `lockstep.text.sources.find`, which raises DataError."""
-    sources = find(name)
+    sources = find(name, skip, say)
 
     def documents(fraction: float, scratch: Path) -> Documents:
         train, evaluation = split(sources, fraction, _SPLIT_SEED)
         return Documents(_plain_part(train), _plain_part(evaluation), _note(sources), check)
 
     def check() -> None:
-        if _sources_digest(find(name)) != _sources_digest(sources):
+        if _sources_digest(find(name, skip)) != _sources_digest(sources):
             raise DataError(f"--dataset-name {name}: its files changed during preparation; start the run again")
 
     return HubRows(_sources_digest(sources), "", documents)
@@ -640,9 +570,8 @@ def _sources_digest(sources: list[TextFile]) -> str:
 
 
 def _note(sources: list[TextFile]) -> str:
-    unreadable = sum(not source.readable for source in sources)
-    size = bytes_text(sum(source.size for source in sources))
-    return f"{len(sources)} files ({size}), {unreadable} of them empty or not UTF-8 and skipped"
+    readable = [source.size for source in sources if source.readable]
+    return f"{len(readable)} files ({bytes_text(sum(readable))})"
 
 
 def _plain_part(spans: list[DocumentSpan]) -> HubSplit:

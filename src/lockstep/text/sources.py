@@ -5,19 +5,20 @@ r"""List a corpus's text files in a fixed order with checksums, and split them.
     for text, last in pieces(train): ...
 
 Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens on every
-system. A file that is not UTF-8 is marked as such and left out.
+system. A compressed file has the tokens of its content. What a folder has besides is left out, and said: `found.py`.
 """
 
 import codecs
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import xxhash
 
+from lockstep.data.found import LIMIT, FoundFiles, inner_suffix, is_compressed, open_plain
 from lockstep.errors import DataError
 from lockstep.seeds import derive
 
@@ -41,8 +42,8 @@ class TextFile:
     Attributes:
         name: its path below the corpus's folder, with "/" on every system.
         path: its location.
-        size: bytes.
-        digest: 128-bit xxh3 of its bytes, in hex.
+        size: bytes, uncompressed.
+        digest: 128-bit xxh3 of these, in hex.
         readable: it is valid UTF-8 and not empty.
     """
 
@@ -55,7 +56,7 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpan:
-    """A document: the bytes start to stop - 1 of a file.
+    """A document: the bytes start to stop - 1 of a file, uncompressed.
 
     Attributes:
         ends: the document ends at `stop`; False: the next span continues it.
@@ -67,22 +68,26 @@ class DocumentSpan:
     ends: bool = True
 
 
-def find(name: str) -> list[TextFile]:
+def find(name: str, skip: float = LIMIT, say: Callable[[str], None] = lambda line: None) -> list[TextFile]:
     """List the files of the corpus `name`, sorted by name, with their checksums.
 
     Args:
         name: "builtin:stdlib", a text file, or a folder, searched at any depth for text files (by suffix, without
             hidden files and installed packages).
+        skip: share of a folder that may be left out: files of other suffixes, and those that are not UTF-8.
+        say: gets a line about these.
 
     "builtin:stdlib" is the `.py` files of the running interpreter's standard library, without its `test` folders. These
     are more than half of its bytes, contain long tables of test data, double the preparation time, and many systems do
     not install them.
 
     Raises:
-        DataError: no such file or folder, or no readable text in it.
+        DataError: no such file or folder, no readable text in it, a damaged compressed file, or more than `skip` of it
+            is no such text.
     """
+    found = FoundFiles(f"--dataset-name {name}")
     try:
-        paths = _list_files(name)
+        paths = _list_files(name, found)
     except OSError as error:
         raise DataError(
             f"--dataset-name {name}: cannot read {error.filename}: {error.strerror}; fix its permissions"
@@ -90,12 +95,19 @@ def find(name: str) -> list[TextFile]:
     sources = [_scan(label, path, name) for label, path in sorted(paths)]
     if not any(source.readable for source in sources):
         raise DataError(f"--dataset-name {name}: none of its {len(sources)} files is UTF-8 text; convert them")
+    for source in sources:
+        if source.readable or not source.size:
+            found.add(source.size)
+        else:
+            found.leave_out(source.name, source.size, "not UTF-8")
+    found.check(skip, say)
     return sources
 
 
-def _list_files(name: str) -> list[tuple[str, Path]]:
+def _list_files(name: str, found: FoundFiles) -> list[tuple[str, Path]]:
     if name == _STDLIB:
-        return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIP | _TESTS)
+        others = FoundFiles("")  # it is its .py files by definition
+        return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIP | _TESTS, others)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {_STDLIB}")
     root = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
@@ -105,22 +117,30 @@ def _list_files(name: str) -> list[tuple[str, Path]]:
         raise DataError(
             f"--dataset-name {name}: no such file or folder; give a text file, a folder of text files, or {_STDLIB}"
         )
-    paths = _walk(root, _TEXT, _SKIP)
+    paths = _walk(root, _TEXT, _SKIP, found)
     if not paths:
         raise DataError(f"--dataset-name {name}: the folder has no text files (.txt, .md, .py, ...); name another")
     return paths
 
 
-def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list[tuple[str, Path]]:
+def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str], found: FoundFiles) -> list[tuple[str, Path]]:
     paths = []
-    for folder, folders, files in os.walk(
-        root, onerror=_raise
-    ):  # links to folders are not followed: they may lead in a circle
-        folders[:] = [child for child in folders if child not in skipped and not child.startswith(".")]
-        for file in files:
+    for folder, folders, files in os.walk(root, onerror=_raise):
+        folders[:] = sorted(child for child in folders if child not in skipped and not child.startswith("."))
+        for child in folders:
+            if os.path.islink(os.path.join(folder, child)):  # not followed: it may lead in a circle
+                found.leave_out(Path(folder, child).relative_to(root).as_posix(), 0, "links to a folder")
+        for file in sorted(files):
             path = Path(folder, file)
-            if path.suffix.lower() in suffixes and not file.startswith(".") and path.is_file():
-                paths.append((path.relative_to(root).as_posix(), path))
+            label = path.relative_to(root).as_posix()
+            if file.startswith("."):
+                continue
+            if not path.is_file():
+                found.leave_out(label, 0, "links to nothing, or no plain files")
+            elif inner_suffix(path) in suffixes:
+                paths.append((label, path))
+            else:
+                found.leave_out(label, path.stat().st_size, "without a suffix of text")
     return paths
 
 
@@ -133,7 +153,7 @@ def _scan(label: str, path: Path, name: str) -> TextFile:
     decoder = codecs.getincrementaldecoder("utf-8")()
     readable = True
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             while block := file.read(_PIECE):
                 digest.update(block)
                 size += len(block)
@@ -184,7 +204,10 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
 
 
 def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
-    """Cut documents into ranges of about `size` bytes, in order; a longer document at a line's end."""
+    """Cut documents into ranges of about `size` bytes, in order; a longer document at a line's end.
+
+    A compressed file is not cut: each range would unpack all that is before it.
+    """
     ranges: list[list[DocumentSpan]] = []
     room = 0
     for whole in spans:
@@ -194,7 +217,7 @@ def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
                 ranges.append([])
                 room = size
             stop = whole.stop
-            if stop - start > room:
+            if stop - start > room and not is_compressed(whole.path):
                 stop = _line_end(TextFile("", whole.path, whole.stop, "", True), start + room)
             ranges[-1].append(DocumentSpan(whole.path, start, stop, ends=stop == whole.stop))
             room -= stop - start
@@ -204,7 +227,7 @@ def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
 
 def _line_end(source: TextFile, position: int) -> int:
     """The first line end from `position` on, before the file's; else a character's start."""
-    with source.path.open("rb") as file:
+    with open_plain(source.path) as file:
         file.seek(max(position - 1, 0))
         file.readline()
         if file.tell() < source.size:
@@ -225,7 +248,7 @@ def pieces(spans: Iterable[DocumentSpan]) -> Iterator[tuple[str, bool]]:
     """
     for span in spans:
         try:
-            with span.path.open("rb") as file:
+            with open_plain(span.path) as file:
                 yield from _read(file, span)
         except OSError as error:
             raise DataError(f"cannot read {span.path} any more: {error.strerror}; start the run again") from error

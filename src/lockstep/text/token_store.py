@@ -14,8 +14,9 @@ differ in length.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, final
@@ -269,7 +270,7 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
     path.write_bytes(np.array(values, dtype="<i8").tobytes())
 
 
-_FORMAT = 4  # of the folder; another number is another key
+_FORMAT = 5  # of the folder; another number is another key
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
 _OPENING, _LONGEST = 8, 256  # tokens of plain text that begin a sample of text; maximum tokens of a prompt
@@ -554,6 +555,11 @@ def begin_corpus(
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
     first = next((example for part in train for example, _ in part.read()), Example(""))
+    begin = islice(train[0].read(), _GROUP) if first.messages else ()
+    with_tools = next((example for example, _ in begin if example.tools), None)
+    notes = []
+    if with_tools and not _renders_tools(tokenizer, with_tools):
+        notes.append("the column tools is ignored: the tokenizer's chat template does not use it")
     return tokenizer, {
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
@@ -564,8 +570,13 @@ def begin_corpus(
         "documents": {},
         "tokens": {},
         "labels": {},
-        "notes": [],
+        "notes": notes,
     }
+
+
+def _renders_tools(tokenizer: Tokenizer, example: Example) -> bool:
+    """Whether the tokenizer's template says to the assistant which tools there are."""
+    return tokens_of(tokenizer, [example]) != tokens_of(tokenizer, [replace(example, tools=())])
 
 
 def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:

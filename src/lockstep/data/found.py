@@ -1,0 +1,221 @@
+"""Account for the files of a folder, and read compressed ones: each file is read, or left out by name with a reason.
+
+    found = FoundFiles("--dataset-name crawl")
+    found.add(812)                                  # bytes of a file that is read
+    found.leave_out("scan.pdf", 90_000, "no suffix of a text")
+    found.check(0.01, say)                          # a line with numbers and names, or an error above a hundredth
+
+    with open_plain(Path("a.txt.gz")) as file: ...  # the bytes as they were before the compression
+
+gzip, bzip2 and xz are Python's own. Zstandard is Python's from 3.14 on, and pyarrow's before.
+"""
+
+import bz2
+import gzip
+import importlib
+import io
+import lzma
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, BinaryIO, cast, final
+
+from lockstep.config.secrets import printable
+from lockstep.errors import ConfigError, DataError, error_line
+
+__all__ = ["LIMIT", "FoundFiles", "inner_suffix", "is_about", "is_compressed", "open_plain", "unpack"]
+
+LIMIT = 0.01  # share of the files, or of their bytes, that may be left out without a word from the user
+_SHOWN = 3  # names for each reason
+_ABOUT = ("readme", "license", "licence", "thumbs.db", "desktop.ini", "_success")  # begin names of files without data
+
+Say = Callable[[str], None]
+
+
+@final
+class FoundFiles:
+    """The files that were found at a place: those that are read, and those that are left out.
+
+    Args:
+        label: the start of messages.
+        flag: raises the limit; "": there is none.
+        kind: what is counted.
+    """
+
+    def __init__(self, label: str, flag: str = "--data.skip", kind: str = "files") -> None:
+        self._label, self._flag, self._kind = label, flag, kind
+        self._read, self._read_bytes = 0, 0
+        self._left: dict[str, list[tuple[str, int]]] = {}  # reason -> (name, bytes)
+
+    def add(self, size: int = 0) -> None:
+        """Count a file of `size` bytes that is read."""
+        self._read += 1
+        self._read_bytes += size
+
+    def leave_out(self, name: str, size: int, reason: str) -> None:
+        """Count a file that is left out, unless it only describes the others (README, LICENSE)."""
+        if not is_about(name):
+            self._left.setdefault(reason, []).append((name, size))
+
+    @property
+    def share(self) -> float:
+        """The share that is left out, of the files or of their bytes, whichever is more."""
+        left = [each for files in self._left.values() for each in files]
+        size = sum(bytes_of for _, bytes_of in left)
+        by_number = len(left) / max(1, len(left) + self._read)
+        return max(by_number, size / max(1, size + self._read_bytes))
+
+    @property
+    def note(self) -> str:
+        """What is left out, in a line: numbers, reasons, and the first names; "" if nothing is."""
+        if not self._left:
+            return ""
+        count = sum(map(len, self._left.values()))
+        reasons = "; ".join(f"{len(files)} {reason} ({_names(files)})" for reason, files in self._left.items())
+        return f"{count} of {count + self._read} {self._kind} left out, {100 * self.share:.2g}% of the data: {reasons}"
+
+    def check(self, limit: float, say: Say) -> None:
+        """Say what is left out.
+
+        Raises:
+            DataError: it is more than the share `limit`.
+        """
+        if not self._left:
+            return
+        if self.share <= limit:
+            say(f"{self._label}: {self.note}")
+            return
+        allowed = f", or allow it with {self._flag} {math.ceil(100 * self.share) / 100}" if self._flag else ""
+        raise DataError(f"{self._label}: {self.note}; convert, move or remove them{allowed}")
+
+
+def is_about(name: str) -> bool:
+    """Whether a file's name says that it describes data and has none."""
+    return os.path.basename(name).lower().startswith(_ABOUT)
+
+
+def _names(files: list[tuple[str, int]]) -> str:
+    shown = ", ".join(printable(name) for name, _ in files[:_SHOWN])
+    return shown + (", ..." if len(files) > _SHOWN else "")
+
+
+# --- compressed files
+
+_OPEN: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.GzipFile,
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+    ".zst": lambda path: io.BufferedReader(_Forward(path)),
+}
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file's name says that it is one compressed file."""
+    return path.suffix.lower() in _OPEN
+
+
+def inner_suffix(path: Path) -> str:
+    """Return the suffix of what a file contains, in lower case: ".jsonl" of a.jsonl.gz."""
+    return (path.with_suffix("") if is_compressed(path) else path).suffix.lower()
+
+
+@contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading, uncompressed. Seeks in a compressed one read up to the place.
+
+    Raises:
+        ConfigError: the package that reads its compression is missing.
+        DataError: the compressed data are cut or damaged. (OSError: the file cannot be opened.)
+    """
+    if not is_compressed(path):
+        with path.open("rb") as plain:
+            yield plain
+        return
+    path.open("rb").close()  # a file that cannot be opened is no damage
+    try:
+        with _OPEN[path.suffix.lower()](path) as file:
+            yield cast(BinaryIO, file)
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(
+            f"{printable(str(path))} cannot be unpacked: it is cut or damaged ({error_line(error)}); restore it"
+        ) from error
+
+
+def unpack(path: Path, folder: Path, name: str) -> Path:
+    """Write the uncompressed content of a file into a folder, unless it is there, and return its path.
+
+    Any number of processes may do so at a time.
+
+    Args:
+        name: of the content: another one for other content.
+    """
+    target = folder / name
+    if target.is_file():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{name}.tmp-{token_hex(8)}"
+    try:
+        with part.open("wb") as out:
+            for block in _blocks(path):
+                out.write(block)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open_plain(path) as file:  # around the reading alone: an error of a full disk is another one
+        while block := file.read(1 << 20):
+            yield block
+
+
+class _Forward(io.RawIOBase):
+    """A Zstandard file that can be read from any place: from its start, up to there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._place = path, _zstandard(path), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._file.read(len(buffer))
+        buffer[: len(block)] = block
+        self._place += len(block)
+        return len(block)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            raise io.UnsupportedOperation("the end of a compressed file is unknown")
+        target = offset + (self._place if whence == os.SEEK_CUR else 0)
+        if target < self._place:
+            self._file.close()
+            self._file, self._place = _zstandard(self._path), 0
+        while self._place < target and (block := self._file.read(min(1 << 20, target - self._place))):
+            self._place += len(block)
+        return self._place
+
+    def close(self) -> None:
+        with suppress(AttributeError):  # it could not be opened
+            self._file.close()
+        super().close()
+
+
+def _zstandard(path: Path) -> Any:
+    with suppress(ImportError):
+        return importlib.import_module("compression.zstd").open(path, "rb")
+    try:
+        return importlib.import_module("pyarrow").input_stream(str(path), compression="zstd")
+    except ImportError as error:
+        raise ConfigError(
+            f"{printable(str(path))} is compressed by Zstandard: install the extra shards of torch-lockstep, or use "
+            "Python 3.14"
+        ) from error
