@@ -167,6 +167,7 @@ class Store:
         Raises:
             DataError: it is missing, or the store does not answer.
         """
+        self.system.invalidate_cache()  # or the answer is the listing of the start
         found = self.reach(path, lambda: self.system.info(path))
         return int(found.get("size") or 0), stamp_of(found, local=self.is_local)
 
@@ -250,11 +251,11 @@ def _is_final(error: BaseException) -> bool:
     """Whether the store has answered, so that asking again changes nothing.
 
     fsspec's HTTP file system reports any failed question for a file's size as FileNotFoundError; its cause has the
-    status. 408 and 429 ask for another try.
+    status. 408 and 429 ask for another try, and S3 answers 400 to a request that came too slowly.
     """
     status = _status_of(error)
-    if status:
-        return 400 <= status < 500 and status not in (408, 429)
+    if status and status != 400:
+        return 400 < status < 500 and status not in (408, 429)
     if isinstance(error, FileNotFoundError):
         return not isinstance(error.__cause__, Exception) or isinstance(error.__cause__, FileNotFoundError)
     return isinstance(error, PermissionError)
@@ -263,9 +264,11 @@ def _is_final(error: BaseException) -> bool:
 def _status_of(error: BaseException | None) -> int:
     """Return the HTTP status of an error or its cause; 0: none."""
     while error is not None:
-        status = getattr(error, "status", None)
-        if isinstance(status, int):
-            return status
+        response = getattr(error, "response", None)
+        answer = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}  # botocore
+        for status in (getattr(error, "status", None), answer.get("HTTPStatusCode")):
+            if isinstance(status, int):
+                return status
         error = error.__cause__
     return 0
 
