@@ -23,7 +23,7 @@ from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.guards.samples import RetryingDataset, loading_failures
 
 
@@ -237,6 +237,15 @@ def forkserver():
 def test_loader_processes_that_a_server_forks_live_too():
     """Their parent, as the system sees it, is the server: how Python begins processes from 3.14 on."""
     assert content(feed(Noisy(), workers=1)) == content(feed(Noisy()))
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_what_cannot_be_sent_to_a_loader_process_is_one_line():
+    class Local(Noisy):
+        pass
+
+    with refuses(ConfigError, "--data.workers", "forkserver", "Local", "set_start_method"):
+        content(feed(Local(), workers=1))
 
 
 def children():

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -37,7 +39,7 @@ from lockstep.counts import check_count, describe_count, samples_in
 from lockstep.data.rows import Rows, never_draws, rows_of
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError, LockstepError, SampleError, error_line
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, error_line
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
 
@@ -495,6 +497,28 @@ def _timeout(tries: int) -> float:
     return _START_TIMEOUT * 2.0 ** (tries - 1)
 
 
+def _start(loader: DataLoader[Any], fetch: Fetching) -> Iterator[Any]:
+    """Start the processes of a loader: fork, or send them what they need.
+
+    Raises:
+        ConfigError: it cannot be pickled, where processes are not forked.
+    """
+    try:
+        return iter(loader)  # forks
+    except Exception as error:
+        method = multiprocessing.get_start_method()
+        try:
+            ForkingPickler.dumps(fetch)
+        except Exception:
+            if method != "fork":
+                raise ConfigError(
+                    f"--data.workers: loader processes are started by {method}, and the data set or task cannot be "
+                    f"sent to them ({error_line(error)}); define its classes and functions at the top of a module, "
+                    "use --data.workers 0, or multiprocessing.set_start_method('fork') where the program begins"
+                ) from error
+        raise
+
+
 class _Processes:
     """Loader processes, from their start to their end.
 
@@ -520,7 +544,8 @@ class _Processes:
         # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
         os.environ.setdefault(_TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
-        with _collections_paused() as collecting:
+        with _collections_paused() as collecting, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # see `_start`
             loader = DataLoader(
                 _KeyedDataset(fetch),
                 sampler=_IteratorSampler(_track(keys, pending)),
@@ -532,7 +557,7 @@ class _Processes:
                 worker_init_fn=partial(_init_worker, collecting, self._report),
                 generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
-            self._iterator: Any = iter(loader)  # forks
+            self._iterator: Any = _start(loader, fetch)
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._remove_torch_handler()
 
