@@ -432,7 +432,7 @@ def _use(path: Path) -> bool:
     """Mark a file as used now; return whether it is there and as it was made."""
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:  # a path that is no folder is named where the file is written
         return False
     if status.st_mtime_ns != _sealed_time(path.name, status.st_size) * 1_000_000_000:
         return False
