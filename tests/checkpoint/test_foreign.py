@@ -212,12 +212,43 @@ def test_names_follow_rules_and_what_does_not_fit_is_named(tmp_path):
         match({"block.7.weight": torch.ones(1)})
     with refuses(CheckpointError, "''", "'model.'", "--prefix"):
         match({f"model.{name}": each for name, each in state().items()})
+    assert match({}, "app.net.").prefix == "app.net."
+    with refuses(CheckpointError, "'app.'", "'net.'", "--prefix"):
+        match({f"net.{name}": each.clone() for name, each in state().items()}, "app.")
     with refuses(CheckpointError, "embed.weight", "head.weight"):
         match({"head.weight": torch.ones(7, 4)})
     with refuses(CheckpointError, "embed.weight"):  # names that differ by wrappers alone
         match({"_orig_mod.embed.weight": torch.ones(7, 4)})
     wide = match({"norm.bias": torch.ones(5, dtype=torch.float16)})
     assert wide.widened == ["norm.bias"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda model: {"model": model, "optimizer": {"state": {0: {"step": torch.ones(1)}}}, "loss": torch.ones(1)},
+        lambda model: {"net": model, "epoch": 3},
+        lambda model: {"state_dict": model, "ema": model, "seeds": {0: torch.ones(1)}},
+    ],
+)
+def test_a_state_dict_is_found_among_what_a_script_saves(tmp_path, content):
+    torch.save(content(state()), tmp_path / "a.pt")
+    with open_foreign(tmp_path / "a.pt") as weights:
+        assert weights.tensors.keys() == state().keys()
+
+
+def test_a_folder_with_torch_files_of_hugging_face(tmp_path):
+    tensors, names = state(), sorted(state())
+    files = {name: f"pytorch_model-{index % 2}.bin" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        torch.save({name: tensors[name] for name in names if files[name] == file}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    assert is_foreign(tmp_path)
+    with open_foreign(tmp_path) as weights:
+        assert [name for name in names if not torch.equal(weights.read(name), tensors[name])] == []
+    (tmp_path / file).unlink()
+    with refuses(CheckpointError, file), open_foreign(tmp_path):
+        pass
 
 
 def test_import_takes_a_prefix_and_leaves_names_out(tmp_path):
@@ -268,7 +299,7 @@ def test_damaged_and_unknown_files_are_named(tmp_path):
     content = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": content["weight_map"] | {"gone": one.name}}))
     cases = [(shards, "gone")]
-    (tmp_path / "b.pt").write_bytes(b"not torch")
+    (tmp_path / "b.pt").write_bytes(b"abc, and not torch")
     (tmp_path / "c.safetensors").write_bytes(b"\0" * 20)
     (tmp_path / "d.txt").write_text("x")
     torch.save([1, 2], tmp_path / "e.pt")

@@ -25,7 +25,7 @@ from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
-from lockstep.errors import DataError, SampleError
+from lockstep.errors import ConfigError, DataError, SampleError
 from lockstep.guards.samples import RetryingDataset, loading_failures
 
 
@@ -257,17 +257,18 @@ def forkserver():
 
 
 @pytest.mark.usefixtures("forkserver")
-def test_what_a_server_cannot_be_sent_is_one_line_with_the_way_out():
-    dataset = Noisy()
-    dataset.transform = lambda sample: sample
-    with pytest.raises(DataError, match=r"forkserver.*--data.workers 0"):
-        content(feed(dataset, workers=1))
-
-
-@pytest.mark.usefixtures("forkserver")
 def test_loader_processes_that_a_server_forks_live_too():
     """Their parent, as the system sees it, is the server: how Python begins processes from 3.14 on."""
     assert content(feed(Noisy(), workers=1)) == content(feed(Noisy()))
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_what_cannot_be_sent_to_a_loader_process_is_one_line():
+    class Local(Noisy):
+        pass
+
+    with refuses(ConfigError, "--data.workers", "forkserver", "Local", "set_start_method"):
+        content(feed(Local(), workers=1))
 
 
 def children():

@@ -398,6 +398,31 @@ def test_a_process_that_died_leaves_its_room_to_others(cache):
     assert sorted(each.name for each in cache.iterdir() if each.name != ".lock") == ["new"]
 
 
+def test_files_that_fit_one_at_a_time_do_not_wait_for_each_other(cache):
+    def get(letter, size):
+        for number in range(4):
+            cached = ShardCache(cache, 100, "here")
+            cached.get(f"{letter}{number}", size, lambda part: (time.sleep(0.02), part.write_bytes(b"x" * 60)))
+
+    threads = [threading.Thread(target=get, args=given, daemon=True) for given in (("a", 60), ("b", 60), ("c", 30))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"x" * 200])
+def test_what_is_damaged_in_the_cache_is_made_again(folder, cache, content, caplog):
+    pq.write_table(TABLE, folder / "a.parquet")
+    for name in ("*.shard", "*.index.json"):
+        for path in cache.glob(name):
+            path.write_bytes(content)
+        data = lockstep.shards(f"elsewhere://{folder}")
+        assert [int(data[i]["x"]) for i in range(len(data))] == [*range(25)]
+    assert "is made again" in caplog.text
+
+
 # --- shards that change
 
 

@@ -4,12 +4,14 @@
         names = match_names(weights, model.state_dict(), ties)      # by rule; refuses what does not fit
         fill(weights, names, model.state_dict())
 
-Formats: folders of torch.distributed.checkpoint (DCP), Lightning's .ckpt, folders of safetensors from Hugging Face, and
-state dicts in a .safetensors or torch file. Only tensors are read; one full tensor is in memory at a time.
+Formats: folders of torch.distributed.checkpoint (DCP), Lightning's .ckpt, folders of Hugging Face (safetensors, or
+pytorch_model.bin), and state dicts in a .safetensors or torch file. Only tensors are read; one full tensor is in memory
+at a time.
 
 Names follow two rules. What a wrapper adds is removed: `_orig_mod.`, `_fsdp_wrapped_module.`,
 `_checkpoint_wrapped_module.`, anywhere. Of the names, those with one prefix made of `module.`, `model.`, `state_dict.`
-or `_forward_module.` are the model's: the prefix that gives every tensor of the model; two that do are refused.
+or `_forward_module.` are the model's: the prefix that gives every tensor of the model; two that do are refused. Where
+none does, the one other prefix that does is removed, such as `net.` or `app.model.`.
 """
 
 import fnmatch
@@ -45,6 +47,8 @@ __all__ = [
 
 _METADATA = ".metadata"  # of DCP
 _INDEX = "model.safetensors.index.json"
+_BIN = "pytorch_model.bin"  # of folders of Hugging Face without safetensors; several have an index
+_BIN_INDEX = f"{_BIN}.index.json"
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PREFIXES = ("module", "model", "state_dict", "_forward_module")
@@ -126,7 +130,9 @@ def is_foreign(path: Path) -> bool:
     if path.is_dir():
         if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
             return False
-        return (path / _METADATA).is_file() or any(path.glob("*.safetensors")) or (path / _INDEX).is_file()
+        return any(path.glob("*.safetensors")) or any(
+            (path / each).is_file() for each in (_METADATA, _INDEX, _BIN, _BIN_INDEX)
+        )
     return path.is_file()
 
 
@@ -141,6 +147,8 @@ def open_foreign(path: Path) -> Iterator[ForeignWeights]:
         try:
             if path.is_dir() and (path / _METADATA).is_file():
                 weights = _open_dcp(path)
+            elif path.is_dir() and not any(path.glob("*.safetensors")) and not (path / _INDEX).is_file():
+                weights = _open_bins(path)
             elif path.is_dir():
                 weights = _open_safetensors(path, *_shards(path), "a folder of safetensors", stack)
             elif path.suffix == ".safetensors":
@@ -181,14 +189,24 @@ def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
                 "give one of them"
             )
         return {files[0]: []}, {}
+    return _read_index(index, ".safetensors")
+
+
+def _read_index(index: Path, suffix: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the files that Hugging Face's index names, each with its tensors, and the index's notes.
+
+    Raises:
+        CheckpointError: it is damaged, or a file is missing.
+    """
+    folder, label = index.parent, printable(str(index.parent))
     content = parse_json(read_file(index, JSON_LIMIT), index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise CheckpointError(f"{label}/{_INDEX} is damaged: it has no weight_map")
+        raise CheckpointError(f"{label}/{index.name} is damaged: it has no weight_map")
     shards: dict[str, list[str]] = {}
     for name, file in names.items():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{label}/{_INDEX} names {printable(file, 80)!r}, which is no file of the folder")
+        if Path(file).name != file or not file.endswith(suffix):
+            raise CheckpointError(f"{label}/{index.name} names {printable(file, 80)!r}, which is no file of the folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{label}/{file} is missing; download the folder again")
         shards.setdefault(file, []).append(name)
@@ -229,6 +247,21 @@ def _open_safetensors(
     return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), read_part, [])
 
 
+def _open_bins(folder: Path) -> ForeignWeights:
+    """Open the torch files of a folder of Hugging Face."""
+    index = folder / _BIN_INDEX
+    files = sorted(_read_index(index, ".bin")[0]) if index.is_file() else [_BIN]
+    parts = [_open_torch(folder / file) for file in files]
+    owner = {name: part for part in parts for name in part.tensors}
+    forms = {name: part.tensors[name] for name, part in owner.items()}
+    return ForeignWeights(
+        *(folder, "a folder of torch files", forms, {}),
+        read=lambda name: owner[name].read(name),
+        read_part=lambda name, cut: owner[name].read_part(name, cut),
+        others=[name for part in parts for name in part.others],
+    )
+
+
 def _open_torch(path: Path) -> ForeignWeights:
     """Open a file of torch.save, with weights_only: nothing in it is run."""
     label = printable(str(path))
@@ -240,7 +273,9 @@ def _open_torch(path: Path) -> ForeignWeights:
             f"weights alone: "
             "torch.save(model.state_dict(), FILE)"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except OSError:
+        raise
+    except Exception as error:  # what is no torch file is run as its instructions, which fail in any way
         raise CheckpointError(f"{label} is no torch file, or is damaged; write it again") from error
     kind, state, rest = _state_dict_in(content, label)
     tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
@@ -255,14 +290,22 @@ def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[
     """Return the kind of file, the state dict in its content, and the content's other keys."""
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{label} holds a {type(content).__name__}, not a state dict; write one")
-    if any(isinstance(value, Tensor) for value in content.values()):
+    found = [key for key, value in content.items() if _is_state_dict(value)]
+    # A tensor next to a state dict is a loss or a counter.
+    nested = [key for key in found if key in _NESTED] or found
+    if not nested and _is_state_dict(content):
         return "a state dict", content, []
-    nested = [key for key in _NESTED if isinstance(content.get(key), dict)]
     if len(nested) != 1:
-        keys = ", ".join(printable(key, 40) for key in list(content)[:5])
-        raise CheckpointError(f"{label} has no one state dict under {', '.join(_NESTED)}; its keys are: {keys}")
+        keys = ", ".join(printable(key, 40) for key in (nested or list(content))[:5])
+        problem = f"has state dicts under {keys}" if nested else f"has no state dict; its keys are: {keys}"
+        raise CheckpointError(f"{label} {problem}; write the one to load: torch.save(content[KEY], FILE)")
     kind = "a Lightning checkpoint" if "pytorch-lightning_version" in content else f"a torch file ({nested[0]!r})"
     return kind, content[nested[0]], [key for key in content if key != nested[0]]
+
+
+def _is_state_dict(content: Any) -> bool:
+    is_named = isinstance(content, dict) and all(isinstance(key, str) for key in content)
+    return is_named and any(isinstance(value, Tensor) for value in content.values())
 
 
 # --- torch.distributed.checkpoint
@@ -424,6 +467,14 @@ def _prefixes(names: Mapping[str, str]) -> list[str]:
     return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
 
 
+def _other_prefixes(names: Mapping[str, str], model: Mapping[str, Tensor]) -> list[str]:
+    """Return what stands before a name of the model in a file's names, for the first of its names that is there."""
+    for wanted in model:
+        if found := [name.removesuffix(wanted) for name in names if name.endswith(f".{wanted}")]:
+            return found
+    return []
+
+
 def match_names(
     weights: ForeignWeights,
     model: Mapping[str, Tensor],
@@ -445,6 +496,9 @@ def match_names(
     model = {name: tensor for name, tensor in model.items() if not leave(name)}
     missing_by = {prefix: _missing(names, model, ties, prefix) for prefix in _prefixes(names)}
     complete = [prefix for prefix, missing in missing_by.items() if not missing]
+    if not complete:
+        missing_by |= {prefix: _missing(names, model, ties, prefix) for prefix in _other_prefixes(names, model)}
+        complete = [prefix for prefix, missing in missing_by.items() if not missing]
     if len(complete) > 1:
         raise CheckpointError(
             f"{label} has every tensor of the model under each of the prefixes "

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -39,7 +41,7 @@ from lockstep.data.rows import Rows, never_draws, rows_of
 from lockstep.data.shared_memory import no_room, shortage
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import DataError, LockstepError, SampleError, error_line
+from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, error_line
 from lockstep.seeds import derive
 from lockstep.task import Task, has_own, items_of_a_sample
 
@@ -514,6 +516,31 @@ def _timeout(tries: int) -> float:
     return _START_TIMEOUT * 2.0 ** (tries - 1)
 
 
+def _start(loader: DataLoader[Any], fetch: Fetching) -> Iterator[Any]:
+    """Start the processes of a loader: fork, or send them what they need.
+
+    Raises:
+        ConfigError: it cannot be pickled, where processes are not forked.
+        SampleError: /dev/shm has no room.
+    """
+    try:
+        return iter(loader)  # forks
+    except Exception as error:
+        if reason := shortage(error):
+            raise SampleError(reason) from error
+        method = multiprocessing.get_start_method()
+        try:
+            ForkingPickler.dumps(fetch)
+        except Exception:
+            if method != "fork":
+                raise ConfigError(
+                    f"--data.workers: loader processes are started by {method}, and the data set or task cannot be "
+                    f"sent to them ({error_line(error)}); define its classes and functions at the top of a module, "
+                    "use --data.workers 0, or multiprocessing.set_start_method('fork') where the program begins"
+                ) from error
+        raise
+
+
 class _Processes:
     """Loader processes, from their start to their end.
 
@@ -534,8 +561,7 @@ class _Processes:
         self._started: dict[int, int] = {}  # pids by process number
         self._reason = ""
         # Only forked processes inherit locks; others first import torch, which has no time limit.
-        method = multiprocessing.get_start_method()
-        forks = method == "fork"
+        forks = multiprocessing.get_start_method() == "fork"
         self._timeout = _timeout(tries) if forks else None
         if forks and isinstance(fetch, Inherited):
             check_connections(fetch.inherited())
@@ -545,7 +571,8 @@ class _Processes:
         # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
         os.environ.setdefault(_TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
-        with _collections_paused() as collecting:
+        with _collections_paused() as collecting, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # see `_start`
             loader = DataLoader(
                 _KeyedDataset(fetch),
                 sampler=_IteratorSampler(_track(keys, pending)),
@@ -557,18 +584,7 @@ class _Processes:
                 worker_init_fn=partial(_init_worker, collecting, files, self._report),
                 generator=torch.Generator(),  # not this process's default one, which each start would draw from
             )
-            try:
-                self._iterator: Any = iter(loader)  # forks, or sends what the processes need
-            except Exception as error:
-                if reason := shortage(error):
-                    raise SampleError(reason) from error
-                if forks:
-                    raise
-                raise DataError(
-                    f"a loader process cannot be started by '{method}', which sends it a copy of the dataset and the "
-                    f"task: {failure(error)}; define what it names at the top of a module, open files and connections "
-                    "in `__getitem__`, or load in the training process with --data.workers 0"
-                ) from error
+            self._iterator: Any = _start(loader, fetch)
         self._children = [child for child in multiprocessing.active_children() if child not in before]
         self._remove_torch_handler()
 

@@ -3,14 +3,16 @@
     cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30, label="s3://bucket/train")
     path = cache.get("0a1b.tar", size, lambda part: store.fetch(file, part))        # made once, whatever asks for it
 
-A file is written under another name, checked, and renamed: whoever finds it has all of it. The least recently used
-files are removed before the folder grows past its limit. A process that still reads a removed file keeps it until it
+A file is written under another name, checked, and renamed: whoever finds it has all of it. Its time of modification
+depends on its name and size, so that one changed later is known, and made again. The least recently used files are
+removed before the folder grows past its limit. A process that still reads a removed file keeps it until it
 closes it. This file alone fetches shards by fsspec.
 """
 
 import contextlib
 import errno
 import importlib
+import logging
 import os
 import secrets
 import time
@@ -29,13 +31,13 @@ from lockstep.files import bytes_text, import_fsspec
 
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
 
-Say = Callable[[str], None]
-
+_LOG = logging.getLogger("lockstep")
 _PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
 _SILENCE = 60.0  # seconds without a byte from an HTTP server
 _PIECE = 1 << 22  # bytes
 _POLL = 0.05  # seconds
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READ_ONLY = frozenset({errno.EPERM, errno.EACCES, errno.EROFS})
 _STAMPS = ("ETag", "etag", "LastModified", "last_modified", "updated", "generation", "mtime")  # of fsspec's `info`
 
 
@@ -165,6 +167,7 @@ class Store:
         Raises:
             DataError: it is missing, or the store does not answer.
         """
+        self.system.invalidate_cache()  # or the answer is the listing of the start
         found = self.reach(path, lambda: self.system.info(path))
         return int(found.get("size") or 0), stamp_of(found, local=self.is_local)
 
@@ -248,11 +251,11 @@ def _is_final(error: BaseException) -> bool:
     """Whether the store has answered, so that asking again changes nothing.
 
     fsspec's HTTP file system reports any failed question for a file's size as FileNotFoundError; its cause has the
-    status. 408 and 429 ask for another try.
+    status. 408 and 429 ask for another try, and S3 answers 400 to a request that came too slowly.
     """
     status = _status_of(error)
-    if status:
-        return 400 <= status < 500 and status not in (408, 429)
+    if status and status != 400:
+        return 400 < status < 500 and status not in (408, 429)
     if isinstance(error, FileNotFoundError):
         return not isinstance(error.__cause__, Exception) or isinstance(error.__cause__, FileNotFoundError)
     return isinstance(error, PermissionError)
@@ -261,9 +264,11 @@ def _is_final(error: BaseException) -> bool:
 def _status_of(error: BaseException | None) -> int:
     """Return the HTTP status of an error or its cause; 0: none."""
     while error is not None:
-        status = getattr(error, "status", None)
-        if isinstance(status, int):
-            return status
+        response = getattr(error, "response", None)
+        answer = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}  # botocore
+        for status in (getattr(error, "status", None), answer.get("HTTPStatusCode")):
+            if isinstance(status, int):
+                return status
         error = error.__cause__
     return 0
 
@@ -306,17 +311,15 @@ class ShardCache:
             ConfigError: the cache cannot be written, or is too small for the file.
         """
         path = self.folder / name
-        if _touch(path):
+        if _use(path):
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            claim = FileLock(self.folder / f".{name}.{size}.claim")  # its holder makes the file; frees it if it dies
-            with claim:
-                try:
-                    if not _touch(path):
-                        self._fill(path, size, make, made)
-                finally:
-                    Path(claim.lock_file).unlink(missing_ok=True)
+            with _held(self.folder / f".{name}.making"):
+                if not _use(path):
+                    if path.exists():
+                        _LOG.warning("%s was changed or damaged in the cache; it is made again", path)
+                    self._fill(path, size, make, made)
         except OSError as error:
             raise ConfigError(
                 f"lockstep.shards: cannot write the cache {self.folder}: {error.strerror or error}; give another "
@@ -325,26 +328,34 @@ class ShardCache:
         return path
 
     def _fill(self, path: Path, size: int, make: Callable[[Path], None], made: Callable[[], None] | None) -> None:
-        self._make_room(path.name, size)
         part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
         try:
-            make(part)
-            if (actual := part.stat().st_size) > size:
-                self._make_room(path.name, actual)
-            os.replace(part, path)
-            if made:
-                with self._lock():
-                    made()
+            with self._room(path.name, size):
+                make(part)
+                actual = part.stat().st_size
+                if actual <= size:
+                    self._publish(part, path, made)
+            if actual > size:  # with the first room given back: two that both need more would wait for each other
+                with self._room(path.name, actual):
+                    self._publish(part, path, made)
         finally:
             part.unlink(missing_ok=True)
+
+    def _publish(self, part: Path, path: Path, made: Callable[[], None] | None) -> None:
+        os.utime(part, (time.time(), _sealed_time(path.name, part.stat().st_size)))
+        os.replace(part, path)
+        if made:
+            with self._lock():
+                made()
 
     def _lock(self) -> FileLock:
         return FileLock(self.folder / ".lock")
 
-    def _make_room(self, name: str, size: int) -> None:
-        """Remove the least recently used files until `size` more bytes fit.
+    @contextlib.contextmanager
+    def _room(self, name: str, size: int) -> Iterator[None]:
+        """Hold `size` bytes for a file; the least recently used files are removed until they fit.
 
-        Waits for room that others have claimed for files in the making.
+        Waits for room that others hold for files in the making. Who waits holds none, so nobody waits for ever.
 
         Raises:
             ConfigError: the limit is below `size`.
@@ -354,19 +365,30 @@ class ShardCache:
                 f"lockstep.shards: the cache of {self._label} may have {bytes_text(self._limit)}, and a shard takes "
                 f"{bytes_text(size)}; raise `cache_size`"
             )
-        while True:
-            with self._lock():
-                files = sorted(self._files())
-                used = sum(each for _, each, _ in files)
-                claimed = sum(self._claims(name))
-                for _, each, path in files:
-                    if used + claimed + size <= self._limit:
-                        break
-                    path.unlink(missing_ok=True)
-                    used -= each
-                if used + claimed + size <= self._limit:
-                    return
+        claim = FileLock(self.folder / f".{name}.{size}.claim", timeout=0)  # freed if its holder dies
+        while not self._claim(claim, name, size):
             time.sleep(_POLL)
+        try:
+            yield
+        finally:
+            with self._lock():  # or who looks at the claims would take this process for dead
+                Path(claim.lock_file).unlink(missing_ok=True)
+                claim.release()
+
+    def _claim(self, claim: FileLock, name: str, size: int) -> bool:
+        """Make room and lock the claim on it; False if others hold too much."""
+        with self._lock():
+            files = sorted(self._files())
+            free = self._limit - sum(each for _, each, _ in files) - sum(self._claims(name))
+            for _, each, path in files:
+                if size <= free:
+                    break
+                path.unlink(missing_ok=True)
+                free += each
+            if size <= free:
+                with contextlib.suppress(Timeout):
+                    claim.acquire()
+            return claim.is_locked
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
         """Yield (time of the last use, bytes, path) of each file."""
@@ -374,7 +396,7 @@ class ShardCache:
             if not entry.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
-                    yield status.st_mtime_ns, status.st_size, Path(entry.path)
+                    yield status.st_atime_ns, status.st_size, Path(entry.path)
 
     def _claims(self, own: str) -> Iterator[int]:
         """Yield the bytes that other processes have claimed; clear up after those that died."""
@@ -391,10 +413,32 @@ class ShardCache:
                 yield int(size)
 
 
-def _touch(path: Path) -> bool:
-    """Mark a file as used now; return whether it exists."""
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold a lock file, and remove it at the end."""
+    with FileLock(path):
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _sealed_time(name: str, size: int) -> int:
+    """Return the time of modification, in seconds, that a whole file of the cache has: any write changes it."""
+    return xxhash.xxh3_64_intdigest(f"{name} {size}".encode()) % (1 << 29) * 2  # even, as some file systems need
+
+
+def _use(path: Path) -> bool:
+    """Mark a file as used now; return whether it is there and as it was made."""
     try:
-        os.utime(path)
-    except FileNotFoundError:
+        status = os.stat(path)
+    except OSError:  # a path that is no folder is named where the file is written
         return False
+    if status.st_mtime_ns != _sealed_time(path.name, status.st_size) * 1_000_000_000:
+        return False
+    try:
+        os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
+    except OSError as error:
+        if error.errno not in _READ_ONLY:  # another user's cache, or a mount without writes
+            return False
     return True

@@ -412,7 +412,7 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
             _check_schemas(files, counted)
             part.write_text(json.dumps([found.samples for found in counted]))
 
-        counts = json.loads(access.cache.get(f"{key}.index.json", 1, make).read_bytes())
+        counts = json.loads(access.cache.get(f"{key}.index.json", 0, make).read_bytes())
         files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
     if not any(file.samples for file in files):
         raise DataError(f"{label} has {len(files)} shards, and no sample in any of them")
