@@ -502,7 +502,7 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
         collectives.all_reduce(sent)  # collective
         if sent is not numbers:
             numbers.copy_(sent).mul_(world.size)
-        parts = flat.split([gradient.numel() for gradient in bucket])
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
         torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
 
 
