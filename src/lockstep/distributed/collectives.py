@@ -69,11 +69,14 @@ def barrier(**options: Any) -> Any:
 
 
 def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for a collective that was issued with `async_op`."""
+    """Wait for a collective that was issued with `async_op`; `timeout` is shorter than the group's."""
     if timeout is None:
         _issue(work.wait)
-    else:
-        _issue(work.wait, timeout)
+        return
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:  # such a timeout leaves the links open, so they tell nothing
+        raise lost_peers(dist.get_rank()) from error
 
 
 def full_tensor(tensor: Any) -> Tensor:

@@ -27,6 +27,7 @@ __all__ = [
     "checkpointed",
     "compiled",
     "eager",
+    "is_compiled",
     "is_double",
     "is_fast",
     "parameters_in",
@@ -356,6 +357,12 @@ def _wrap_in_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*inputs, **kwargs)
 
     return framed
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a part of it is compiled, so that hooks of its modules are traced."""
+    # A private name of torch's, the same since 2.11: `compile` leaves no public trace.
+    return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -30,6 +30,7 @@ from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
+from lockstep.transforms.precision import is_compiled
 
 __all__ = [
     "FSDP",
@@ -381,11 +382,14 @@ class FSDP:
             self._check = UsageCheck(self._usage, self._world, every)
 
     def _watch_order(self) -> None:
-        """Hash the order in which the units run."""
+        """Hash the order in which the units run; those of a compiled model are not watched."""
         this = weakref.ref(self)
-        for number, unit in enumerate(self._units, 1):
+        for unit in self._units:
             if hook := vars(unit).pop(_ORDER, None):  # from a former engine
                 hook.remove()
+        if is_compiled(self.model):  # the hooks would be traced, and run in some calls only
+            return
+        for number, unit in enumerate(self._units, 1):
             vars(unit)[_ORDER] = unit.register_forward_pre_hook(partial(_note_unit, this, number))
 
     def add_unit(self, number: int) -> None:
@@ -437,7 +441,7 @@ _ORDERS = 2**20  # so that the sum of squares over the ranks fits into 64 bits
 
 def _note_unit(engine: "weakref.ref[FSDP]", number: int, module: nn.Module, args: Any) -> None:
     present = engine()
-    if present is not None and not torch.compiler.is_compiling():
+    if present is not None:
         present.add_unit(number)
 
 

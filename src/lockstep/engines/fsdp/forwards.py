@@ -21,6 +21,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.errors import ConfigError
 from lockstep.tensors import is_dtensor
+from lockstep.transforms.precision import is_compiled
 
 __all__ = ["equal_forwards", "is_split", "same_units"]
 
@@ -62,11 +63,13 @@ def is_split(model: nn.Module) -> bool:
 def same_units(model: nn.Module, world: World) -> Iterator[None]:
     """Check before each unit of a sharded model that every rank runs it. Collective on several ranks.
 
+    Of a compiled model nothing is checked: the hooks would be traced.
+
     Raises:
         ConfigError: the ranks run different units, so that one would wait for shards that another does not send.
     """
     names = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
-    if world.size == 1 or not names:
+    if world.size == 1 or not names or is_compiled(model):
         yield
         return
     order = _UnitOrder(names, world)
