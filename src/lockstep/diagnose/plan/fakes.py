@@ -369,7 +369,13 @@ def _patch_torch(stack: contextlib.ExitStack) -> None:
         stack,
         GradientUsage,
         "_reduce_counts",
-        lambda usage, backwards: [(int(n < backwards), n) for n in usage._counts],
+        lambda usage, backwards, mark=0: [(int(n < backwards), n) for n in usage._uses.counts],
+    )
+    _set(
+        stack,
+        GradientUsage,
+        "check_reentrant",
+        lambda usage: (usage._uses.is_reentrant, usage._uses.is_repeated),
     )
     wrap = ReplicatedEngine._wrap
 
