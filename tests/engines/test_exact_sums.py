@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.distributed import collectives
 from lockstep.distributed.world import World
-from lockstep.engines import exact
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, subtrees
 from lockstep.engines.fsdp.engine import ExactReduceScatter
 
@@ -85,7 +85,7 @@ def at(size, gradients, kinds):
         threads.become(index)
         return sums(gradients, [parameter(*kind) for kind in kinds], World(rank=index, size=size))
 
-    with mock.patch.object(exact, "dist", threads), ThreadPoolExecutor(size) as pool:
+    with mock.patch.object(collectives, "dist", threads), ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
 
 
@@ -161,7 +161,7 @@ def test_sums_of_flat_gradients_with_zeros_for_missing_ones_have_the_same_bits(c
     threads, total = Threads(1), torch.empty(sum(sizes))
     comm = ExactReduceScatter(Subtrees(len(gradients), World()))
     threads.become(0)
-    with mock.patch.object(exact, "dist", threads):
+    with mock.patch.object(collectives, "dist", threads):
         for each in gradients:
             whole = [z if g is None else g for g, z in zip(each, zeros, strict=True)]
             comm.last = each is gradients[-1]
