@@ -44,6 +44,9 @@ def names(requirements):
     return {plain(Requirement(text).name) for text in requirements}
 
 
+_LATER = {"compression"}  # packages that are Python's own from 3.14 on
+
+
 def imported():
     """{top-level name: files} of what the package imports from elsewhere, by statement or by name."""
     found = {}
@@ -60,7 +63,7 @@ def imported():
                 modules = [word.value for word in node.args if isinstance(word, ast.Constant)]
             for module in modules:
                 top = module.partition(".")[0]
-                if top not in sys.stdlib_module_names and top != "lockstep":
+                if top not in {*sys.stdlib_module_names, *_LATER, "lockstep"}:
                     found.setdefault(plain(top), set()).add(str(path.relative_to(ROOT / "src")))
     return found
 
