@@ -538,7 +538,7 @@ class _Judgement:
             found = self._undecided(failure(error))._replace(failed=True)
         if self._weighing.is_sharded:
             try:
-                trial.world.gather(None)  # collective
+                collectives.barrier(group=trial.world.control)  # collective: the others may wait in a forward
             except PeerError:
                 if problem is None:
                     raise

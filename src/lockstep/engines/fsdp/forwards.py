@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.distributed import collectives
@@ -105,17 +106,22 @@ class _UnitOrder:
         """Compare what comes next: a unit's index, or the end. Collective."""
         if self._is_over:
             return
+        ends = torch.tensor([place, -place])
+        # Two numbers for each unit, whose parameters the ranks gather next; who differs is told only if one does.
+        collectives.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._world.control)  # collective
+        most, least = int(ends[0]), -int(ends[1])
+        self._is_over = most != least or place < 0
+        if most == least:
+            return
         places = self._world.gather(place)  # collective
-        self._is_over = len(set(places)) > 1 or place < 0
         if _FAILED in places and place != _FAILED:
             raise ConfigError(f"{rank_label(places.index(_FAILED))} failed in its forward; its log has the cause")
-        if len(set(places)) > 1:
-            other = next(rank for rank, each in enumerate(places) if each != places[0])
-            raise ConfigError(
-                f"--engine fsdp: {rank_label(0)} runs {self._describe(places[0])} where {rank_label(other)} runs "
-                f"{self._describe(places[other])}, but ranks gather a block's parameters together: run the same blocks "
-                "for every batch, or use --engine ddp or zero"
-            )
+        other = next(rank for rank, each in enumerate(places) if each != places[0])
+        raise ConfigError(
+            f"--engine fsdp: {rank_label(0)} runs {self._describe(places[0])} where {rank_label(other)} runs "
+            f"{self._describe(places[other])}, but ranks gather a block's parameters together: run the same blocks "
+            "for every batch, or use --engine ddp or zero"
+        )
 
     def _describe(self, place: int) -> str:
         return "no further block" if place < 0 else self._names[place] or "the model"
