@@ -7,7 +7,7 @@ import pickle
 from datetime import datetime
 from typing import Any, final
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
