@@ -404,8 +404,11 @@ class Coordinator:
         node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
-        elif is_last and quiet > _LEAVE:
-            self._lose(node, "its launcher is silent")
+        elif is_last and quiet > _LEAVE:  # the ranks here ended well, which they do only with all others
+            self._say(f"node {node.label} ({node.host}): its launcher is silent; the run has ended without it")
+            node.link.close()
+            node.is_lost = True
+            node.living, self._is_stale = set(), True
 
     def _lose(self, node: _Node, why: str) -> None:
         """Count a node's processes as lost, once; a process that ended well stays so."""
