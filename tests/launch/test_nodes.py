@@ -227,6 +227,18 @@ def test_a_launcher_that_is_stopped_is_named_once_and_the_others_end_without_it(
     run.each[0] = run.first
 
 
+def test_a_stopped_launcher_does_not_spoil_the_end_of_a_run(launchers, monkeypatch):
+    monkeypatch.setattr(nodes, "_LEAVE", 0.1)
+    run = launchers()
+    run.meeting()
+    run.poll(lambda: run.second.members)
+    run.each[1], stopped = None, run.each[1]
+    run.living[0] = set()
+    assert run.poll(lambda: run.first.is_over) == [""]
+    assert (run.first.is_over, run.first.fatal, run.first.causes) == (True, None, [])
+    stopped.close()
+
+
 def test_a_node_that_is_silent_is_lost_when_the_others_wait_for_its_ranks(launchers, monkeypatch):
     monkeypatch.setattr(nodes, "_DEAF", 0.05)
     run = launchers()

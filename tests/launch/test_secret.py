@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from namespaces import CABLE, cluster
 from refusals import names, refuses
 from shell import environment, free_port
 from test_nodes import Launchers, job
@@ -19,9 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.distributed.launcher import FOLLOWER_VARIABLE
 from lockstep.distributed.progress import MEETING_VARIABLE
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.launch import rendezvous
 from lockstep.launch.link import Link
+from lockstep.launch.rendezvous_state import SignedBackend
 from lockstep.launch.secret import NO_SECRET, SECRET_VARIABLE, Secret, SignatureError, read_secret
 
 OURS, THEIRS = Secret(b"ours and nobody's"), Secret(b"an attacker's own")
@@ -58,15 +61,27 @@ def test_a_pickle_in_the_meeting_points_store_is_not_run(tmp_path, secret):
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_state_that_somebody_else_signed_is_refused():
-    ours, theirs = free_port(), free_port()
-    handler, other = first_launcher(ours, OURS), first_launcher(theirs, THEIRS)
-    stores = [connected(port) for port in (ours, theirs)]
-    with refuses(LockstepError, "1 of 2 nodes"):
-        other.next_rendezvous()  # which writes a state of its own
-    stores[0].set("torch.rendezvous.test", stores[1].get("torch.rendezvous.test"))
+def test_a_state_of_another_secret_or_run_is_refused_and_a_deleted_one_is_not_waited_for():
+    state = {"round": 7, "complete": False, "deadline": None, "closed": False, "participants": [], "wait_list": []}
+    state |= {"redundancy_list": [], "last_heartbeats": []}
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    backend = SignedBackend(store, "test", job(secret=OURS).run_secret)
+
+    def write(secret, run):
+        signed = job(secret=secret, run_id=run).run_secret.sign("state", state)
+        store.set("torch.rendezvous.test", base64.b64encode(signed).decode())
+
+    write(OURS, "test")
+    assert backend.get_state()
+    for secret, run in ((THEIRS, "test"), (OURS, "another"), (NO_SECRET, "test")):
+        write(secret, run)
+        with pytest.raises(RendezvousStateError):
+            backend.get_state()
+    store.delete_key("torch.rendezvous.test")
+    began = time.monotonic()
     with pytest.raises(RendezvousStateError):
-        handler.next_rendezvous()
+        backend.get_state()
+    assert time.monotonic() - began < 10
 
 
 def test_launchers_with_different_secrets_do_not_meet():
@@ -101,6 +116,15 @@ def test_who_reads_the_store_but_has_no_secret_is_no_launcher(tmp_path, monkeypa
         run.first._accept()
         attacker.receive()
     assert not attacker.is_open
+    link = run.second._link  # whose first two lines are now sent again
+    again = socket.create_connection((info["host"], info["port"]), timeout=10)
+    hello = link._secret.sign("message 0 of the client", {"host": "h", "label": 0, "node": 1, "names": ["2", "3"]})
+    again.sendall(f"{link.number}\n".encode() + hello + b"\n")
+    until = time.monotonic() + 10
+    while (run.first._accept() or run.first._waiting) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert again.recv(1) == b""
+    again.close()
     assert [node.number for node in run.first._nodes] == [1]
     for each in (attacker, *run.each):
         each.close()
@@ -122,18 +146,23 @@ def pair():
         link.close()
 
 
-def test_a_message_that_is_repeated_or_sent_back_closes_the_link(pair):
+def test_a_message_that_is_repeated_sent_back_or_of_another_connection_closes_the_link(pair):
+    def meet():
+        server, client = pair()
+        client.send({"stop": 15})
+        assert server.wait_for_message(5.0) == [{"stop": 15}]
+        return server, client, client._secret.sign("message 0 of the client", {"stop": 15}) + b"\n"
+
+    server, client, recorded = meet()
+    client._connection.sendall(recorded)
+    assert (server.wait_for_message(5.0), server.is_open) == ([], False)
+    server, client, other = meet()
+    server._connection.sendall(other)
+    assert (client.wait_for_message(5.0), client.is_open) == ([], False)
     server, client = pair()
-    line = OURS.sign("message 0 of the client", {"stop": 15}) + b"\n"
-    client.send({"stop": 15})
-    assert server.wait_for_message(5.0) == [{"stop": 15}]
-    client._connection.sendall(line)
-    assert server.wait_for_message(5.0) == []
-    assert not server.is_open
-    server, client = pair()
-    server._connection.sendall(line)
-    assert client.wait_for_message(5.0) == []
-    assert not client.is_open
+    client._flush()
+    client._connection.sendall(recorded)
+    assert (server.wait_for_message(5.0), server.is_open) == ([], False)
 
 
 def test_a_value_is_read_only_for_its_purpose_and_with_its_secret():
@@ -198,3 +227,123 @@ def test_the_launcher_of_one_node_listens_to_nobody_but_its_ranks(tmp_path, rank
     done = subprocess.run(words, env=around, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"LISTENS {addresses} None") == ranks, done.stdout
+
+
+# A user without rights and without the secret: reads what is open, writes over all that the stores hold and deletes it,
+# and stands in for a launcher.
+ATTACKER = """
+import base64, encodings.idna, os, pickle, re, socket, struct, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+host, canary, *ports = sys.argv[1:]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+
+class Canary:
+    def __reduce__(self):
+        return os.mkdir, (canary,)
+
+evil = pickle.dumps(Canary())
+forms = [evil, base64.b64encode(evil), os.urandom(64)]
+wrote, found = 0, []
+for port in map(int, ports):
+    try:
+        with socket.create_connection((host, port), timeout=1) as connection:
+            connection.sendall(evil)
+        with socket.create_connection((host, port), timeout=1) as connection:
+            connection.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 5))  # a store answers its client's greeting
+            if connection.recv(4) != struct.pack("=I", 5):
+                continue
+        store = TCPStore(host, port, None, False, timedelta(seconds=1), wait_for_workers=False)
+        for number, key in enumerate([*store.list_keys(), "torch.rendezvous.lockstep", "lockstep/settings"]):
+            found += re.findall(rb'"port": ([0-9]+)', store.get(key)) if store.check([key]) else []
+            store.delete_key(key) if number % 4 == 3 else store.set(key, forms[number % 4].decode("latin-1"))
+            wrote += 1
+    except (OSError, RuntimeError):
+        pass  # no store listens there
+for port in map(int, found):
+    with socket.create_connection((host, port), timeout=1) as connection:
+        connection.sendall(b'00\\n' + b'0' * 64 + b' {"host": "x", "label": 1, "node": 1, "names": ["1"]}\\n' + evil)
+print("WROTE", wrote, len(found))
+"""
+
+
+def attack(folder, host, ports, start=subprocess.Popen, **options):
+    """Attack these ports as another user; return the numbers of overwritten values and of launchers found by them."""
+    canary = folder / "canary"
+    words = [sys.executable, "-c", ATTACKER, host, str(canary), *map(str, ports)]
+    process = start(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    said = process.communicate(timeout=60)[0]
+    assert (process.returncode, "WROTE" in said, canary.exists()) == (0, True, False), said
+    return [int(word) for word in said.split()[-2:]]
+
+
+def command(folder, *flags):
+    task = Path(__file__).parents[1] / "slurm" / "slow_steps.py"
+    train = f"train --task {task}:Slow --device cpu --batch-size 8 --max-steps 100000 --log-freq 1 --no-report"
+    words = [sys.executable, "-m", "lockstep", "launch", *flags, "--", *train.split(), "--save-dir", str(folder)]
+    return words, environment(STEP_SECONDS="0.02") | {SECRET_VARIABLE: "0123456789abcdef"}
+
+
+def listeners(pids):
+    """The ports at which these processes listen."""
+    links = {os.readlink(path) for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [row.split() for row in Path(f"/proc/{pids[0]}/net/tcp").read_text().splitlines()[1:]]
+    own = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return {int(row[1].partition(":")[2], 16) for row in own}
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_for_step(launcher, step):
+    """Return what it said until then."""
+    said = ""
+    for line in launcher.stdout:
+        said += line
+        if line.startswith(f"step {step}/"):
+            return said
+    raise AssertionError(said)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_of_the_machine_runs_no_code_in_a_run(tmp_path):
+    words, around = command(tmp_path, "--nproc-per-node=2")
+    launcher = subprocess.Popen(words, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        wait_for_step(launcher, 3)
+        ports = listeners([launcher.pid, *children(launcher.pid)])
+        assert attack(tmp_path, "127.0.0.1", ports, text=True)[0] > 0
+        launcher.terminate()
+        said = launcher.communicate(timeout=60)[0]
+    finally:
+        launcher.kill()  # its ranks end with it
+        launcher.communicate()
+    assert not (tmp_path / "canary").exists()
+    assert said.count("lockstep: error") <= 1, said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_secret_neither_runs_code_nor_joins_nor_ends_the_run(tmp_path):
+    with cluster(3) as (*nodes, stranger):
+        launchers = []
+        words, around = command(tmp_path, "--nnodes=2", "--node-rank=1", "--master-addr=node0")
+        other = stranger.start(words, env=around | {SECRET_VARIABLE: "an attacker's own one"})
+        for number, node in enumerate(nodes):
+            words, around = command(tmp_path, "--nnodes=2", f"--node-rank={number}", "--master-addr=node0")
+            launchers.append(node.start(words, env=around | {"GLOO_SOCKET_IFNAME": CABLE}))
+        wait_for_step(launchers[0], 3)
+        assert names(other.communicate(timeout=60)[0], "--rdzv-secret-file")
+        assert other.returncode == 2
+        wrote, found = attack(tmp_path, "node0", [29400], stranger.start)
+        assert wrote > found > 0
+        step = len((tmp_path / "default" / "metrics.jsonl").read_text().splitlines())
+        said = wait_for_step(launchers[0], step + 5)
+        launchers[0].terminate()
+        ends = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [75, 75], ends
+    assert names(said + ends[0], "node0:29400", "secret")
+    assert not (tmp_path / "canary").exists()

@@ -250,8 +250,8 @@ class _Agent(LocalElasticAgent):
             raise error from None
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
-            store.set(_ROUND, self._job.secret.sign("round", secrets.token_hex(8)).decode())
-        os.environ[ROUND_VARIABLE] = self._job.secret.read("round", store.get(_ROUND))
+            store.set(_ROUND, self._job.run_secret.sign("round", secrets.token_hex(8)).decode())
+        os.environ[ROUND_VARIABLE] = self._job.run_secret.read("round", store.get(_ROUND))
 
     def _take_seat(self, worker_group: WorkerGroup, seat: Seat) -> None:
         """Take this node's place again in a run that went on without it."""

@@ -136,7 +136,7 @@ class Job:
         least, losses: with fewer processes, or after more losses within an hour, a loss ends the others too.
         shares: the cores of each process, by local rank; () if they are not bound.
         stderr: folder for a file of each rank's standard error; None: it is the launcher's.
-        secret: signs what the launchers of several nodes tell each other.
+        secret: of the launchers of several nodes; `run_secret` signs what they tell each other.
         node_rank: --node-rank, for messages; 0 where none was given.
     """
 
@@ -156,3 +156,8 @@ class Job:
     stderr: Path | None = None
     secret: Secret = field(default=NO_SECRET, repr=False)
     node_rank: int = 0
+
+    @property
+    def run_secret(self) -> Secret:
+        """The secret of this --rdzv-id alone, so that nothing signed in another run with the same secret is read."""
+        return self.secret.derive(f"run {self.run_id}") if self.secret else self.secret

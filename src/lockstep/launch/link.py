@@ -6,6 +6,7 @@ link.receive()                          # the messages that have arrived; [] for
 link.is_open                            # False as soon as the other end has closed, or died
 """
 
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ _LIMIT = 1 << 20  # bytes of one line
 class Link:
     """A connection between two launchers: one JSON object per line, signed with its place. Never blocks.
 
+    The client's first line is a random number. It makes the connection's own secret, so what was recorded of another
+    connection cannot be signed here. Who accepts connections must refuse a number that came before.
+
     Args:
         connection: a connected socket.
         secret: of this round; the other end has the same.
@@ -28,7 +32,8 @@ class Link:
 
     Attributes:
         is_open: False once the other end closed it, or sent nonsense or what it did not sign.
-        heard: when the last bytes came, on the monotonic clock.
+        opened, heard: when it was opened, and when the last bytes came, on the monotonic clock.
+        number: the random one; "" until it has come.
     """
 
     def __init__(self, connection: socket.socket, secret: Secret, *, is_server: bool) -> None:
@@ -37,7 +42,14 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._incoming, self._outgoing = connection, b"", b""
-        self.is_open, self.heard = True, time.monotonic()
+        self.is_open, self.opened = True, time.monotonic()
+        self.heard, self.number = self.opened, ""
+        if not is_server:
+            self._meet(secrets.token_hex(16))
+            self._outgoing = f"{self.number}\n".encode()
+
+    def _meet(self, number: str) -> None:
+        self.number, self._secret = number, self._secret.derive(f"connection {number}")
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message, now or with the next call."""
@@ -61,8 +73,10 @@ class Link:
         *lines, self._incoming = self._incoming.split(b"\n")
         self.is_open = self.is_open and len(self._incoming) <= _LIMIT
         try:
+            if lines and not self.number:
+                self._meet(lines.pop(0).decode())
             return [self._read(line) for line in lines]
-        except (SignatureError, ValueError, TypeError):
+        except (SignatureError, ValueError, TypeError, RecursionError):
             self.is_open = False
             return []
 

@@ -41,7 +41,7 @@ _RUN = "lockstep/run"  # address of the run under way, in the rendezvous' store,
 _SEAT_SECONDS, _SEAT_PAUSE = 2.0, 0.5  # seconds in which a loss is usually settled
 _REPORT_SECONDS = 15.0
 _CONNECT_SECONDS = 10.0
-_HELLO_SECONDS = 5.0  # for a connection's first line
+_HELLO_SECONDS = 5.0  # for a connection's first message
 _BEAT = 1.0  # seconds between two lines at most
 _NOTHING_NEW: dict[str, Any] = {}  # the message of a beat
 _ORDERS = ("replace", "silent", "refused")  # names of processes, each told once to the node that has them
@@ -148,12 +148,12 @@ def open_decisions(
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
     if listener is None:
-        return Coordinator(None, "", None, folder, job.secret, say) if several and job.backend == "c10d" else None
+        return Coordinator(None, "", None, folder, job.run_secret, say) if several and job.backend == "c10d" else None
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     membership = Membership(store, least=job.least, most=job.losses, describe=describe)
     os.environ[MEETING_VARIABLE] = meeting = f"{host}:{port}"
-    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder, job.secret, say)
+    return Coordinator(membership, meeting, listen(host, 0) if several else None, folder, job.run_secret, say)
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,7 +208,8 @@ class Coordinator:
         self._secret, self._round_secret, self._token = secret, secret, ""
         self._published: Any = None  # the rendezvous' store, while it has this run's address
         self._newest: dict[str, int] = {}  # the last number in the names of another node's process, by slot
-        self._waiting: list[Link] = []  # connections without a first line
+        self._waiting: list[Link] = []  # connections without a first message
+        self._met: set[str] = set()  # the numbers of this round's connections
         self._nodes: list[_Node] = []
         self._world: set[str] = set()
         self._own: set[str] = set()
@@ -243,7 +244,8 @@ class Coordinator:
     def begin(self, round_: str, names: list[str], group: Any) -> bool:
         """Reset for a new start of all processes; return whether a loss is survived."""
         self._close_links()
-        self._waiting, self._nodes, self._own, self._is_stale = [], [], set(names), True
+        self._waiting, self._met, self._nodes = [], set(), []
+        self._own, self._is_stale = set(names), True
         self.replace, self.silent, self.refused, self.fatal, self.is_over = [], [], [], None, False
         self.code = self.stop_signal = 0
         ranks = [str(rank) for rank in range(group.workers[0].world_size)]
@@ -330,7 +332,7 @@ class Coordinator:
             link.close()
 
     def _accept(self) -> None:
-        """Accept other launchers: a connection is one's once its first line is signed."""
+        """Accept other launchers: a connection is one's once its first message is signed."""
         with contextlib.suppress(OSError):  # nobody waits
             while self._listener:
                 self._waiting.append(Link(self._listener.accept()[0], self._round_secret, is_server=True))
@@ -338,8 +340,12 @@ class Coordinator:
             messages = link.receive()
             if messages:
                 self._waiting.remove(link)
+                if link.number in self._met:  # recorded, and sent again
+                    link.close()
+                    continue
+                self._met.add(link.number)
                 self._add_node(link, messages[0])
-            elif not link.is_open or time.monotonic() - link.heard > _HELLO_SECONDS:
+            elif not link.is_open or time.monotonic() - link.opened > _HELLO_SECONDS:
                 self._waiting.remove(link)
                 link.close()
 
@@ -398,8 +404,11 @@ class Coordinator:
         node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
-        elif is_last and quiet > _LEAVE:
-            self._lose(node, "its launcher is silent")
+        elif is_last and quiet > _LEAVE:  # the ranks here ended well, which they do only with all others
+            self._say(f"node {node.label} ({node.host}): its launcher is silent; the run has ended without it")
+            node.link.close()
+            node.is_lost = True
+            node.living, self._is_stale = set(), True
 
     def _lose(self, node: _Node, why: str) -> None:
         """Count a node's processes as lost, once; a process that ended well stays so."""
@@ -476,7 +485,7 @@ class Follower:
     """
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
-        self._endpoint, self._folder, self._secret, self._say = job.endpoint, folder, job.secret, say
+        self._endpoint, self._folder, self._secret, self._say = job.endpoint, folder, job.run_secret, say
         self._label, self._patience = job.node_rank, join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []

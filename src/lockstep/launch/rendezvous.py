@@ -28,7 +28,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -37,7 +36,7 @@ from lockstep.distributed.membership import check_store
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.job import Job
 from lockstep.launch.rendezvous_state import SignedBackend
-from lockstep.launch.secret import SECRET_VARIABLE, SignatureError
+from lockstep.launch.secret import SECRET_VARIABLE, Secret, SignatureError
 
 __all__ = ["join_seconds", "local_address", "open_rendezvous"]
 
@@ -46,6 +45,7 @@ _READ_SECONDS = 5.0  # seconds to wait for the meeting point to answer, while th
 _MEET_SECONDS = 60.0  # the same in a rendezvous, where a busy node may be late
 _SLOW_SECONDS = 3.0
 _REPORT_SECONDS = 15.0
+_SETTINGS = "lockstep/settings"  # key of node 0's
 _REFUSED = "lockstep/refused"  # key of the last launcher with other settings
 _JOIN_SECONDS = 600  # torch's own limit
 
@@ -78,8 +78,9 @@ def open_rendezvous(job: Job, say: Callable[[str], None]) -> RendezvousHandler:
         )
     store = _open_store(job, say)
     _check_settings(job, store)
-    store.set(_host_key(str(settings.local_addr), os.getpid()), job.secret.sign("host", socket.gethostname()).decode())
-    backend = SignedBackend(C10dRendezvousBackend(store, job.run_id), job.secret)
+    host = job.run_secret.sign("host", socket.gethostname()).decode()
+    store.set(_host_key(str(settings.local_addr), os.getpid()), host)
+    backend = SignedBackend(store, job.run_id, job.run_secret)
     handler = create_handler(store, backend, settings)
     return NodeRendezvous(handler, job, store, say)
 
@@ -135,21 +136,32 @@ def _await_host(host: str, port: int, limit: float, say: Callable[[str], None]) 
 
 
 def _check_settings(job: Job, store: TCPStore) -> None:
-    """Raise ConfigError if node 0's launcher, which opened the store, has other settings."""
+    """Write the settings of node 0's launcher, which opened the store; on other nodes raise if they differ.
+
+    Raises:
+        ConfigError: the settings or the secrets differ.
+        LockstepError: node 0's launcher wrote none.
+    """
     nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
     own = {"--nnodes": nodes, "--rdzv-id": job.run_id}
-    found = store.compare_set("lockstep/settings", "", job.secret.sign("settings", own).decode())
+    if job.is_host:  # over those of a stranger who was faster
+        store.set(_SETTINGS, job.secret.sign("settings", own).decode())
+        return
     try:
-        theirs = job.secret.read("settings", found)
+        theirs = job.secret.read("settings", store.get(_SETTINGS))
     except SignatureError as error:
         raise ConfigError(
             f"--rdzv-secret-file, or {SECRET_VARIABLE}: the secret here is not that of the launcher at {job.endpoint}; "
             "give all launchers the same one"
         ) from error
+    except RuntimeError as error:
+        raise LockstepError(
+            f"no launcher has written its settings at {job.endpoint}; check that node 0's still runs, and --master-port"
+        ) from error
     for flag, value in own.items():
         if value != theirs[flag]:
             refused = f"{socket.gethostname()} with {flag} {value}"
-            store.set(_REFUSED, job.secret.sign("refused", refused).decode())
+            store.set(_REFUSED, job.secret.sign("refused", refused).decode())  # its run may be another
             raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
 
 
@@ -270,20 +282,20 @@ class NodeRendezvous(RendezvousHandler):
             return f"{came}; the others have not left the round before"
         if len(names) >= least:
             return f"{came}; more may come, within the last_call_timeout of --rdzv-conf"
-        if refused := self._read("refused", _REFUSED):
+        if refused := self._read("refused", _REFUSED, self._job.secret):
             came += f"; refused: {refused}"
         return f"{came}; check that the launchers of the others run, with --master-addr and --master-port of this one"
 
     def _name(self, node: Any) -> str:
-        host = self._read("host", _host_key(node.addr, node.pid))
+        host = self._read("host", _host_key(node.addr, node.pid), self._job.run_secret)
         return f"{host} {node.addr}".strip()
 
-    def _read(self, purpose: str, key: str) -> str:
+    def _read(self, purpose: str, key: str, secret: Secret) -> str:
         """Return what a launcher has told; "" for nothing, and for what none of this run has signed."""
         if self._store is None or not self._store.check([key]):
             return ""
         try:
-            return str(self._job.secret.read(purpose, self._store.get(key)))
+            return str(secret.read(purpose, self._store.get(key)))
         except SignatureError:
             return ""
 
@@ -295,7 +307,7 @@ class NodeRendezvous(RendezvousHandler):
             return int(self._handler.num_nodes_waiting())
         except RendezvousStateError:  # the next round will fail for it; this one needs no state
             if not self._has_warned:
-                text = f"at {self._job.endpoint} somebody without the launchers' secret has written their state"
+                text = f"at {self._job.endpoint} somebody without the launchers' secret has overwritten their state"
                 self._say(f"{text}; the run goes on, and can neither be restarted nor take nodes in")
             self._has_warned = True
             return 0

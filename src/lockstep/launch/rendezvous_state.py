@@ -7,7 +7,9 @@ import pickle
 from datetime import datetime
 from typing import Any, final
 
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch._C._distributed_c10d import Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 # Private names of torch, the same since torch 2.11: the state has no public form but its pickle.
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -26,15 +28,17 @@ _PURPOSE = "state"
 
 @final
 class SignedBackend(RendezvousBackend):
-    """A backend whose state is read only if a launcher of this run has signed it.
+    """Torch's c10d backend, whose state is read only if a launcher of this run has signed it.
 
     Args:
-        backend: stores the bytes.
+        store: stores the bytes.
+        run_id: --rdzv-id.
         secret: signs them.
     """
 
-    def __init__(self, backend: RendezvousBackend, secret: Secret) -> None:
-        self._backend, self._secret = backend, secret
+    def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
+        self._backend = C10dRendezvousBackend(store, run_id)
+        self._store, self._key, self._secret = store, f"torch.rendezvous.{run_id}", secret
 
     @property
     def name(self) -> str:
@@ -43,6 +47,7 @@ class SignedBackend(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the state as torch expects it, and its token."""
+        self._check()
         found = self._backend.get_state()
         return found and (self._read(found[0]), found[1])
 
@@ -51,6 +56,15 @@ class SignedBackend(RendezvousBackend):
         values = _to_json(pickle.loads(state))  # pickled by the caller, a line before
         found = self._backend.set_state(self._secret.sign(_PURPOSE, values), token)
         return found and (self._read(found[0]), found[1], found[2])
+
+    def _check(self) -> None:
+        """Raise if the state is gone: torch never deletes it, and would wait for it while no process is watched."""
+        try:
+            is_there = self._store.check([self._key])
+        except RuntimeError as error:
+            raise RendezvousConnectionError("the store is gone") from error
+        if not is_there:
+            raise RendezvousStateError("the state was deleted")
 
     def _read(self, data: bytes) -> bytes:
         try:
