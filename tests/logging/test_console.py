@@ -179,10 +179,12 @@ def test_earlier_records_are_in_the_curve():
     assert "peak memory  " not in text or "812 MiB" in text
 
 
-def test_a_stream_without_unicode():
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_stream_without_unicode(monkeypatch, interactive):
+    monkeypatch.setenv("COLUMNS", "60")  # the bar's numbers are cropped
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    console = Console(100, stream=stream)
+    console = Console(100, stream=stream, interactive=interactive)
     console.start({})
     for step in range(20):
         console.log(record(step, 5 - step / 10))
