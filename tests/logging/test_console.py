@@ -179,12 +179,10 @@ def test_earlier_records_are_in_the_curve():
     assert "peak memory  " not in text or "812 MiB" in text
 
 
-@pytest.mark.parametrize("interactive", [False, True])
-def test_a_stream_without_unicode(monkeypatch, interactive):
-    monkeypatch.setenv("COLUMNS", "60")  # the bar's numbers are cropped
+def test_a_stream_without_unicode():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    console = Console(100, stream=stream, interactive=interactive)
+    console = Console(100, stream=stream)
     console.start({})
     for step in range(20):
         console.log(record(step, 5 - step / 10))
@@ -194,6 +192,17 @@ def test_a_stream_without_unicode(monkeypatch, interactive):
     assert "\\xe9" in text
     assert "\\u6f22" in text
     assert "*" in text
+
+
+def test_the_bar_on_a_terminal_without_unicode(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")  # the line is cropped
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    bar = module._Bar(module._terminal(stream, True), lambda: None)
+    bar.draw(1, 10, None, ["é 1.0"] * 30)
+    bar.stop()
+    stream.flush()
+    assert "\\xe9" in raw.getvalue().decode("ascii")
 
 
 def test_the_bar_is_drawn_seldom_and_the_cursor_comes_back(monkeypatch):
