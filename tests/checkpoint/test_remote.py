@@ -398,6 +398,28 @@ def test_an_upload_never_blocks_a_save_and_keeps_what_it_sends(tmp_path, store):
     sending.close()
 
 
+class Hanging(RemoteRun):
+    """A store that takes no file."""
+
+    def put(self, path, name):
+        time.sleep(30)
+
+
+def test_a_store_that_hangs_ends_the_wait_at_its_limit(tmp_path, store):
+    folder = saved(tmp_path / "r", 3)
+    stuck = Uploader(Hanging(URL, "r"), folder, keep=2, every=0, wait=0.3)
+    stuck.claim("process 1 on a", alive, print)
+    start = time.perf_counter()
+    assert names(stuck.settle(), "step-00000003", f"{URL}/r", "--checkpoint.upload-wait", folder)
+    stuck.close()
+    assert time.perf_counter() - start < 15
+    again = uploader(folder)
+    again.claim("process 2 on a", lambda owner: True, print)
+    assert again.settle() == ""
+    assert whole(RemoteRun(URL, "r")) == {3: []}
+    again.close()
+
+
 SCRIPT = """
 import sys, lockstep, small_runs
 from pathlib import Path

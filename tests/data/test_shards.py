@@ -157,6 +157,11 @@ def test_mds_is_read_as_its_own_package_wrote_it(folder):
         assert (sample["si"], sample["sd"]) == (10**20 + number, Decimal(f"{number}.10"))
         assert (sample["png"].getpixel((0, 0)), sample["pil"].getpixel((1, 0))) == (number, (number, 0, 1))
     index = json.loads((folder / "index.json").read_text())
+    index["shards"][1]["samples"] = 2
+    (folder / "index.json").write_text(json.dumps(index))
+    with refuses(DataError, index["shards"][1]["raw_data"]["basename"], "3", "2"):
+        lockstep.shards(folder)
+    index["shards"][1]["samples"] = 3
     for codec in ("gzip", "zstd", "snappy", "brotli"):
         short = {"gzip": "gz", "brotli": "br"}.get(codec, codec)
         for shard in index["shards"]:
@@ -165,6 +170,11 @@ def test_mds_is_read_as_its_own_package_wrote_it(folder):
             shard |= {"compression": short, "zip_data": {"basename": name, "bytes": len(packed), "hashes": {}}}
         (folder / "index.json").write_text(json.dumps(index))
         assert lockstep.shards(folder)[5]["text"] == "text 5 ä"
+    index["shards"][1]["samples"] = 4
+    (folder / "index.json").write_text(json.dumps(index))
+    with refuses(DataError, name, "3", "4"):  # a compressed one, when it is opened
+        _ = lockstep.shards(folder)[6]
+    index["shards"][1]["samples"] = 3
     index["shards"][0]["column_encodings"][0] = index["shards"][1]["column_encodings"][0] = "pkl"
     (folder / "index.json").write_text(json.dumps(index))
     with refuses(DataError, "index.json", "arr", "pkl"):

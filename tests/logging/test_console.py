@@ -194,6 +194,17 @@ def test_a_stream_without_unicode():
     assert "*" in text
 
 
+def test_the_bar_on_a_terminal_without_unicode(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")  # the line is cropped
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    bar = module._Bar(module._terminal(stream, True), lambda: None)
+    bar.draw(1, 10, None, ["é 1.0"] * 30)
+    bar.stop()
+    stream.flush()
+    assert "\\xe9" in raw.getvalue().decode("ascii")
+
+
 def test_the_bar_is_drawn_seldom_and_the_cursor_comes_back(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     drawn = []

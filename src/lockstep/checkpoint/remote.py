@@ -18,6 +18,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
@@ -47,6 +48,8 @@ T = TypeVar("T")
 _RANGE = 16 << 20  # bytes of one read
 _RANGES = 4  # reads at a time
 _PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
+# The tries of one request within a try of lockstep's: s3fs and botocore would make 25, with pauses between them.
+_S3_TRIES = 3
 _REPORT_SECONDS = 30.0  # between two lines about a long download
 
 # The store's own code of an error -> why, and the way out. A retry does not help.
@@ -88,12 +91,15 @@ class RemoteRun:
 
     Attributes:
         url: of the run's folder.
+        heard: `time.monotonic()` when the store last took a file of an upload, or a part of it.
     """
 
     def __init__(self, save_dir: str, experiment_name: str, flag: str = "--save-dir") -> None:
         self.url = f"{save_dir.rstrip('/')}/{experiment_name}" if experiment_name else save_dir.rstrip("/")
         self._flag = flag
         self._pauses: tuple[float, ...] = _PAUSES
+        self._abandoned = threading.Event()
+        self.heard = time.monotonic()
 
     @cached_property
     def _store(self) -> tuple[Any, str]:
@@ -117,7 +123,21 @@ class RemoteRun:
             raise self._error(f"the package {module} is not installed; pip install {module}") from error
         except Exception as error:
             raise self._explain(error) from error
+        if scheme in ("s3", "s3a"):
+            system.retries = 1  # of s3fs, around botocore's
+            if "AWS_MAX_ATTEMPTS" not in os.environ:
+                retries = {"retries": {"total_max_attempts": _S3_TRIES}}
+                system.config_kwargs = retries | system.config_kwargs  # read at the first request
         return system, path
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the store is a folder of this machine."""
+        return self.url.startswith(("file://", "local://"))
+
+    def abandon(self) -> None:
+        """Make no further request: from now on, each raises StorageError."""
+        self._abandoned.set()
 
     def check(self) -> None:
         """Check that the store can be written, read, listed and cleared; leaves nothing there.
@@ -154,10 +174,17 @@ class RemoteRun:
         self._reach(lambda: system.pipe_file(f"{root}/{name}", data))
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a local file as `name`. Raises FileNotFoundError if it is gone."""
+        """Upload a local file as `name`, and note in `heard` what the store takes. Raises FileNotFoundError."""
         system, root = self._store
         path.stat()
-        self._reach(lambda: system.put_file(str(path), f"{root}/{name}"))
+
+        def hear(size: int, sent: int, **_: object) -> None:
+            if sent:  # fsspec calls it before the first part too
+                self.heard = time.monotonic()
+
+        callback = import_fsspec().Callback(hooks={"hear": hear})
+        self._reach(lambda: system.put_file(str(path), f"{root}/{name}", callback=callback))
+        self.heard = time.monotonic()
 
     def files(self) -> list[str]:
         """Return the names of the files in this folder."""
@@ -408,7 +435,7 @@ class RemoteRun:
             self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
             notes = f"uploads/{step_name(step)}"
             self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
-            if self.url.startswith(("file://", "local://")):  # the only stores with folders that stay when empty
+            if self.is_folder:  # the only stores with folders that stay when empty
                 system, root = self._store
                 for each in ("checkpoints", "uploads"):
                     with contextlib.suppress(OSError):
@@ -493,6 +520,8 @@ class RemoteRun:
             ConfigError: the store refuses.
             StorageError: it did not answer in any attempt.
         """
+        if self._abandoned.is_set():
+            raise StorageError(f"{self._flag} {self.url}: the store was given up")
         for pause in (*self._pauses, None):
             try:
                 return action()
@@ -500,9 +529,8 @@ class RemoteRun:
                 if isinstance(error, FileNotFoundError) and _code_of(error) not in _FINAL:
                     raise
                 failure = self._explain(error)
-                if pause is None or isinstance(failure, ConfigError):
+                if pause is None or isinstance(failure, ConfigError) or self._abandoned.wait(pause):
                     raise failure from error
-            time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
     def _explain(self, error: Exception) -> LockstepError:
@@ -516,14 +544,13 @@ class RemoteRun:
             return self._error("no credentials were found; set them in the environment, or in the store's own file")
         if isinstance(error, PermissionError):
             return self._error(_DENIED)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, errno.ENOTDIR):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOTDIR):
             return self._error(f"{error.strerror}; make room there, or choose another URL")
         reason = printable(mask((str(error).strip().splitlines() or [""])[0]), 200)
         if classes & _NO_ANSWER or isinstance(error, OSError):
-            return StorageError(
-                f"{self._flag} {self.url}: the store does not answer ({type(error).__name__}: {reason}); start again "
-                "when it does"
-            )
+            # With a code it did answer: a server that fails, or whose disk is full.
+            what = f"fails ({code}: {reason})" if code else f"does not answer ({type(error).__name__}: {reason})"
+            return StorageError(f"{self._flag} {self.url}: the store {what}; start again when it works")
         return self._error(f"{type(error).__name__}: {reason}")
 
     def _error(self, why: str) -> ConfigError:

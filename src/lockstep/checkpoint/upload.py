@@ -7,7 +7,8 @@
     uploader.close()                        # uploads the records once more, and releases the URL
 
 The thread uploads the newest checkpoint first, then older ones that the retention keeps, then records; it removes from
-the store what the retention does not keep. After an error it goes on at the next save.
+the store what the retention does not keep. After an error it goes on at the next save. At its end a run waits while the
+store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
 
 The owner's file says which run uploads to a URL, and the thread changes it every half minute. A store has no locks: who
 starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
@@ -18,8 +19,10 @@ uploads the manifest of a checkpoint once all nodes have uploaded their files, a
 nothing but small files in the store, so no rank waits for another.
 """
 
+import contextlib
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -43,6 +46,7 @@ _BEAT = 30.0  # seconds between two changes of the owner's file
 _WATCH = 75.0  # seconds to watch another's for a change: two beats, and the time of a slow request
 _POLL = 5.0
 _END_SECONDS = 30.0  # to end an upload in a run that has failed
+_QUIET_SECONDS = 10.0  # of the wait at the end, before a line says so
 
 
 class Uploader:
@@ -54,6 +58,7 @@ class Uploader:
         keep: newest checkpoints to keep there.
         every: also keep steps that are multiples of it; 0: none.
         beat: seconds between two changes of the owner's file.
+        wait: seconds that `settle` waits for a store that takes nothing (`--checkpoint.upload-wait`).
 
     Attributes:
         sending: step of the checkpoint that is being uploaded, which must stay; None: none.
@@ -61,8 +66,11 @@ class Uploader:
         token: of the run that owns the URL, which the other nodes get from rank 0's.
     """
 
-    def __init__(self, remote: RemoteRun, folder: Path, *, keep: int, every: int, beat: float = _BEAT) -> None:
+    def __init__(
+        self, remote: RemoteRun, folder: Path, *, keep: int, every: int, beat: float = _BEAT, wait: float = math.inf
+    ) -> None:
         self._remote, self._folder, self._keep, self._every, self._beat = remote, folder, keep, every, beat
+        self._wait = wait
         self.token, self._count, self._owner, self._is_main = secrets.token_hex(8), 0, "", False
         self.part = ""
         self._pending = False  # a checkpoint waits for another node
@@ -74,6 +82,9 @@ class Uploader:
         self._warned: set[int] = set()
         self._sent: dict[str, tuple[int, int]] = {}  # record -> modification time and size when it was uploaded
         self._lost = False
+        self._is_silent = False  # the store did not answer in the last round
+        self._has_given_up = False  # `settle` has: the thread makes no more requests
+        self._told = ""  # what `settle` last said is missing
         self._requests, self._done = 0, 0  # rounds asked for, and made
         self._change, self._ends = threading.Condition(), False
         self._thread: threading.Thread | None = None
@@ -170,18 +181,34 @@ class Uploader:
             self._requests += 1
             self._change.notify_all()
 
-    def settle(self, seconds: float | None = None) -> str:
+    def settle(self, seconds: float = math.inf) -> str:
         """Wait until everything is uploaded or was tried, and describe what is not uploaded; "" for nothing.
 
         Args:
-            seconds: to wait at most; None: as long as it takes.
+            seconds: to wait at most, whatever the store takes.
         """
+        start, is_said = time.monotonic(), False
         with self._change:
             self._requests += 1
             target = self._requests
             self._change.notify_all()
-            self._change.wait_for(lambda: self._done >= target or self._lost, seconds)
-        return self._missing()
+            while not (self._done >= target or self._lost or self._has_given_up):
+                waited = time.monotonic() - start
+                silent = time.monotonic() - max(start, self._remote.heard)
+                if silent >= self._wait or waited >= seconds:
+                    self._give_up()
+                    break
+                if waited >= _QUIET_SECONDS and not is_said:
+                    is_said = True
+                    line = "waiting for uploads to %s; ends after %g s in which it takes nothing (%s)"
+                    _LOG.info(line, self._remote.url, min(self._wait, seconds), "--checkpoint.upload-wait")
+                self._change.wait(min(1.0, self._wait - silent, seconds - waited))
+        self._told = self._missing()
+        return self._told
+
+    def _give_up(self) -> None:
+        self._has_given_up = True
+        self._remote.abandon()
 
     def close(self, *, failed: bool = False) -> None:
         """Upload the records once more, release the URL and end the thread. Safe to call twice.
@@ -191,20 +218,15 @@ class Uploader:
         """
         if self._thread is None:
             return
-        missing = self.settle(_END_SECONDS if failed else None)
+        told = "" if failed else self._told
+        missing = self._missing() if self._is_silent else self.settle(_END_SECONDS if failed else math.inf)
+        if missing and missing != told:
+            _LOG.warning("%s", missing)
         with self._change:
             self._ends = True
             self._change.notify_all()
-        self._thread.join(0.0 if failed else _END_SECONDS)
-        self._beats.join(0.0 if failed else _END_SECONDS)  # it would write the file again
-        is_idle, self._thread = not (self._thread.is_alive() or self._beats.is_alive()), None
-        if failed and missing:
-            _LOG.warning("%s", missing)
-        try:
-            if is_idle and self._is_main and not self._lost:
-                self.release()
-        except LockstepError as error:
-            _LOG.warning("%s; the next start waits to see that this run has ended", error)
+        self._thread.join(0.0 if self._is_silent or self._has_given_up else _END_SECONDS)
+        self._thread = None
 
     def release(self) -> None:
         """Remove the owner's file, if it has this run's name."""
@@ -213,15 +235,18 @@ class Uploader:
 
     def _missing(self) -> str:
         local = set(list_steps(self._folder))
-        steps = sorted(step for step in local & self._kept(local | self._there) if not self._is_uploaded(step))
+        there = self._there | self._uploaded.keys()
+        kept = self._kept(local | there, self._is_marked_here)
+        steps = sorted(step for step in local & kept if not self._is_uploaded(step))
         if not steps and not self._lost and self._has_records:
             return ""
-        newest = f"the newest there is of step {max(self._there)}" if self._there else "there is none"
+        newest = f"the newest there is of step {max(there)}" if there else "there is none"
         what = ", ".join(path_of(self._folder, step).name for step in steps[-3:]) or "the last records"
         more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
+        why = f", which took nothing for {self._wait:g} s (--checkpoint.upload-wait)" if self._has_given_up else ""
         return (
-            f"not uploaded to {self._remote.url}: {what}{more} ({newest}); they are in {self._folder}, and the next "
-            "start there uploads them"
+            f"not uploaded to {self._remote.url}{why}: {what}{more} ({newest}); they are in {self._folder}: to upload "
+            "them, run the same command there"
         )
 
     # --- the threads
@@ -233,19 +258,20 @@ class Uploader:
                 if self._change.wait_for(lambda: self._ends or self._lost, self._beat):
                     return
             if self._is_main:
-                self._keep_ownership()
+                with contextlib.suppress(StorageError):
+                    self._keep_ownership()
 
     def _run(self) -> None:
         while True:
             with self._change:
-                pause = min(_POLL, self._beat) if self._pending else self._beat
+                pause = min(_POLL, self._beat) if self._pending else None
                 self._change.wait_for(lambda: self._requests > self._done or self._ends, pause)
                 target, ends = self._requests, self._ends
             if ends:
+                self._release_at_end()
                 return
             try:
-                if self._keep_ownership() and (target > self._done or self._pending):
-                    self._round()
+                self._round()
             except Exception as error:  # a bug must not leave the run waiting for its end
                 self._warn(
                     -1, f"uploads to {self._remote.url} failed: {error_line(error)}; tried again at the next save"
@@ -254,8 +280,18 @@ class Uploader:
                 self._done = target
                 self._change.notify_all()
 
+    def _release_at_end(self) -> None:
+        """Release the URL, here and not in the run's thread: a store may hang."""
+        self._beats.join()  # it would write the file again
+        if not self._is_main or self._lost or self._is_silent or self._has_given_up:
+            return
+        try:
+            self.release()
+        except LockstepError as error:
+            _LOG.warning("%s; the next start waits to see that this run has ended", error)
+
     def _keep_ownership(self) -> bool:
-        """Change the owner's file; False if it has another's name now."""
+        """Change the owner's file; False if it has another's name now. Raises StorageError."""
         if self._lost:
             return False
         try:
@@ -265,7 +301,7 @@ class Uploader:
                 self._beat_once()
                 return True
             other = _owner_of(self._remote.read(OWNER)) or "another run"
-        except LockstepError:  # the store does not answer; an upload says so, with what it could not upload
+        except ConfigError:  # the store refuses; an upload says so, with what it could not upload
             return True
         self._lost = True
         _LOG.warning("%s was taken over by %s; this run uploads nothing more", self._remote.url, other)
@@ -273,11 +309,14 @@ class Uploader:
 
     def _round(self) -> None:
         """Upload checkpoints and records, and remove what the retention does not keep."""
-        self._has_records = self._pending = False
+        self._has_records = self._pending = self._is_silent = False
         try:
+            if not self._keep_ownership():
+                return
             there = self._there = set(self._remote.steps())
             self._uploaded = {step: checksum for step, checksum in self._uploaded.items() if step in there}
-            for step in sorted(self._kept({*list_steps(self._folder), *there}), reverse=True):
+            kept = self._kept({*list_steps(self._folder), *there}, self._is_marked)
+            for step in sorted(kept, reverse=True):
                 if not self._upload(step):
                     return
             if self._is_main:
@@ -285,12 +324,14 @@ class Uploader:
             self._send_records()
             self._has_records = True
         except (LockstepError, OSError) as error:
+            self._is_silent = isinstance(error, StorageError)
             self._warn(-1, f"{error}; tried again at the next save")
 
     def _clear(self, there: set[int]) -> None:
         """Remove from the store what the retention does not keep of `there`, and what no upload will complete."""
         self._there = there
-        stay = self._kept(there)  # of those that are there: what was not uploaded makes none of them go
+        # Of those that are there: what was not uploaded makes none of them go.
+        stay = self._kept(there, self._is_marked)
         gone, leftovers = sorted(there - stay), self._remote.leftovers()
         local = set(list_steps(self._folder))  # read last: another node uploads only what rank 0 has published
         begun = local if self.part else set()
@@ -298,8 +339,8 @@ class Uploader:
         for step in gone:
             self._uploaded.pop(step, None)
 
-    def _kept(self, steps: set[int]) -> set[int]:
-        return kept_steps(sorted(steps), self._is_marked, last=self._keep, best=self._best, every=self._every)
+    def _kept(self, steps: set[int], marked: Callable[[int], bool]) -> set[int]:
+        return kept_steps(sorted(steps), marked, last=self._keep, best=self._best, every=self._every)
 
     def _is_marked(self, step: int) -> bool:
         if step not in self._marked:
@@ -309,6 +350,11 @@ class Uploader:
             except CheckpointError:
                 return False
         return self._marked[step]
+
+    def _is_marked_here(self, step: int) -> bool:
+        """Return `_is_marked` as far as it is known without the store, which may hang."""
+        path = path_of(self._folder, step)
+        return self._is_marked(step) if path.is_dir() else self._marked.get(step, False)
 
     def _checksum(self, step: int) -> str:
         """Return the checksum of a local checkpoint's manifest; "" without one."""
@@ -335,7 +381,8 @@ class Uploader:
             self._warn(
                 step, f"{name} was not uploaded: {error}; it is in {self._folder}, and is tried again at the next save"
             )
-            return not isinstance(error, StorageError)
+            self._is_silent = isinstance(error, StorageError)
+            return not self._is_silent
         finally:
             self.sending = None
         if size is None:
@@ -368,7 +415,9 @@ class Uploader:
                 continue
 
     def _warn(self, step: int, line: str) -> None:
-        """Warn once about a step, until an upload succeeds."""
+        """Warn once about a step, until an upload succeeds; not about a store that was given up."""
+        if self._has_given_up:
+            return
         _LOG.warning("%s", line, extra={"only_file": step in self._warned})
         self._warned.add(step)
 

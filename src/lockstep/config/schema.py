@@ -128,6 +128,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "optim.floor": (0, 1, "a share from 0 to 1"),
     "checkpoint.keep": (1, 10**6, "at least 1"),
     "checkpoint.every": (0, 10**12, "a number of steps, or 0"),
+    "checkpoint.upload_wait": (0, 10**9, "a number of seconds"),
     "guards.limit": (0, 10**6, "a number of steps"),
     "guards.desync_freq": (0, 10**12, "a number of steps, or 0 for none"),
     "guards.straggler": (0, 1000, "a ratio, or 0 for never"),

@@ -267,6 +267,7 @@ class Checkpoint:
         "continue", "what to do after a failed save; continue: stop only after two in a row", "continue", "stop"
     )
     local_dir: str = option("outputs", "folder for the local copies of runs whose --save-dir is a URL")
+    upload_wait: float = option(300.0, "seconds that a run's end waits for a --save-dir that takes no upload")
 
 
 @suggest_fields()

@@ -108,6 +108,7 @@ class _ArrowShard(OpenShard):
         self._from_batches = _package("pyarrow").Table.from_batches
         self._batches = rows.data.table.to_batches()
         self._starts = list(accumulate((batch.num_rows for batch in self._batches), initial=0))
+        self.samples = self._starts[-1]
         get_formatter = _package("datasets.formatting").get_formatter
         self._formatter = get_formatter(None if row_format == "python" else row_format, features=rows.features)
 

@@ -89,6 +89,14 @@ class ShardFile:
                 f"{printable(self.stamp)}); restore it, or start again with the data as they are now"
             )
 
+    def check_samples(self, count: int) -> None:
+        """Raise DataError if the shard's own count, -1 for none, is not that of its index."""
+        if count not in (-1, self.samples):
+            raise DataError(
+                f"the shard {self.label} has {count} samples, and its index says {self.samples}: some would be left "
+                "out; write the index again"
+            )
+
     def check_content(self, path: Path) -> None:
         """Raise DataError if the content of `path` has another checksum."""
         algorithm, _, wanted = self.checksum.partition(":")

@@ -51,7 +51,13 @@ class Counted(NamedTuple):
 
 
 class OpenShard(ABC):
-    """A shard whose samples can be read."""
+    """A shard whose samples can be read.
+
+    Attributes:
+        samples: in it, by its own content; -1: its size alone decides them.
+    """
+
+    samples = -1
 
     @abstractmethod
     def read(self, rows: list[int]) -> list[Any]:
@@ -65,11 +71,13 @@ class ShardFormat(ABC):
         name: as the user gives it.
         suffix: of a file that `prepare` writes; "": none.
         replaces: that file replaces the shard, such as an uncompressed copy; else it is kept beside it.
+        has_header: the first bytes of a shard have the number of its samples.
     """
 
     name: str
     suffix = ""
     replaces = False
+    has_header = False
 
     def prepared(self, file: ShardFile, path: Path | None) -> bool:
         """Whether this shard must be prepared; `path` is None if it is not here yet."""
@@ -310,6 +318,7 @@ class _TarShard(OpenShard):
             self._extensions: list[str] = arrays["extensions"].tolist()
             self._members: NDArray[np.int64] = arrays["members"]
             self._starts: NDArray[np.int64] = arrays["starts"]
+        self.samples = len(self._starts) - 1
         self._file = path.open("rb", buffering=0)
 
     def __del__(self) -> None:
@@ -355,6 +364,7 @@ class MdsShards(ShardFormat):
     name = "mds"
     suffix = ".mds"
     replaces = True
+    has_header = True
 
     def __init__(self, columns: Sequence[tuple[str, str, int | None]], label: str) -> None:
         self._columns = [(name, _decoder(name, encoding, label), size or 0) for name, encoding, size in columns]
@@ -422,8 +432,8 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
 class _MdsShard(OpenShard):
     def __init__(self, path: Path, columns: list[tuple[str, Decode, int]]) -> None:
         self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).data
-        count = int.from_bytes(self._data[:4], "little")
-        self._offsets: NDArray[Any] = np.frombuffer(self._data, "<u4", count + 1, 4)
+        self.samples = int.from_bytes(self._data[:4], "little")
+        self._offsets: NDArray[Any] = np.frombuffer(self._data, "<u4", self.samples + 1, 4)
         self._columns, self._free = columns, sum(not size for _, _, size in columns)
 
     def read(self, rows: list[int]) -> list[Any]:

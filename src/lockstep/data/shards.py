@@ -364,9 +364,11 @@ class _Access:
             path, beside = self.local(file)
             with self.explained(file):
                 try:
-                    return self.form.open(path, beside)
+                    shard = self.form.open(path, beside)
                 except FileNotFoundError:  # another process removed it from the cache for one of its own
                     continue
+                file.check_samples(shard.samples)
+                return shard
         raise DataError(
             f"the shard {file.label} was removed from the cache {self.cache.folder} {_TRIES} times before it could be "
             "opened; raise `cache_size`"
@@ -414,6 +416,11 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
 
         counts = json.loads(access.cache.get(f"{key}.index.json", 0, make).read_bytes())
         files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
+    elif access.store.is_local and access.form.has_header:  # an index gave the numbers
+        for file in files:
+            if not access.form.prepared(file, None):
+                with access.explained(file):
+                    file.check_samples(access.form.count(Path(file.path)).samples)
     if not any(file.samples for file in files):
         raise DataError(f"{label} has {len(files)} shards, and no sample in any of them")
     return files

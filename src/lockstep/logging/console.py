@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from rich.console import Console as Terminal
+from rich.console import OverflowMethod
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
@@ -463,6 +464,9 @@ class _Bar:
     def __init__(self, terminal: Terminal, tick: Callable[[], None]) -> None:
         self._since = time.monotonic()
         self._width = min(terminal.width, _MAX_WIDTH)
+        self._encoding = terminal.encoding
+        # rich's ellipsis is one character of Unicode, whatever the terminal's encoding.
+        self._overflow: OverflowMethod = "ellipsis" if "utf" in terminal.encoding.lower() else "crop"
         self._live = Live(
             console=terminal,
             auto_refresh=False,
@@ -486,7 +490,8 @@ class _Bar:
         both = Table.grid()
         both.add_row(bar)
         parts = [duration_text(time.monotonic() - self._since), *(numbers or ["starting"])]
-        both.add_row(Text(printable("  ".join(parts)), "cyan", overflow="ellipsis", no_wrap=True))
+        line = printable("  ".join(parts)).encode(self._encoding, "backslashreplace").decode(self._encoding)
+        both.add_row(Text(line, "cyan", overflow=self._overflow, no_wrap=True))
         self._live.update(both, refresh=True)
         self._drawn = time.monotonic()
 

@@ -8,6 +8,7 @@ Tensors that are not finite when a run starts are recorded, so that later checks
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -143,7 +144,8 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         return
     if world.leads_folder and session.uploader is None:
         options = built.config.checkpoint
-        session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every)
+        wait = math.inf if remote.is_folder else options.upload_wait  # a large file is one step there, and it ends
+        session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
     built.uploader = uploader = session.uploader
 
     def claim() -> str:
