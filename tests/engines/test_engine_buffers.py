@@ -157,8 +157,10 @@ class Two(World):
 
 def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
-    monkeypatch.setattr(moving.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
-    monkeypatch.setattr(moving.dist, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
+    monkeypatch.setattr(moving.collectives.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    monkeypatch.setattr(
+        moving.collectives.dist, "all_reduce", lambda writers: writers.mul_(2)
+    )  # the other writes the same
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, exact=False)
     for _ in range(4):
