@@ -157,10 +157,9 @@ class Two(World):
 
 def test_ranks_share_what_the_forward_writes_where_all_have_the_same_shape(monkeypatch):
     sent, model, world = [], Counting(), Two(size=2)
-    monkeypatch.setattr(moving.collectives.dist, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
-    monkeypatch.setattr(
-        moving.collectives.dist, "all_reduce", lambda writers: writers.mul_(2)
-    )  # the other writes the same
+    torch_calls = moving.collectives.dist
+    monkeypatch.setattr(torch_calls, "broadcast", lambda tensor, src: sent.append((tensor.dtype, src)))
+    monkeypatch.setattr(torch_calls, "all_reduce", lambda writers: writers.mul_(2))  # the other writes the same
     world.shapes = {"mean": [7, 3]}
     made = with_buffers(Still(model, True), model, world, exact=False)
     for _ in range(4):
