@@ -42,9 +42,8 @@ ODD = {
     "marked": lambda: draw(3).as_subclass(Marked),
 }
 OTHERS = {
-    "coo": lambda: draw(3, 4).to_sparse(),
-    "csr": lambda: torch.eye(3, dtype=torch.float64).to_sparse_csr(),
-    "nested": lambda: torch.nested.nested_tensor([draw(2), draw(3)]),
+    "sparse": lambda: torch.eye(3, dtype=torch.float64).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([draw(2), draw(3)], layout=torch.jagged),
 }
 WRITTEN = ("transposed", "one_row", "scalar", "flags", "uint16", "float8", "complex64", "conjugated")
 
@@ -60,8 +59,7 @@ class Net(nn.Module):
         self.turned = nn.Parameter(draw(2, 3).t())
         for name, make in ODD.items():
             self.register_buffer(name, make())
-        for name in ("coo", "csr"):
-            self.register_buffer(name, OTHERS[name](), persistent=False)
+        self.register_buffer("sparse", OTHERS["sparse"](), persistent=False)
 
     def forward(self, x):
         if self.training:
@@ -70,7 +68,7 @@ class Net(nn.Module):
                     buffer = getattr(self, name)
                     wide = torch.complex128 if buffer.is_complex() else torch.float64
                     buffer.copy_(buffer.to(wide) * -1 if name == "float8" else buffer.to(wide) + 1)
-        return torch.sparse.mm(self.csr, self.inner(x).t()).t() @ self.turned * self.scale
+        return torch.sparse.mm(self.sparse, self.inner(x).t()).t() @ self.turned * self.scale
 
 
 class Sum(torchmetrics.Metric):
@@ -213,9 +211,9 @@ class Refused(Odd):
     [
         *(("buffer", make, "'odd'") for make in OTHERS.values()),
         ("buffer", lambda: draw(3, 4).float().to_mkldnn(), "'odd'"),
-        ("own", OTHERS["coo"], "'task/odd'"),
+        ("own", OTHERS["sparse"], "'task/odd'"),
         ("own", OTHERS["nested"], "'task/odd'"),
-        *(("metric", make, "'odd'") for make in (OTHERS["coo"], OTHERS["nested"], lambda: draw(3), lambda: draw(0))),
+        *(("metric", make, "'odd'") for make in (OTHERS["sparse"], OTHERS["nested"], lambda: draw(3), lambda: draw(0))),
         *(("metric", make, "'odd'") for make in (lambda: np.complex128(1j), lambda: 1j, lambda: "a")),
         ("loss", lambda value: value.reshape(1).to_sparse(), "`loss`"),
         ("loss", lambda value: value.to(torch.complex128), "`loss`"),
