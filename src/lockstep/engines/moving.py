@@ -316,7 +316,8 @@ class Moving:
                 continue
             writers = changed_elements(place.now, place.step_value).to(torch.int32)
             collectives.all_reduce(writers)  # collective, in the checked steps
-            if is_by_rows(writers):
+            # Waits for the device. A buffer that was written with the values it had has no writer at all.
+            if writers.any() and is_by_rows(writers):
                 raise ConfigError(
                     f"the ranks write different rows of {place.description}: if each sample or stream has rows of its "
                     "own, name it in the task's `sample_state`; else write it in `step_loss` or in the hook "
