@@ -161,7 +161,7 @@ def finished(world, settings):
     return lockstep.train(settings, Odd(), world).evaluation
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("engine", ["ddp"])
 def test_odd_tensors_train_stop_and_resume_as_in_plain_pytorch(tmp_path, engine):
     settings = {"batch_size": 8, "micro_batch_size": 0, "max_steps": 4, "ckpt_freq": 2, "eval_freq": 2}
     settings |= {"optim": {"clip": 0.0}, "engine": engine}
