@@ -701,14 +701,14 @@ class _TensorValues:
         """Keep the memory and the form."""
         # It has the tensor's memory and its present form, whatever becomes of the tensor.
         self._alias = None if self.tensor.is_meta else self.tensor.detach()
-        if self._alias is not None and self._alias.layout is torch.strided:
+        if self._alias is not None and _is_dense(self._alias):
             self._bytes = self._alias.untyped_storage().nbytes()
 
     def copy(self) -> None:
         """Copy the values."""
         if self._alias is None:
             return
-        if self._alias.layout is torch.strided:
+        if _is_dense(self._alias):
             self.values = self._alias.clone(memory_format=torch.contiguous_format)
         else:
             self.values = self._alias.clone()
@@ -719,7 +719,7 @@ class _TensorValues:
     def has_form(self) -> bool:
         """Whether shape, layout and memory are as they were."""
         now, before = self.tensor, self._alias
-        if before is None or now.layout is not torch.strided:
+        if before is None or not _is_dense(now):
             return True
         return (
             (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
@@ -732,7 +732,7 @@ class _TensorValues:
         """Return whether the values have changed: on another device than the CPU a 0-dim bool tensor."""
         if self.tensor.is_meta:
             return False
-        if self._alias is None or self.tensor.layout is not torch.strided:
+        if self._alias is None or not _is_dense(self.tensor):
             return _version(self.tensor) != self._version
         if not self.has_form():
             return True
@@ -745,7 +745,7 @@ class _TensorValues:
         if self._alias is None:
             return
         with torch.no_grad():
-            if self.values is not None and self._alias.layout is not torch.strided:
+            if self.values is not None and not _is_dense(self._alias):
                 self.tensor.data = self.values.clone()
                 self._version = _version(self.tensor)
                 return
@@ -800,6 +800,11 @@ class _CopiesAtWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     record.copy()
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has strides; a nested one has none, whatever its layout is called."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's whole memory; 0 if it has none."""
     try:
@@ -832,9 +837,9 @@ def _changed_tensors(records: list[_TensorValues]) -> list[_TensorValues]:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, device and bits. Waits for the device."""
-    if (left.shape, left.dtype, left.device, left.layout) != (right.shape, right.dtype, right.device, right.layout):
+    if not _is_dense(left) or not _is_dense(right) or left.is_meta:
         return False
-    if left.layout is not torch.strided or left.is_meta:
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
     return torch.equal(as_bytes(left), as_bytes(right))
 

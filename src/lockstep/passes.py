@@ -27,7 +27,7 @@ from lockstep.engines.base import Engine
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms
 from lockstep.errors import ConfigError
 from lockstep.guards.loss_parameters import LossParameters
-from lockstep.records import Number, NumberCollector, check_numbers, describe_value, number_of
+from lockstep.records import Number, NumberCollector, check_numbers, describe_value, is_number, number_of
 from lockstep.seeds import derive
 from lockstep.task import AVERAGED, UNDIVIDED, Task, set_step
 from lockstep.transforms.batchnorm import empty_slot
@@ -340,7 +340,7 @@ def check_scalar(loss: Any, method: str = "loss") -> Tensor:
     Raises:
         ConfigError: it is not a tensor of one floating-point number, or has no graph although a backward follows.
     """
-    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.itemsize < 2 or not is_number(loss):
         raise ConfigError(
             f"the task's `{method}` returned {describe_value(loss)}: it must return one number, a 0-dim float tensor"
         )

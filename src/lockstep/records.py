@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lockstep.distributed.progress import rank_label
@@ -30,6 +31,7 @@ __all__ = [
     "fill_numbers",
     "flatten_numbers",
     "float_of",
+    "is_number",
     "mean_numbers",
     "merge_sums",
     "number_of",
@@ -206,14 +208,18 @@ Sums = tuple[float, float, float]
 def describe_value(value: Any) -> str:
     """Describe a returned value: `a float`, `a float32 tensor of shape [8, 2]`."""
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+        if value.is_nested:  # it has no shape
+            return "a nested tensor"
+        kind = f"{str(value.dtype).removeprefix('torch.')} {'' if value.layout is torch.strided else 'sparse '}tensor"
+        return f"a {kind} of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether `value` is one real number; reads no tensor."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        is_plain = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        return is_plain and value.numel() == 1 and not value.is_complex()
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "biuf"
     return isinstance(value, int | float | np.integer | np.floating | np.bool_)
@@ -243,7 +249,7 @@ def check_numbers(numbers: Mapping[Any, Any], method: str = "loss") -> Mapping[s
                 f"the task's `{method}` returned a number '{name}', a name of the run's own records; choose another"
             )
         pair = isinstance(value, tuple | list)
-        if not (len(value) == 2 and all(map(_is_number, value)) if pair else _is_number(value)):
+        if not (len(value) == 2 and all(map(is_number, value)) if pair else is_number(value)):
             kind = f"({', '.join(map(describe_value, value))})" if pair else describe_value(value)
             raise ConfigError(
                 f"the task's `{method}` returned {kind} as the number '{name}': it must be one number, reduced like "
@@ -399,7 +405,7 @@ def check_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
             raise UsageError(
                 f"run.log: '{name}' is a name of the run's own records; choose another, such as 'own/{name}'"
             )
-        if not _is_number(value):
+        if not is_number(value):
             raise UsageError(f"run.log: '{name}' is {describe_value(value)}: it must be one number; nothing was logged")
     return values
 

@@ -24,6 +24,7 @@ __all__ = [
     "from_bytes",
     "host_bytes",
     "is_dtensor",
+    "is_expanded",
     "local_of",
     "not_finite",
     "reaches",
@@ -41,6 +42,13 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     return hasattr(tensor, "placements")
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether a dimension has a stride of 0, so that torch refuses to write into the tensor."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a plain tensor without gradient, sharing its memory."""
     local = tensor
@@ -54,14 +62,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in row-major order: a view of its memory, or a copy where it is not contiguous.
 
     Args:
-        tensor: on any device, strided; of a quantized one, its integers.
+        tensor: on any device. Of a quantized one, its integers; of a sparse one, its dense values; of a nested one,
+            its parts, one after the other.
 
     Returns:
         uint8 [bytes]
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_nested:
+        return torch.cat([torch.empty(0, dtype=torch.uint8, device=plain.device), *map(as_bytes, plain.unbind())])
     if plain.is_quantized:
         plain = plain.int_repr()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
     flat = plain.contiguous().reshape(-1)
     # `contiguous` and `reshape` keep the stride of a dimension of size 1, whatever it is, and `view` looks at it.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

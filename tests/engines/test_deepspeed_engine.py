@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import lockstep
 from lockstep import checkpoint
 from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed.world import World
+from lockstep.engines.deepspeed.engine import _initialize
 from lockstep.engines.memory import footprint
 from lockstep.engines.registry import engine
 from lockstep.errors import ConfigError
@@ -55,6 +57,17 @@ def build(world, task=TASK, name="deepspeed", precision="float32", said=None, **
         return parts(world, task, name=name, **settings)
     finally:
         toys.engine = kept
+
+
+def test_a_refusal_names_a_scalar_parameter_and_the_way_out():
+    def initialize(**given):
+        raise TypeError("iteration over a 0-d tensor")
+
+    model = torch.nn.Linear(2, 2)
+    model.temperature = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ConfigError) as caught:
+        _initialize(SimpleNamespace(initialize=initialize), model, None, {})
+    assert names(str(caught.value), "--engine deepspeed", "temperature", "(1,)", "--engine fsdp")
 
 
 def close(found, wanted, tolerance=1e-5):

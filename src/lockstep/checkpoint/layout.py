@@ -218,8 +218,9 @@ def _problem(name: str, value: Any) -> str | None:
         reason = "its name must be a string of 1 to 1000 characters other than '__metadata__'"
     elif not isinstance(value, torch.Tensor):
         return _no_tensor(name, value)
-    elif value.layout is not torch.strided:
-        reason = f"it has no dense values ({value.layout}); register a dense one"
+    elif value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else value.layout
+        reason = f"it has no dense values ({layout}); register a dense one, or a buffer with persistent=False"
     elif not is_known(dtype_name(value.dtype)):
         reason = f"the format has no {dtype_name(value.dtype)}"
     elif is_traceable_wrapper_subclass(value) and not is_dtensor(value):

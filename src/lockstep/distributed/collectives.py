@@ -13,10 +13,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.distributed.membership import is_lost_peer, lost_peers
+from lockstep.tensors import as_bytes, from_bytes
 
 __all__ = [
     "all_gather",
@@ -27,6 +29,9 @@ __all__ = [
     "full_tensor",
     "wait",
 ]
+
+
+_COMMON = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8}  # dtypes of every backend
 
 
 def _issue(collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -53,9 +58,16 @@ def all_gather(tensors: list[Tensor], tensor: Tensor, **options: Any) -> Any:
     return _issue(dist.all_gather, tensors, tensor, **options)  # collective
 
 
-def broadcast(tensor: Tensor, **options: Any) -> Any:
-    """Call `dist.broadcast`. Collective."""
-    return _issue(dist.broadcast, tensor, **options)  # collective
+def broadcast(tensor: Tensor, **options: Any) -> None:
+    """Call `dist.broadcast` for a strided tensor, as bytes where a backend lacks its dtype or layout. Collective."""
+    is_memory = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if is_memory and tensor.dtype in _COMMON:
+        _issue(dist.broadcast, tensor, **options)  # collective
+        return
+    data = as_bytes(tensor)
+    _issue(dist.broadcast, data, **options)  # collective
+    if not is_memory:
+        tensor.copy_(from_bytes(data, tensor.dtype, tensor.shape))
 
 
 def all_to_all_single(output: Tensor, values: Tensor, *splits: list[int] | None, **options: Any) -> Any:

@@ -25,7 +25,6 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING, Evaluate, MakeOptimizer, ScaledBackward, Settings, StepResult
 from lockstep.engines.closure import Alone
 from lockstep.engines.exact import Tree
-from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import as_bytes
@@ -197,6 +196,8 @@ def listed(names: list[str], most: int = 4) -> str:
 # Passing any bucket size, even the default, disables DDP's smaller first bucket, whose exchange overlaps the backward.
 _DEFAULT_OPTIONS = EngineOptions()
 _DDP_PARAMETERS = signature(DistributedDataParallel).parameters
+# A private name of torch: names of parameters and buffers that DDP neither sends nor exchanges.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 _BUFFER_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
 
 
@@ -221,7 +222,6 @@ class ReplicatedEngine:
         self, name: str, module: nn.Module, parameters: list[Tensor], world: World, settings: Settings
     ) -> None:
         check_launched(name, world)
-        unexpanded(module)
         self._name, self._module, self._world, self._settings = name, module, world, settings
         self._parameters, self._roots = parameters, ScaledBackward()
         self._tree: Tree | None = None
@@ -236,8 +236,7 @@ class ReplicatedEngine:
         if settings.exact:
             self._build_tree()
         else:
-            if _BUFFER_OPTION == "broadcast_buffers":  # before 2.13 DDP sends no buffers at first if forwards send none
-                send_from_rank_0(module.buffers())
+            send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
             if not settings.options.static_graph:
                 self._usage = GradientUsage(self._trained_parameters(), world)
@@ -325,16 +324,18 @@ class ReplicatedEngine:
         former = self._ddp or self._settings.wrapper
         ddp = former if isinstance(former, DistributedDataParallel) else None
         ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
-        DistributedDataParallel.__init__(
-            ddp,
-            self._module,
-            device_ids=[device] if device.type == "cuda" else None,
-            find_unused_parameters=find_unused,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=None if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb else options.bucket_cap_mb,
-            **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
-        )
+        bucket = None if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb else options.bucket_cap_mb
+        with _ignored_buffers(self._module):
+            DistributedDataParallel.__init__(
+                ddp,
+                self._module,
+                device_ids=[device] if device.type == "cuda" else None,
+                find_unused_parameters=find_unused,
+                static_graph=options.static_graph,
+                gradient_as_bucket_view=options.gradient_as_bucket_view,
+                bucket_cap_mb=bucket,
+                **buffer_option,  # engines/buffers.py sends those that a forward writes, once a step
+            )
         if options.compression in HALVES:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
         if find_unused:
@@ -460,6 +461,20 @@ def check_launched(name: str, world: World) -> None:
         )
 
 
+@contextmanager
+def _ignored_buffers(module: nn.Module) -> Iterator[None]:
+    """Let DDP's constructor broadcast no buffers: its broadcast lacks uint16 and sparse tensors, for example."""
+    had, former = _IGNORED in vars(module), getattr(module, _IGNORED, ())
+    setattr(module, _IGNORED, [*former, *(name for name, _ in module.named_buffers(remove_duplicate=False))])
+    try:
+        yield
+    finally:
+        if had:
+            setattr(module, _IGNORED, former)
+        else:
+            delattr(module, _IGNORED)
+
+
 def same_start(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers, as DDP's constructor does. None may be expanded."""
     send_from_rank_0(model.parameters())
@@ -467,9 +482,9 @@ def same_start(model: nn.Module) -> None:
 
 
 def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
-    """Broadcast rank 0's values of `tensors`, in place. None may be expanded."""
+    """Broadcast rank 0's values of `tensors`, in place, except sparse ones. None may be expanded."""
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in (each for each in tensors if each.layout is torch.strided):
             collectives.broadcast(tensor, src=0)  # collective
 
 

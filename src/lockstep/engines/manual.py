@@ -250,10 +250,7 @@ class Manual:
             self._set_buffers(writes[0].buffers)
         if self._world.size > 1:
             for buffer, _ in self._plain_buffers():
-                data = buffer.contiguous()
-                collectives.broadcast(data, src=0)  # collective
-                if data is not buffer:
-                    buffer.copy_(data)
+                collectives.broadcast(buffer, src=0)  # collective
 
     def _fold_statistics(self, writes: list[_BufferWrites], weights: list[float]) -> None:
         """Fold in the statistics of the micro-batches since the last call. Collective."""

@@ -19,6 +19,7 @@ from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.base import NOTHING
 from lockstep.errors import ConfigError
+from lockstep.tensors import is_expanded
 
 __all__ = [
     "check_placeable",
@@ -58,9 +59,7 @@ def unexpanded(model: nn.Module) -> None:
     """Give expanded buffers (a stride of 0) writable memory of their own."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and any(
-                not step and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)
-            ):
+            if buffer is not None and is_expanded(buffer):
                 module._buffers[name] = buffer.contiguous()
 
 

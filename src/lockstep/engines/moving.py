@@ -13,7 +13,7 @@ torch's version counter. A tensor that changes without the counter counts as wri
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -316,7 +316,8 @@ class Moving:
                 continue
             writers = changed_elements(place.now, place.step_value).to(torch.int32)
             collectives.all_reduce(writers)  # collective, in the checked steps
-            if is_by_rows(writers):
+            # Waits for the device. A buffer that was written with the values it had has no writer at all.
+            if writers.any() and is_by_rows(writers):
                 raise ConfigError(
                     f"the ranks write different rows of {place.description}: if each sample or stream has rows of its "
                     "own, name it in the task's `sample_state`; else write it in `step_loss` or in the hook "
@@ -411,10 +412,7 @@ class Moving:
                     f"{rank_label(self._world.rank)}: {place.description}, changed its shape or dtype, so it cannot be "
                     "the same on all ranks; keep both"
                 )
-            data = present.contiguous()
-            collectives.broadcast(data, src=0)  # collective
-            if data is not present:
-                present.copy_(data)
+            collectives.broadcast(present, src=0)  # collective
 
 
 def _declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:
@@ -435,12 +433,8 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
 
     The two tensors of a pair have the same shape and dtype.
     """
-    flags = [(_to_bytes(left) != _to_bytes(right)).any() for left, right in pairs]
+    flags = [(as_bytes(left) != as_bytes(right)).any() for left, right in pairs]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-
-
-def _to_bytes(tensor: Tensor) -> Tensor:
-    return as_bytes(tensor if tensor.layout is torch.strided else tensor.to_dense())
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:
@@ -449,14 +443,14 @@ def _same_layout(left: Tensor, right: Tensor) -> bool:
 
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair into the first, in few calls."""
-    for group in _by_dtype(pairs):
+    for group in _by_kind(pairs):
         torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
 
 
 def _select(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Pair each present tensor with itself where `applied`, else with the kept one."""
     choices = []
-    for group in _by_dtype(pairs):
+    for group in _by_kind(pairs):
         presents, kepts = (torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*group, strict=True))
         values = torch.where(applied.to(presents.device), presents, kepts)
         parts = values.split_with_sizes([present.numel() for present, _ in group])
@@ -464,8 +458,9 @@ def _select(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[T
     return choices
 
 
-def _by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+def _by_kind(pairs: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
     for pair in pairs:
-        groups.setdefault((pair[0].dtype, pair[0].device), []).append(pair)
+        target = pair[0]
+        groups.setdefault((type(target), target.dtype, target.layout, target.device), []).append(pair)
     return list(groups.values())

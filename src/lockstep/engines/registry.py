@@ -29,7 +29,7 @@ from lockstep.engines.buffers import Buffered, with_buffers
 from lockstep.engines.ema import EMAEngine
 from lockstep.engines.exact import check_servable
 from lockstep.engines.manual import Manual
-from lockstep.engines.model_init import init_context
+from lockstep.engines.model_init import init_context, unexpanded
 from lockstep.engines.moving import OwnState
 from lockstep.engines.optimizer_step import OptimizerStep
 from lockstep.engines.optimizers import NO_NORMS, GradientNorms, check_embeddings, check_optimizer
@@ -188,6 +188,7 @@ def engine(  # noqa: PLR0913
         recording(model, settings.say)
 
     check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
+    unexpanded(model)
 
     newest: list[Optimizer] = []
 

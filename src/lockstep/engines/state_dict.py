@@ -19,7 +19,7 @@ from lockstep.data.loader import failure
 from lockstep.engines.base import set_extra
 from lockstep.engines.closure import packed, step_of, takes_closure, unpack
 from lockstep.errors import CheckpointError, DataError, LockstepError
-from lockstep.tensors import copy_into, local_of
+from lockstep.tensors import copy_into, is_expanded, local_of
 
 __all__ = [
     "Snapshot",
@@ -275,7 +275,7 @@ def _no_gradient(parameter: Tensor, sparse: bool) -> Tensor:
 
 
 @torch.no_grad()
-def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def begin(optimizer: Optimizer, group: Mapping[str, Any], values: dict[str, Any]) -> None:
     """Set a parameter's state to its initial values: zeros, except for some of torch's optimizers.
 
     Args:
@@ -288,6 +288,8 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, A
     for key, value in values.items():
         if isinstance(value, Tensor):
             start = initial.get(key, 0.0)
+            if is_expanded(value):
+                value = values[key] = value.contiguous()
             value.fill_(float(group[start] if isinstance(start, str) else start))
 
 

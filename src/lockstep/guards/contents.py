@@ -28,6 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import DifferenceError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.seeds import derive
+from lockstep.tensors import host_bytes
 from lockstep.trace.record.sums import mixed
 
 __all__ = [
@@ -255,7 +256,7 @@ class _ContentReader:
         if host.is_floating_point() or host.dtype == torch.uint8:
             return self._add_floats(name, host)
         self._mark(name)
-        self.hash.update(host.contiguous().numpy().tobytes())
+        self.hash.update(host_bytes(host))
         return True
 
     def _add_floats(self, name: str, values: Tensor) -> bool:

@@ -23,7 +23,7 @@ from lockstep.distributed.progress import rank_label
 from lockstep.distributed.world import World
 from lockstep.engines.wrappers import UNFROZEN
 from lockstep.errors import DifferenceError
-from lockstep.tensors import local_of
+from lockstep.tensors import as_bytes, local_of
 
 __all__ = [
     "REPLACED",
@@ -54,14 +54,12 @@ def word_sum(local: Tensor) -> Tensor:
     Returns:
         0-dim int64.
     """
-    flat = local.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    size = local.itemsize // 2 if local.is_complex() else local.itemsize
+    words = as_bytes(local).view(_WORDS[size])
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        places = torch.arange(start, start + chunk.numel(), device=flat.device, dtype=torch.int64)
+        places = torch.arange(start, start + chunk.numel(), device=words.device, dtype=torch.int64)
         total += places.mul_(_ODD).bitwise_or_(1).mul_(chunk).sum()
     return total
 
@@ -105,7 +103,9 @@ def of_batch(data: Any) -> str:
     for path, leaf in leaves(data):
         total.update(path.encode())
         if isinstance(leaf, Tensor):
-            total.update(repr((leaf.dtype, leaf.shape, leaf.stride(), leaf.data_ptr() % _ALIGNED)).encode())
+            is_dense = leaf.layout is torch.strided and not leaf.is_nested
+            memory = (leaf.shape, leaf.stride(), leaf.data_ptr() % _ALIGNED) if is_dense else leaf.layout
+            total.update(repr((leaf.dtype, memory)).encode())
         total.update(bytes_of(leaf) if isinstance(leaf, Tensor) else leaf)
     return total.hexdigest()
 

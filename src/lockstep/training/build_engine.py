@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep.checkpoint import check_storable
 from lockstep.config.engine_options import check_quantized
 from lockstep.config.fields import FieldError
 from lockstep.config.schema import Config
@@ -204,6 +205,7 @@ def build_model(  # noqa: PLR0913
             module: nn.Module = task.model()
         if init_context is NOTHING and not sizes_only:
             check_not_meta(module)
+            check_storable(module.state_dict())
         return module
 
     with collect_new_modules() as new:
@@ -269,12 +271,18 @@ def check_not_lazy(model: nn.Module) -> None:
 
 
 def check_not_meta(model: nn.Module) -> None:
-    """Refuse a parameter or buffer on the meta device, which has no values.
+    """Refuse a parameter or buffer on the meta device, which has no values, or a nested one, which has no shape.
 
     Raises:
         ConfigError: names the first one.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
+    nested = next((name for name, tensor in tensors if tensor.is_nested), None)
+    if nested is not None:
+        raise ConfigError(
+            f"the task's `model` returned '{nested}' as a nested tensor, which has no shape: register a padded one, or "
+            "keep it in a plain attribute"
+        )
     name = next((name for name, tensor in tensors if tensor.is_meta), None)
     if name is not None:
         raise ConfigError(

@@ -35,7 +35,15 @@ from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.guards.samples import RetryingDataset
 from lockstep.loop import seeder
 from lockstep.passes import split_loss
-from lockstep.records import EvaluationRecord, exact_sums, mean_numbers, sum_and_count
+from lockstep.records import (
+    EvaluationRecord,
+    describe_value,
+    exact_sums,
+    float_of,
+    is_number,
+    mean_numbers,
+    sum_and_count,
+)
 from lockstep.task import Task, has_own, has_step_loss, needs_graph
 from lockstep.tasks.metric_states import merge, obstacle
 from lockstep.tensors import host_bytes
@@ -435,7 +443,7 @@ def _evaluate_micro_batches(
             )
         states = {name: pop_state(metric) for name, metric in results.metrics}  # waits for the device, if there are any
         if batch.weight:
-            numbers = (number for name in results.pairs for number in metrics[name])
+            numbers = (number for name in results.pairs for number in _numbers_of(name, metrics[name]))
             rows.append(_host_floats([loss, float(batch.items), *numbers]))
             results.states += [((step, batch.index), states)] if states else []
         if whole_step:
@@ -446,9 +454,17 @@ def _evaluate_micro_batches(
     return results
 
 
+def _numbers_of(name: str, pair: Any) -> list[Any]:
+    """Return sum and count of a metric. Raises LockstepError: they are no numbers."""
+    if len(pair) != 2 or not all(map(is_number, pair)):
+        kinds = ", ".join(map(describe_value, pair))
+        raise LockstepError(f"the task's metric '{name}' is ({kinds}) in one micro-batch: return two numbers each time")
+    return list(pair)
+
+
 def _host_floats(row: list[Any]) -> list[Any]:
     """Convert a row's host tensors to floats: small tensors that outlive a forward fragment the heap."""
-    return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float(_detach(v)) for v in row]
+    return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float_of(_detach(v)) for v in row]
 
 
 def _detach(value: Any) -> Any:

@@ -31,6 +31,7 @@ from lockstep.config.task_options import IMAGE_OPTIONS
 from lockstep.data.batches import Origin, StepPlan
 from lockstep.data.shard_order import ONE_LANE, Geometry
 from lockstep.distributed.world import World, on_all_ranks
+from lockstep.engines.model_init import unexpanded
 from lockstep.errors import CheckpointError, ConfigError, ResumeError
 from lockstep.guards.contents import first_difference
 from lockstep.run_state import Position, RunState
@@ -514,6 +515,7 @@ def load_weights(
     Raises:
         CheckpointError: it is damaged, of another model, or lacks the averaged weights of `ema`.
     """
+    unexpanded(model)
     tensors = {name: tensor for name, tensor in model.state_dict(keep_vars=False).items() if not leave(name)}
     state = {f"model/{name}": tensor for name, tensor in tensors.items() if f"model/{name}" not in without}
     state |= {f"task/{name}": tensor for name, tensor in (own or {}).items()}

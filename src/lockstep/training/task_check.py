@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,6 +28,7 @@ from lockstep.engines.registry import check_audit, name_of
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.loop import describe_value, loss_of
 from lockstep.passes import split_loss
+from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
@@ -191,7 +191,7 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
         if is_metric(pair):
             names += check_mergeable(name, pair, pop_state(pair))
             continue
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
             kind = (
                 f"({', '.join(map(describe_value, pair))})" if isinstance(pair, tuple | list) else describe_value(pair)
             )
@@ -205,13 +205,6 @@ def _number_names(returned: Any) -> list[str]:
     """Return the names of the numbers that come with a loss; they are metrics too."""
     with torch.no_grad():
         return list(split_loss(returned)[1])
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a single real number."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, int | float | np.number)
 
 
 def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[HalvedSamples]) -> None:
@@ -253,7 +246,7 @@ def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[
     for value in metrics.values():
         if is_metric(value):
             pop_state(value)  # reset it, or the next batch would add to it
-    return loss + [float(number) for name in pairs for number in metrics[name]]  # waits for the device
+    return loss + [float_of(number) for name in pairs for number in metrics[name]]  # waits for the device
 
 
 def _adds_up(each: Measurement) -> bool:
@@ -527,7 +520,7 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
     first = load_first(training)
     if has_own(task, "count"):
         count = call_method("count", task.count, first.held)
-        if not _is_number(count) or not 0 <= float(count) < math.inf:
+        if not is_number(count) or not 0 <= float_of(count) < math.inf:
             text = repr(count) if isinstance(count, int | float) else describe_value(count)
             raise ConfigError(f"the task's `count` returned {text}: it must return a finite number of items, 0 or more")
     if not first.items:

@@ -36,7 +36,7 @@ from lockstep.engines.group_settings import settings_of
 from lockstep.engines.memory import Footprint, add_counter, count_bytes
 from lockstep.engines.optimizer_step import LossScale, OptimizerStep
 from lockstep.engines.state_dict import begin, first_step
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.tensors import local_of
 
 __all__ = [
@@ -531,12 +531,18 @@ def _package(world: World) -> Any:
 
 
 def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    # Before DeepSpeed looks: stage 3 empties parameters.
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
     try:
         engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
-    except (AssertionError, ImportError, ValueError, RuntimeError) as error:
+    except LockstepError:
+        raise
+    except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
         missing = "ninja" in message or "CUDA_HOME" in message or "compiler" in message or "Error building" in message
         way_out = "install a compiler and ninja" if missing else "change --engine.config"
+        if scalar is not None and not missing:
+            way_out = f"the parameter {scalar} is 0-dim: give it the shape (1,), or use --engine fsdp or ddp"
         raise ConfigError(f"--engine deepspeed: DeepSpeed refuses: {message[:300]}; {way_out}") from error
     return engine
 

@@ -26,7 +26,6 @@ from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_sta
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
 from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
 from lockstep.engines.fsdp.whole import WholeParameters, find_whole
-from lockstep.engines.model_init import unexpanded
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
@@ -321,7 +320,6 @@ class FSDP:
 
     def _build_unsharded(self, optimizer: MakeOptimizer) -> None:
         self.model.to(self._world.device)
-        unexpanded(self.model)
         same_start(self.model)
         instance = optimizer(self.model)
         parameters = trained(self.model, instance)
