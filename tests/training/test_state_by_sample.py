@@ -225,7 +225,7 @@ class Statistic(Memory):
         bank = self.bank_of(model)
         with torch.no_grad():
             bank.mul_(0.9).add_(batch[1].mean(), alpha=0.1)
-        return model(batch[1]).square().mean()
+        return model(batch[1])[:, 0].square().mean()  # of all columns it would be constant
 
 
 class Unknown(Memory):
@@ -251,7 +251,7 @@ class Reshaped(Memory):
     """Puts a tensor of the micro-batch in place of the bank."""
 
     def loss(self, model, batch):
-        loss = model(batch[1]).square().mean()
+        loss = model(batch[1])[:, 0].square().mean()
         model.bank = loss.detach() * batch[1]
         return loss
 
