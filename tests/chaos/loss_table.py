@@ -39,7 +39,7 @@ KINDS = {  # what happens, and what the line must say of it
     "exit1": ({"do": "exit", "code": 1}, "code 1"),
     "exit3": ({"do": "exit", "code": 3}, "code 3"),
     "exit75": ({"do": "exit", "code": 75}, "code 75"),
-    "sysexit": ({"do": "sysexit"}, r"sys\.exit\(1\)|code 1"),
+    "sysexit": ({"do": "sysexit"}, r"sys\.exit\(1\)|code 1|SystemExit: 1"),
     "stop": ({"do": "stop"}, SILENT),
     "hang": ({"do": "sleep"}, SILENT),
     "interrupt": ({"do": "raise", "error": "KeyboardInterrupt"}, "SIGINT|interrupt"),
