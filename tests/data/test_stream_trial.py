@@ -1,4 +1,4 @@
-"""What is tried of a stream before step 1: seeks, a second reading, kept generators; nothing is left behind."""
+"""The trial of a stream before step 1 finds wrong seeks, unequal readings and kept generators, and leaves no mark."""
 
 import random
 
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.data.stream_adapters import source_of
-from lockstep.data.stream_trial import restored, sources_of, try_source
+from lockstep.data.stream_trial import preserve, sources_of, try_source
 from lockstep.errors import DataError
 from lockstep.guards.contents import alike, digest
 
@@ -92,7 +92,7 @@ class Stateful(IterableDataset):
 
 def attempt(stream):
     source = source_of(stream)
-    with restored(source):
+    with preserve(source):
         for each in sources_of(source):
             try_source(each, 1, digest, alike)
 

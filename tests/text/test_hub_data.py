@@ -139,7 +139,7 @@ def test_two_rows_are_enough_for_both_splits(tmp_path):
 
 
 def test_a_folder_of_tables_is_asked_for_by_its_subset_and_read_whole(tmp_path):
-    """What `datasets` would leave out by a file's name or kind is an error with its name."""
+    """A file that `datasets` would leave out by its name or kind is an error with its name."""
     asked = []
 
     def load_dataset_builder(**given):

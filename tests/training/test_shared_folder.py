@@ -43,7 +43,7 @@ def test_a_rank_that_does_not_see_the_run_s_folder_is_named_before_anything_is_t
 
 
 def read_only(world, folder):
-    """What a run comes to where rank 1's node has the folder mounted read-only."""
+    """Run where rank 1's node has the folder mounted read-only, and return the error."""
     if world.rank:
         os.access = lambda path, mode, **_: not mode & os.W_OK
     try:

@@ -84,7 +84,7 @@ class Uploader:
         self._lost = False
         self._is_silent = False  # the store did not answer in the last round
         self._has_given_up = False  # `settle` has: the thread makes no more requests
-        self._told = ""  # what `settle` last said is missing
+        self._last_report = ""  # of `settle`: what is missing
         self._requests, self._done = 0, 0  # rounds asked for, and made
         self._change, self._ends = threading.Condition(), False
         self._thread: threading.Thread | None = None
@@ -203,8 +203,8 @@ class Uploader:
                     line = "waiting for uploads to %s; ends after %g s in which it takes nothing (%s)"
                     _LOG.info(line, self._remote.url, min(self._wait, seconds), "--checkpoint.upload-wait")
                 self._change.wait(min(1.0, self._wait - silent, seconds - waited))
-        self._told = self._missing()
-        return self._told
+        self._last_report = self._missing()
+        return self._last_report
 
     def _give_up(self) -> None:
         self._has_given_up = True
@@ -218,7 +218,7 @@ class Uploader:
         """
         if self._thread is None:
             return
-        told = "" if failed else self._told
+        told = "" if failed else self._last_report
         missing = self._missing() if self._is_silent else self.settle(_END_SECONDS if failed else math.inf)
         if missing and missing != told:
             _LOG.warning("%s", missing)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.data.shard_cache import ShardFile
-from lockstep.data.shard_formats import Counted, OpenShard, ShardFormat
+from lockstep.data.shard_formats import OpenShard, ShardFormat, ShardSummary
 from lockstep.errors import ConfigError
 
 __all__ = ["ArrowShards"]
@@ -81,17 +81,17 @@ class ArrowShards(ShardFormat):
             batch = next(iter(reader), None)
             return batch is not None and self._arrow.total_allocated_bytes() - before > batch.nbytes // 2
 
-    def count(self, path: Path) -> Counted:
+    def count(self, path: Path) -> ShardSummary:
         with self._arrow.memory_map(str(path)) as source:
             reader = self._arrow.ipc.open_stream(source)
-            return Counted(sum(batch.num_rows for batch in reader), _columns(reader.schema))
+            return ShardSummary(sum(batch.num_rows for batch in reader), _columns(reader.schema))
 
-    def peek(self, file: Any) -> Counted:
+    def peek(self, file: Any) -> ShardSummary:
         """Count the rows of a Parquet file by its footer; -1 for Arrow."""
         if self.name != "parquet":
-            return Counted(-1)
+            return ShardSummary(-1)
         footer = _package("pyarrow.parquet").read_metadata(file)
-        return Counted(int(footer.num_rows), _columns(footer.schema.to_arrow_schema()))
+        return ShardSummary(int(footer.num_rows), _columns(footer.schema.to_arrow_schema()))
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         return _ArrowShard(self._datasets.Dataset.from_file(str(path)), self._row_format)

@@ -71,7 +71,7 @@ class FoundFiles:
 
     @property
     def note(self) -> str:
-        """What is left out, in a line: numbers, reasons, and the first names; "" if nothing is."""
+        """One line about the files left out: numbers, reasons and the first names; "" for none."""
         if not self._left:
             return ""
         count = sum(map(len, self._left.values()))

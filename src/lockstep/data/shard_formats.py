@@ -32,14 +32,27 @@ from lockstep.data.found import LIMIT, FoundFiles
 from lockstep.data.shard_cache import ShardFile
 from lockstep.errors import ConfigError, DataError
 
-__all__ = ["Counted", "MdsShards", "OpenShard", "ShardFormat", "TarShards", "TokenShards", "read_mds_index"]
+__all__ = [
+    "MdsShards",
+    "OpenShard",
+    "ShardError",
+    "ShardFormat",
+    "ShardSummary",
+    "TarShards",
+    "TokenShards",
+    "read_mds_index",
+]
 
 
 _LOG = logging.getLogger("lockstep")
 
 
-class Counted(NamedTuple):
-    """What is known of a shard before it is opened.
+class ShardError(ValueError):
+    """A fault in a shard's content; its text says what to do."""
+
+
+class ShardSummary(NamedTuple):
+    """The contents of a shard, as known before it is opened.
 
     Attributes:
         samples: in it; -1: unknown.
@@ -88,16 +101,16 @@ class ShardFormat(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def count(self, path: Path) -> Counted:
+    def count(self, path: Path) -> ShardSummary:
         """Count the samples of a prepared shard. Raises an error for one that is not whole."""
 
     def count_from_size(self, size: int) -> int:
         """Return the number of samples of a file of `size` bytes; -1: it does not follow from that."""
         return -1
 
-    def peek(self, file: Any) -> Counted:
+    def peek(self, file: Any) -> ShardSummary:
         """Count the samples of an open file of a store, if a small part of it says how many."""
-        return Counted(-1)
+        return ShardSummary(-1)
 
     @abstractmethod
     def open(self, path: Path, beside: Path | None) -> OpenShard:
@@ -148,9 +161,9 @@ class TokenShards(ShardFormat):
     def options(self) -> dict[str, Any]:
         return {"seq_len": self._seq_len, "dtype": self._kind.str}
 
-    def count(self, path: Path) -> Counted:
+    def count(self, path: Path) -> ShardSummary:
         _check_tokens(path, self._kind)
-        return Counted(self.count_from_size(path.stat().st_size))
+        return ShardSummary(self.count_from_size(path.stat().st_size))
 
     def count_from_size(self, size: int) -> int:
         return max(0, size // self._kind.itemsize - 1) // self._seq_len
@@ -161,20 +174,21 @@ class TokenShards(ShardFormat):
 
 
 def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
-    """Raise ValueError for a file of something else, or of numbers of another type, by its beginning."""
+    """Raise ShardError for a file of something else, or of numbers of another type, by its beginning."""
     with path.open("rb") as file:
         begin = file.read(_SEEN * kind.itemsize)
     if what := next((what for magic, what in _MAGIC.items() if begin.startswith(magic)), ""):
-        raise ValueError(f"it is {what}, and not the numbers alone: write them with `array.tofile`")
+        raise ShardError(f"it is {what}, and not the numbers alone: write them with `array.tofile`")
     if path.stat().st_size % kind.itemsize:
-        raise ValueError(
+        raise ShardError(
             f"its {path.stat().st_size} bytes are no whole numbers of {kind.name}: it is cut, or has another dtype"
         )
     numbers = np.frombuffer(begin, kind)
-    if kind.itemsize > 2 and len(numbers) and not (numbers.min() >= 0 and numbers.max() < _MAX_TOKEN):
-        raise ValueError(f"as {kind.name} it has the token {numbers.max()}, above any vocabulary: give another dtype")
+    odd = numbers[(numbers < 0) | (numbers >= _MAX_TOKEN)] if kind.itemsize > 2 else numbers[:0]
+    if len(odd):
+        raise ShardError(f"as {kind.name} it has the token {odd[0]}, which no vocabulary has: give another dtype")
     if kind.itemsize == 2 and len(numbers) >= 16 and not numbers[1::2].any() and numbers[::2].any():
-        raise ValueError(f"as {kind.name} every second token is 0: it looks like uint32; give dtype='uint32'")
+        raise ShardError(f"as {kind.name} every second token is 0: it looks like uint32; give dtype='uint32'")
 
 
 class _TokenShard(OpenShard):
@@ -186,7 +200,7 @@ class _TokenShard(OpenShard):
         places = np.asarray(rows)[:, None] * self._seq_len + self._row
         windows = torch.from_numpy(self._tokens[places].astype(np.int64))
         if self._vocab_size and rows and int(windows.max()) >= self._vocab_size:
-            raise ValueError(
+            raise ShardError(
                 f"it has the token {int(windows.max())}, and vocab_size is {self._vocab_size}: give another dtype"
             )
         return [
@@ -258,9 +272,9 @@ class TarShards(ShardFormat):
                 starts=np.array([*starts, len(members)], dtype=np.int64),
             )
 
-    def count(self, path: Path) -> Counted:
+    def count(self, path: Path) -> ShardSummary:
         with np.load(path) as index:
-            return Counted(len(index["starts"]) - 1)
+            return ShardSummary(len(index["starts"]) - 1)
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         assert beside is not None
@@ -387,9 +401,9 @@ class MdsShards(ShardFormat):
             )
         target.write_bytes(plain)
 
-    def count(self, path: Path) -> Counted:
+    def count(self, path: Path) -> ShardSummary:
         with path.open("rb") as file:
-            return Counted(int(np.frombuffer(file.read(4), "<u4")[0]))
+            return ShardSummary(int(np.frombuffer(file.read(4), "<u4")[0]))
 
     def open(self, path: Path, beside: Path | None) -> OpenShard:
         return _MdsShard(path, self._columns)

@@ -31,7 +31,15 @@ from lockstep.config.secrets import mask, printable
 from lockstep.data.arrow_shards import ArrowShards
 from lockstep.data.found import is_about
 from lockstep.data.shard_cache import ShardCache, ShardFile, Store, digest_of, stamp_of
-from lockstep.data.shard_formats import Counted, OpenShard, ShardFormat, TarShards, TokenShards, read_mds_index
+from lockstep.data.shard_formats import (
+    OpenShard,
+    ShardError,
+    ShardFormat,
+    ShardSummary,
+    TarShards,
+    TokenShards,
+    read_mds_index,
+)
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.errors import ConfigError, DataError, LockstepError, error_line
 from lockstep.files import default_cache, write_whole
@@ -345,11 +353,11 @@ class _Access:
     def _count(self) -> None:
         self.fetches += 1
 
-    def count(self, file: ShardFile) -> Counted:
+    def count(self, file: ShardFile) -> ShardSummary:
         """Count the samples of a shard. A local one is opened for it, and so is seen to be whole."""
         if not self.store.is_local:
             if (samples := self.form.count_from_size(file.size)) >= 0:
-                return Counted(samples)
+                return ShardSummary(samples)
             with self.explained(file), self.store.system.open(file.path, "rb") as remote:
                 found = self.form.peek(remote)
             if found.samples >= 0:
@@ -392,9 +400,9 @@ class _Explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, LockstepError):
             names = " or ".join(file.label for file in self._files)
-            raise DataError(
-                f"the shard {names} cannot be read as {self._form}: {error_line(error)}; restore it, or leave it out"
-            ) from error
+            is_described = isinstance(error, ShardError)
+            reason = str(error) if is_described else f"{error_line(error)}; restore it, or leave it out"
+            raise DataError(f"the shard {names} cannot be read as {self._form}: {reason}") from error
 
 
 def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[ShardFile]:
@@ -426,7 +434,7 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
     return files
 
 
-def _check_schemas(files: list[ShardFile], counted: list[Counted]) -> None:
+def _check_schemas(files: list[ShardFile], counted: list[ShardSummary]) -> None:
     """Raise DataError unless all shards with samples have one schema."""
     with_samples = [(file, found.schema) for file, found in zip(files, counted, strict=True) if found.samples]
     for file, schema in with_samples[1:]:

@@ -256,7 +256,7 @@ class HuggingFaceSource(StreamSource):
 
     def __init__(self, inner: Any) -> None:
         kinds = list(_stages(inner))
-        whole = next((name for stage in kinds if (name := _undivided(stage))), "")
+        whole = next((name for stage in kinds if (name := _over_all_shards(stage))), "")
         seeks = "BufferShuffledExamplesIterable" not in [type(each).__name__ for each in kinds]
         super().__init__(inner, 1 if whole and inner.num_shards > 1 else inner.num_shards, has_state=seeks)
         if whole and inner.num_shards > 1:
@@ -279,24 +279,26 @@ def _is_hugging_face(dataset: Any) -> bool:
 
 
 # Stages of `datasets` that divide a stream into its shards without another result; those of older versions too.
-_DIVIDED = frozenset(
+_PER_SHARD_STAGES = frozenset(
     f"{name}Iterable"
     for name in (
-        *("Examples", "ArrowExamples", "RebatchedArrowExamples", "SelectColumns", "FormattedExamples", "TypedExamples"),
-        *(
-            "MappedExamples",
-            "FilteredExamples",
-            "BufferShuffledExamples",
-            "RepeatExamples",
-            "InterleavedShardsExamples",
-        ),
-        *("ShuffledDataSourcesExamples", "ShuffledDataSourcesArrowExamples"),
+        "Examples",
+        "ArrowExamples",
+        "RebatchedArrowExamples",
+        "SelectColumns",
+        "FormattedExamples",
+        "TypedExamples",
+        "MappedExamples",
+        "FilteredExamples",
+        "BufferShuffledExamples",
+        "RepeatExamples",
+        "InterleavedShardsExamples",
+        "ShuffledDataSourcesExamples",
+        "ShuffledDataSourcesArrowExamples",
         "VerticallyConcatenatedMultiSourcesExamples",
     )
 )
-
-
-_WHOLE = {
+_ALL_SHARD_STAGES = {
     "TakeExamplesIterable": ".take()",
     "SkipExamplesIterable": ".skip()",
     "CyclingMultiSourcesExamplesIterable": "interleave_datasets",
@@ -315,11 +317,11 @@ def _stages(dataset: Any) -> Iterator[Any]:
         waiting += [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", [])]
 
 
-def _undivided(stage: Any) -> str:
+def _over_all_shards(stage: Any) -> str:
     """Return what a stage does that goes over all shards; "" if each shard may be read by itself."""
     kind = type(stage).__name__
-    if kind not in _DIVIDED:
-        return _WHOLE.get(kind, kind)
+    if kind not in _PER_SHARD_STAGES:
+        return _ALL_SHARD_STAGES.get(kind, kind)
     if kind == "RepeatExamplesIterable" and getattr(stage, "num_times", None) is None:
         return ".repeat(None)"
     if getattr(stage, "with_indices", False):
@@ -339,7 +341,7 @@ def _undivided(stage: Any) -> str:
 # Stages that divide the URLs between ranks and processes, which lockstep does; and a check that a part may fail.
 _LEFT_OUT = frozenset(("split_by_node", "single_node_only", "split_by_worker", "check_empty"))
 # Stages that treat each sample, or each URL, by itself: the parts have the samples of the whole.
-_SEPARATE = frozenset(
+_PER_SAMPLE_STAGES = frozenset(
     (
         *("url_opener", "cached_url_opener", "tar_file_expander", "tarfile_samples", "group_by_keys", "StreamingOpen"),
         *("FileCache", "_shuffle", "detshuffle", "_rsample"),
@@ -371,7 +373,7 @@ class WebSource(StreamSource):
         first, *rest = inner.pipeline
         self._urls = [str(each) for each in getattr(first, "urls", [])]
         self._resamples, self._declared = type(first).__name__ == "ResampledShards", parts > 0
-        whole = next((name for each in rest if (name := _stage_name(each)) not in _SEPARATE | _LEFT_OUT), "")
+        whole = next((name for each in rest if (name := _stage_name(each)) not in _PER_SAMPLE_STAGES | _LEFT_OUT), "")
         self._ends = inner.repetitions != 1 and inner.nsamples > 0
         if inner.repetitions != 1 and not self._resamples:
             whole = f".with_epoch({inner.nsamples})" if self._ends else ".repeat()"

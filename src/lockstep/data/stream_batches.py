@@ -25,7 +25,7 @@ from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.data.stream_mixture import LaneMixture, MixtureSource, reader_of
-from lockstep.data.stream_trial import StreamTrial, restored, sources_of
+from lockstep.data.stream_trial import StreamTrial, preserve, sources_of
 from lockstep.data.streams import START, Cursor, Lanes, StreamSource
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.exchange import NO_TURN, Turn
@@ -323,7 +323,7 @@ class StreamBatches(Batches):
         """
         trial = StreamTrial(sources_of(self._source), self.lanes.seed, digest, alike)
         loader = Loader(trial, Loading(min(self._loading.workers, 1), 1), self.rank, False)
-        with restored(self._source), closing(loader.stream(iter([_PADDING]))) as stream:
+        with preserve(self._source), closing(loader.stream(iter([_PADDING]))) as stream:
             next(stream)
 
     def first_samples(self) -> Any:
@@ -351,7 +351,7 @@ class StreamBatches(Batches):
         fetch = self._make_fetch()
         loader = Loader(Drawing(fetch), Loading(min(self._loading.workers, 1), 1), self.rank, False)
         found = list[_Probed]()
-        with restored(self._source):
+        with preserve(self._source):
             with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
                 for _, (content, drew), items in stream:
                     found.append(((content, drew), items))

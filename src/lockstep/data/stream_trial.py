@@ -1,6 +1,6 @@
 """Try a stream before step 1: seeks, a second epoch, and generators that go on from one reading to the next.
 
-with restored(source):                          # in the training process: a trial leaves no mark
+with preserve(source):                          # in the training process: a trial leaves no mark
     try_source(source, seed, digest, alike)
 """
 
@@ -20,11 +20,11 @@ from lockstep.data.streams import START, Cursor, LaneReader, Lanes, StreamSource
 from lockstep.errors import DataError
 from lockstep.object_state import ObjectState
 
-__all__ = ["StreamTrial", "restored", "sources_of", "try_source"]
+__all__ = ["StreamTrial", "preserve", "sources_of", "try_source"]
 
-_TRIED = 64  # samples of a reading, at most
-_TRIED_SECONDS = 1.0  # after which a reading ends
-_TRIED_LATER = 4  # samples of the next epoch
+_TRIAL_SAMPLES = 64  # samples of a reading, at most
+_TRIAL_SECONDS = 1.0  # after which a reading ends
+_NEXT_EPOCH_SAMPLES = 4  # samples of the next epoch
 
 
 def try_source(
@@ -45,10 +45,10 @@ def try_source(
     found = reachable({"it": source.inner})
     generators = {path: each for path, each in found if isinstance(each, _GENERATORS)}
     states = [_generator_states(generators)]
-    first = _read_each(source, lanes, 0, START, _TRIED, digest)
+    first = _read_each(source, lanes, 0, START, _TRIAL_SAMPLES, digest)
     states.append(_generator_states(generators))
     if not source.carries:  # its second epoch begins with the end of the first
-        _read_each(source, lanes, 1, START, _TRIED_LATER, digest)
+        _read_each(source, lanes, 1, START, _NEXT_EPOCH_SAMPLES, digest)
     places = [after for _, after in first]
     middle = [k for k, place in enumerate(places[:-1]) if 0 < place.offset < places[k + 1].offset]
     begin = middle[len(middle) // 2] + 1 if middle else 0
@@ -86,7 +86,7 @@ def _read_each(
 ) -> list[tuple[Any, Cursor]]:
     """Read up to `count` samples one by one: (digest, the place after it) of each."""
     reader, found = LaneReader(source, lanes), list[tuple[Any, Cursor]]()
-    ends = time.monotonic() + (_FOREVER if endless else _TRIED_SECONDS)
+    ends = time.monotonic() + (_FOREVER if endless else _TRIAL_SECONDS)
     with closing(reader):
         while len(found) < count and (len(found) < 2 or time.monotonic() < ends):
             samples, cursor = reader.read(lanes.count, cursor.number, 1, epoch=epoch, cursor=cursor)
@@ -150,7 +150,7 @@ def sources_of(source: StreamSource | MixtureSource) -> list[StreamSource]:
 
 
 @contextmanager
-def restored(source: StreamSource | MixtureSource) -> Iterator[None]:
+def preserve(source: StreamSource | MixtureSource) -> Iterator[None]:
     """Restore what a trial changes in the user's own objects: counters, generators, what is opened in between."""
     state = ObjectState({each.name: each.inner for each in sources_of(source)}, late=True)
     try:

@@ -79,7 +79,7 @@ class GradientUsage:
         self.parameters: list[Tensor] = []
         self._world = world
         self.is_alike = True
-        self._uses = Uses()
+        self._uses = GradientCounts()
         self._handles: list[Any] = []
         # Also if the engine is rebuilt before the counts were read.
         self._end = weakref.finalize(self, _remove_hooks, self._handles)
@@ -151,8 +151,8 @@ def _remove_hooks(handles: list[Any]) -> None:
         handle.remove()
 
 
-class Uses:
-    """What the hooks of `GradientUsage` count, by the parameter's index.
+class GradientCounts:
+    """Counts of gradients by the parameter's index, which the hooks of `GradientUsage` keep.
 
     Attributes:
         counts: backwards that gave it a gradient.
@@ -172,7 +172,7 @@ class Uses:
 class Hook:
     """Count one parameter's gradients. A class, not a closure, so that models with the hook can be copied."""
 
-    def __init__(self, uses: Uses, index: int) -> None:
+    def __init__(self, uses: GradientCounts, index: int) -> None:
         self._uses, self._index = uses, index
 
     def __call__(self, parameter: Tensor) -> None:

@@ -96,7 +96,7 @@ class Membership:
         self._times: list[float] = []  # of losses
         self._alarms: list[float] = []  # times of generations formed without a loss or a new process
         self._failures: list[ProcessFailure] = []
-        self._early: list[tuple[int | None, int]] = []  # ends before the steps, after which all started again
+        self._early: list[tuple[int | None, bool, int]] = []  # ends before the steps, after which all started again
         self._first_end = 0.0  # of a process that only lost the others, before the steps
         self._first_report: float | None = None
         self._replica_size = 1  # ranks that together have one copy of the states; read at the first loss
@@ -170,7 +170,9 @@ class Membership:
         before.
         """
         self._times = [when for when in self._times if now - when < _HOUR] + [now]
-        end = (failure.follows or failure.at_start, failure.code)
+        # A rank that only lost the others is any of them: such ends count as the same one.
+        rank = None if failure.follows else failure.at_start
+        end = (rank, failure.follows, failure.code)
         is_own = failure.is_error or failure.shared or -failure.code in STOP_SIGNALS
         if is_own or end in self._early or len(self._times) > self._most:
             return "-"

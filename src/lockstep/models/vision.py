@@ -60,12 +60,12 @@ class MLP(nn.Module):
 
     @property
     def mean(self) -> Tensor:
-        """What is subtracted from each feature: float64 [features]."""
+        """The mean of each feature in the training rows: float64 [features]."""
         return cast(Tensor, self.mean_bits).view(torch.float64)
 
     @property
     def scale(self) -> Tensor:
-        """What each feature is divided by: float64 [features]."""
+        """The standard deviation of each feature, by which it is divided: float64 [features]."""
         return cast(Tensor, self.scale_bits).view(torch.float64)
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _plain(path: Path, cache: Path) -> Path:
 
 
 def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any]:
-    """How to read the files: what `datasets` must be told beside their names."""
+    """Return the options with which `datasets` reads the files."""
     texts = [path for path in files if inner_suffix(path) != ".parquet"]
     encodings = {_encoding(path, request) for path in texts}
     if len(encodings) > 1:
