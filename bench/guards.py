@@ -1,6 +1,7 @@
 """What all guards together cost a step of the GPT benchmark: python bench/guards.py [--steps 60] [--rounds 5]
 
     python bench/guards.py --audit 0.02 --ranks 2       # what --guards.audit costs alone
+    python bench/guards.py --saves --ranks 2            # what the comparison before each save adds to a save
 
 Whole runs of `lockstep.train` in this process, guards as by default against guards that do next to nothing (comparisons
 of replicas, spikes and stragglers off; the watch and the finiteness of the gradient's norm cannot be turned off), in
@@ -9,6 +10,9 @@ turn. Also the parts alone, in microseconds per step: what each costs where it i
 Of an audit: what audited steps take more than others, and what the others take more than those of a run without, in
 turn; both with deterministic kernels. A quarter of the steps is audited, so that there are enough to time. --cpu counts
 processor time, for a machine that has other work.
+
+Of a save: what runs with a save every 20 steps and no comparison take longer than their ordinary steps would, and what a
+comparison of the same tensors takes.
 """
 
 import argparse
@@ -28,13 +32,14 @@ from lockstep.distributed.balance import equal_shares
 from lockstep.distributed.progress import COMPUTING, Progress
 from lockstep.distributed.spawn import start
 from lockstep.guards.audit import audited
-from lockstep.guards.desync import fingerprints
+from lockstep.guards.desync import check, fingerprints
 from lockstep.guards.nonfinite import DeferredReader
 from lockstep.guards.spike import Spike
 from lockstep.models.gpt import GPT, GPTConfig
 from lockstep.records import StepRecord
 
 LENGTH, VOCABULARY, MICRO = 128, 512, 4
+SAVE_EVERY = 20
 OFF = Guards(spike="off", desync_freq=0, straggler=0.0)
 
 
@@ -71,12 +76,12 @@ class Task(lockstep.Task):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
-def seconds(guards, steps, world=None, now=time.perf_counter):
-    """Of each step after the fifth, in a run without saves."""
+def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0):
+    """Of each step after the fifth."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         folder = world.gather(folder)[0] if world else folder
         config = Config(
-            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH, ckpt_freq=0,
+            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH, ckpt_freq=save_every,
             log_freq=100, optim=Optim(), guards=guards,
         )  # fmt: skip
         times = []
@@ -124,6 +129,42 @@ def audit(share, ranks, steps, rounds, on_cpu):
     )
 
 
+def lost_to_saves(guards, steps, world, now):
+    """Return the seconds that a save costs the run, on this rank."""
+    times = seconds(guards, steps, world, now, SAVE_EVERY)
+    saves = steps // SAVE_EVERY
+    return (sum(times) - len(times) * statistics.median(times)) / saves
+
+
+def both_saves(world, say, steps, rounds, on_cpu):
+    """Return a save's seconds without the comparison and the comparison's seconds, medians on this rank."""
+    torch.set_num_threads(1)
+    now = time.process_time if on_cpu else time.perf_counter
+    state = {
+        f"{kind}/{name}": tensor.clone()
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+        for name, tensor in Task().model().state_dict().items()
+    }
+    alone, comparisons = [], []
+    for _ in range(rounds):
+        alone.append(lost_to_saves(Guards(desync_freq=0), steps, world, now))
+        say()
+        for _ in range(20):
+            world.barrier()  # so that no wait for the other rank is counted
+            began = now()
+            check(state, world, 1)  # collective
+            comparisons.append(now() - began)
+    return statistics.median(alone), statistics.median(comparisons), statistics.stdev(alone)
+
+
+def saves(ranks, steps, rounds, on_cpu):
+    alone, comparison, deviation = start(both_saves, ranks, (steps, rounds, on_cpu), patience=600.0)[0]
+    print(
+        f"a save on {ranks} ranks: {1e3 * alone:.1f} ms ({1e3 * deviation:.1f}), the comparison before it "
+        f"{1e3 * comparison:.2f} ms: ratio {1 + comparison / alone:.3f} (goal 1.05)"
+    )
+
+
 def micro(function, count=20000):
     began = time.perf_counter()
     for _ in range(count):
@@ -138,7 +179,11 @@ def main():
     parser.add_argument("--audit", type=float, default=0.0)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--saves", action="store_true")
     given = parser.parse_args()
+    if given.saves:
+        saves(given.ranks, given.steps, given.rounds, given.cpu)
+        return
     if given.audit:
         audit(given.audit, given.ranks, given.steps, given.rounds, given.cpu)
         return
