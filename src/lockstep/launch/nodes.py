@@ -651,8 +651,8 @@ class Follower:
             return f"{self._lost}; the others go on without it, and the same command takes its place again"
         how = f"has not answered for {_LEAVE:g} s" if is_silent else "is lost"
         return (
-            f"node 0's launcher at {self._endpoint} {how}, and with it the decision who goes on; the same command goes "
-            "on from the newest checkpoint"
+            f"node 0's launcher at {self._endpoint} {how}, and no other decides who goes on; the same command goes on "
+            "from the newest checkpoint"
         )
 
     def _warn(self, now: float) -> None:
