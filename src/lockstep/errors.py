@@ -156,12 +156,14 @@ class LockstepError(Exception):
     Attributes:
         exit_code: of the command.
         relayed: another rank raised the error and reports it; this one exits silently.
+        shared: every rank raises the error alike, so it is none of one rank's own.
         follows: a consequence of a failure elsewhere, which has a line of its own.
         smaller: micro-batch size with which to build the run again (`--on-oom smaller`); 0: the run fails.
     """
 
     exit_code = 1
     relayed = False
+    shared = False
     follows = False
     smaller = 0
 

@@ -64,7 +64,7 @@ def test_a_rank_of_one_node_and_the_launcher_of_another_are_lost_and_the_rest_go
         first, second, third = ended(processes, tmp_path)
     assert (first.code, second.code, third.code) == (0, 0, -signal.SIGKILL), first.said + second.said
     assert first.mark()[:3] == whole[:3]
-    assert "rank 1 was the first to end, killed by SIGKILL" in first.said
+    assert f"rank 1 on {socket.gethostname()} was the first to end, killed by SIGKILL" in first.said
     assert f"node 2 ({socket.gethostname()}, with rank" in first.said
     assert first.state["losses"] == 2
 
@@ -115,7 +115,7 @@ def test_where_the_states_are_split_a_loss_ends_all_nodes_and_both_say_why(data,
         runs = ended(processes, tmp_path)
     for run in runs:
         assert run.code == 1, run.said
-        assert "rank 1 was the first to end, killed by SIGKILL" in run.last
+        assert f"rank 1 on {socket.gethostname()} was the first to end, killed by SIGKILL" in run.last
         assert "--engine fsdp splits the states" in run.last
 
 

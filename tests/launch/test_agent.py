@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from lockstep.distributed import failures
 from lockstep.distributed.launcher import LAUNCHER_VARIABLE
-from lockstep.distributed.progress import FOLDER_VARIABLE, MEETING_VARIABLE, Progress, RankProgress
+from lockstep.distributed.progress import COMPUTING, FOLDER_VARIABLE, MEETING_VARIABLE, Progress, RankProgress
 from lockstep.errors import ConfigError, LockstepError, UsageError
 from lockstep.launch import agent, losses, nodes, rendezvous
 from lockstep.launch import agent as orphans
@@ -59,7 +59,7 @@ def watched(tmp_path, monkeypatch):
         mine._remaining_restarts, mine._oom_kills = left, 7
         mine._membership, mine._end_reason, mine._restart_failures = None, "", []
         mine._names = {local: str(4 + local) for local in range(len(commands))}
-        mine._silenced, mine._spared, mine._preloaded, mine._failed = set(), set(), None, {}
+        mine._killed, mine._spared, mine._preloaded, mine._failed = {}, set(), None, {}
         mine._decisions, mine._stderr = None, SimpleNamespace(show=lambda: None)
         processes = [subprocess.Popen(["sh", "-c", command], start_new_session=True) for command in commands]
         started.extend(processes)
@@ -285,6 +285,27 @@ def test_signals_reach_the_processes_that_run_and_end_the_restarts(watched, monk
     for _ in range(2):
         mine._forward(int(signal.SIGINT), None)
     assert runs.sent[-2:] == [signal.SIGINT, signal.SIGKILL]  # a second Ctrl-C ends them at once
+
+
+def test_after_a_signal_who_is_stopped_or_in_no_run_is_killed_and_who_may_save_is_not(watched, monkeypatch, capfd):
+    mine, processes, group = watched(STOPS, SLEEPS, SLEEPS)
+    mine._job = job(nodes=(2, 2))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(mine._folder))
+    for slot in (4, 6):
+        monkeypatch.setenv("RANK", str(slot))
+        Progress.of(slot).at(3, COMPUTING)
+    os.waitid(os.P_PID, processes[0].pid, os.WSTOPPED)
+    mine.stop_signal, mine._stopped_at = signal.SIGTERM, time.monotonic() - 29.0
+    mine._kill_unresponsive()
+    assert [process.poll() for process in processes.values()] == [None] * 3
+    mine._stopped_at -= 2.0
+    mine._kill_unresponsive()
+    assert [processes[local].wait() for local in (0, 1)] == [-9, -9]
+    mine._kill_unresponsive()
+    assert processes[2].poll() is None
+    lines = [*capfd.readouterr().err.splitlines(), str(mine._read_failure(0, -9, 1.0, group))]
+    for line, *words in zip(lines, ("rank 4", "rank 5", "rank 4"), ("SIGSTOP", "no run", "step 4"), strict=True):
+        assert names(line, *words, socket.gethostname(), "30 s after SIGTERM")
 
 
 def test_orphans_are_collected_and_the_loss_of_the_idle_process_is_told_once(watched, capfd):

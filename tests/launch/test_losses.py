@@ -389,6 +389,7 @@ def test_messages_name_a_rank_by_both_of_its_numbers_once_ranks_were_renumbered(
     assert rank_label(0) == "rank 0"
     assert str(ProcessFailure(0, 1, "no", at_start=1)).startswith("rank 0 (rank 1 at the start) failed first")
     assert str(ProcessFailure(1, 1, "no", at_start=1)).startswith("rank 1 failed first")
+    assert str(ProcessFailure(1, -9, at_start=1, host="a")).startswith("rank 1 on a was the first to end")
 
 
 def test_a_process_knows_from_its_launcher_whether_and_as_whom_it_takes_part():

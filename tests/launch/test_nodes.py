@@ -224,6 +224,8 @@ def test_a_launcher_that_is_stopped_is_named_once_and_the_others_end_without_it(
     run.living[1] = set()
     assert run.poll(lambda: stopped.is_over) == [""]
     assert stopped.is_over
+    assert stopped.update(set(), {"2": ProcessFailure(2, 1)}) == "-"  # a rank that nobody replaces
+    assert names(str(stopped.fatal), run.changes["endpoint"], "node 0's launcher", "has not answered")
     run.each[0] = run.first
 
 
@@ -254,6 +256,7 @@ def test_a_node_that_is_silent_is_lost_when_the_others_wait_for_its_ranks(launch
         time.sleep(0.01)
     assert silent.update(set(), {"2": ProcessFailure(2, 1)}) == "-"  # the others went on without it
     assert silent.is_orphaned
+    assert names(str(silent.fatal), "node 1", socket.gethostname(), "ranks 2 and 3", "its launcher is silent", "again")
     silent.close()
 
 
@@ -282,6 +285,7 @@ def test_without_node_0_a_node_ends_with_75_once_its_ranks_have(launchers):
     assert not run.second.is_over
     assert run.second.update({"2"}, {"3": ProcessFailure(3, 1)}) == "-"
     assert (run.second.is_orphaned, run.second.fatal.code) == (True, 75)
+    assert names(str(run.second.fatal), run.changes["endpoint"], "node 0's launcher", "is lost")
 
 
 def test_a_signal_reaches_all_nodes_and_so_does_the_code_of_the_end(launchers, monkeypatch):

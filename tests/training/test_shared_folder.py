@@ -49,12 +49,13 @@ def read_only(world, folder):
     try:
         lockstep.train(small_runs.config(folder, max_steps=1, report=False), Ragged(), world)
     except ConfigError as error:
-        return str(error)
-    return ""
+        return str(error), error.shared
+    return "", False
 
 
 def test_a_node_that_may_not_write_is_named_before_anything_is_written(tmp_path):
-    for said in run(read_only, 2, tmp_path):
+    for said, shared in run(read_only, 2, tmp_path):
+        assert shared  # it is none of rank 0's own
         assert names(said, "rank 1", socket.gethostname(), tmp_path, "--save-dir")
     assert not list(tmp_path.iterdir())
 

@@ -18,6 +18,7 @@ and backward. An update calls `order` first, so that no later step can get into 
 
 import dataclasses
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Container
@@ -145,17 +146,21 @@ class Saver:
         self._pending = False
         error = self._error
         code = getattr(error, "exit_code", 1)
-        report = [isinstance(error, PeerError), self._world.rank, str(error), code] if error else None
+        where = [self._world.rank, socket.gethostname()]
+        report = [isinstance(error, PeerError), *where, str(error), code] if error else None
         problems = sorted(problem for problem in self._world.gather(report) if problem)  # collective
         self.blocked += time.perf_counter() - began
         self._failures = self._failures + 1 if problems else 0
         if problems and (last or self._failures >= self._limit):
             many = f"{self._failures} saves in a row failed, the last" if self._failures > 1 else "the save"
-            _, rank, why, code = problems[0]  # a rank's own error comes before one relayed from another
-            place = f"after step {self._step} " + ("failed " if self._failures == 1 else "") + f"on {rank_label(rank)}"
+            _, rank, host, why, code = problems[0]  # a rank's own error comes before one relayed from another
+            failed = "failed " if self._failures == 1 else ""
+            place = f"after step {self._step} {failed}on {rank_label(rank)} ({host})"
             advice = "start again once that is fixed; the run resumes from the previous checkpoint, if there is one"
             kind = StorageError if code == StorageError.exit_code else LockstepError
-            raise kind(f"{many} {place}: {why}; {advice}")
+            failure = kind(f"{many} {place}: {why}; {advice}")
+            failure.shared = True  # whichever rank ends first
+            raise failure
 
     def abandon(self, seconds: float, *, leave: bool = True) -> None:
         """Give a running save `seconds` to finish, in a run that has failed. Not collective.

@@ -81,6 +81,7 @@ class ProcessFailure:
         names_nobody: it lost other ranks and does not know which.
         at_start: its rank when the launcher started it; None: the same.
         goes_back: its code is 3, and another start resumes from before the difference.
+        host: of its node, where a run has several; "" on one.
     """
 
     rank: int
@@ -94,6 +95,7 @@ class ProcessFailure:
     names_nobody: bool = False
     at_start: int | None = None
     goes_back: bool = False
+    host: str = ""
 
     @classmethod
     def read(
@@ -126,6 +128,7 @@ class ProcessFailure:
             follows,
             when if isinstance(when, float) else end_time,
             place,
+            shared=bool(note.get("shared")),
             origin=str(note.get("origin", "")) or (_EXIT if code == 0 else ""),
             names_nobody=bool(note.get("names_nobody")),
             goes_back=bool(note.get("goes_back")),
@@ -159,7 +162,7 @@ class ProcessFailure:
 
     def __str__(self) -> str:
         at = f"at {self.place}" if self.place else "before step 1"  # if it recorded no progress
-        label = rank_label(self.rank, self.at_start)
+        label = rank_label(self.rank, self.at_start, self.host)
         if self.message and (self.follows or self.shared):
             return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
         if self.message:
@@ -222,6 +225,7 @@ def note(error: BaseException) -> bool:
             "code": code,
             "origin": origin,
             "names_nobody": isinstance(error, PeerError) and error.names_nobody,
+            "shared": getattr(error, "shared", False),
             "goes_back": isinstance(error, DifferenceError) and error.goes_back,
         },
     }

@@ -52,16 +52,18 @@ def renumber(members: Iterable[str]) -> None:
     _AT_START[:] = [int(name.partition(".")[0]) for name in members]
 
 
-def rank_label(rank: int, at_start: int | None = None) -> str:
+def rank_label(rank: int, at_start: int | None = None, host: str = "") -> str:
     """Name a rank in a message.
 
     Args:
         rank: its current number.
         at_start: the launcher's number; None: as known in this process.
+        host: of its node, where a run has several; "": not named.
     """
     if at_start is None:
         at_start = _AT_START[rank] if rank < len(_AT_START) else rank
-    return f"rank {rank}" if rank == at_start else f"rank {rank} (rank {at_start} at the start)"
+    before = "" if rank == at_start else f" (rank {at_start} at the start)"
+    return f"rank {rank}{before}{f' on {host}' if host else ''}"
 
 
 def own_label() -> str:

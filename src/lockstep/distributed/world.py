@@ -510,7 +510,7 @@ class World:
         if self._phase and self.is_deferring:
             self._phase.pending.append((value, check))
         else:
-            check(self.gather(value))  # collective
+            _check_alike(check, self.gather(value))  # collective
 
     @property
     def is_deferring(self) -> bool:
@@ -534,7 +534,7 @@ class World:
             except PeerError as loss:
                 raise error or loss  # noqa: B904  this rank's error says more
             for place in range(min(len(values) for values, _, _ in ranks)):
-                pending[place][1]([values[place] for values, _, _ in ranks])
+                _check_alike(pending[place][1], [values[place] for values, _, _ in ranks])
             return results([each[1:] for each in ranks], error)
         except Exception as caught:
             phase.error = caught
@@ -639,6 +639,15 @@ class World:
         """Leave at the next join: other ranks may be gone, and tracebacks hold the engine."""
         if self.control is not None:
             _ABANDONED.append(self)
+
+
+def _check_alike(check: Check, values: list[Any]) -> None:
+    """Check every rank's values: an error is raised by all ranks alike, and is none of one's own."""
+    try:
+        check(values)
+    except LockstepError as error:
+        error.shared = not error.relayed
+        raise
 
 
 def compare(subject: str, ranks: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -121,7 +122,7 @@ _GRACE = 2.0  # seconds for the others to report their progress, once one has fa
 _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so it was the first
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
-_STOP_SECONDS = 30.0  # after a signal until a process that is in no run is killed, as by torchrun
+_STOP_SECONDS = 30.0  # after a signal until a process that is in no run, or stopped, is killed, as by torchrun
 _ROUND, _ENDED = "lockstep/round", "lockstep/ended"  # keys of the token and of a count, in the round's store
 _EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
@@ -213,7 +214,7 @@ class _Agent(LocalElasticAgent):
         self._names: dict[int, str] = {}  # names of the processes, by local rank
         self._given_names: list[str] = []  # the same, on a node that came back
         self._spared: set[int] = set()  # local ranks of processes that the run continues without
-        self._silenced: set[str] = set()  # names of processes killed for their silence
+        self._killed: dict[str, str] = {}  # why this launcher killed a process, by its name
         self._failed: dict[str, ProcessFailure] = {}  # by name
         self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
@@ -269,7 +270,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of processes before a restart
-        self._oom_kills, self._end_reason, self._silenced, self._spared = count_oom_kills(), "", set(), set()
+        self._oom_kills, self._end_reason, self._killed, self._spared = count_oom_kills(), "", {}, set()
         self._failed = {}
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
@@ -349,19 +350,28 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
 
     def _kill_unresponsive(self) -> None:
-        """Kill processes that ignore a signal; one in a run saves first, and its watchdog ends it if it hangs."""
+        """Kill processes that ignore a signal, or that are stopped and so cannot see it.
+
+        Another one in a run saves first, and its watchdog ends it if it hangs.
+        """
         if self.stop_signal is None or self._stopped_at is None:
             return
         if time.monotonic() - self._stopped_at < _STOP_SECONDS:
             return
         for local, process in self._processes().items():
+            if process.poll() is not None or self._names[local] in self._killed:
+                continue
             slot = self._names[local].partition(".")[0]
-            is_known = self._names[local] in self._silenced or RankProgress.read(self._folder / slot) is not None
-            if process.poll() is None and not is_known:
-                said = f"rank {slot} has not ended {_STOP_SECONDS:g} s after {self.stop_signal.name}"
-                self._print(f"{said}, and is killed: it is in no run of lockstep")
-                self._silenced.add(self._names[local])
-                process.kill()
+            if _is_stopped(process.pid):
+                why = "it is stopped, as by SIGSTOP"
+            elif RankProgress.read(self._folder / slot) is None:
+                why = "it is in no run of lockstep"
+            else:
+                continue
+            text = f"had not ended {_STOP_SECONDS:g} s after {self.stop_signal.name}, and was killed: {why}"
+            self._print(f"{rank_label(int(slot), int(slot), self._host)} {text}")
+            self._killed[self._names[local]] = f"it {text}; the same command goes on from the newest checkpoint"
+            process.kill()
 
     def _has_failed(self, local: int, code: int | None) -> bool:
         """Whether a process ended with an error, or with code 0 in mid-run."""
@@ -393,7 +403,7 @@ class _Agent(LocalElasticAgent):
             return False
         for name in membership.silent:
             self._processes()[places[name]].kill()
-            self._silenced.add(name)
+            self._killed[name] = "it said nothing while the others waited for it, and was ended"
         self._spare([places[name] for name in membership.refused], kill=False)  # it reports why, and ends
         for name in membership.replace:
             if self.stop_signal is None:
@@ -505,11 +515,16 @@ class _Agent(LocalElasticAgent):
         """
         ranks = [self._rank_of(local, group) for local in silent]
         text = " and ".join(
-            f"{rank_label(rank, slot)} did not arrive: it was in "
+            f"{rank_label(rank, slot, self._host)} did not arrive: it was in "
             f"{RankProgress.read(self._folder / str(slot)) or 'its start, before step 1'}"
             for rank, slot in ranks
         )
         return f"{text}; after --timeout seconds the others gave up; raise --timeout where it is only slow"
+
+    @property
+    def _host(self) -> str:
+        """This node's name, for messages of a run on several nodes; "" on one."""
+        return socket.gethostname() if self._job.nodes[1] > 1 else ""
 
     def _rank_of(self, local: int, group: WorkerGroup) -> tuple[int, int]:
         """Return a process's rank now and at the start."""
@@ -533,10 +548,9 @@ class _Agent(LocalElasticAgent):
         note = Path(self._pcontext.error_files[local])
         place, run_code = RankProgress.read(self._folder / str(slot)), read_end(self._folder)
         failure = ProcessFailure.read(rank, code, note, place, when, run_code=run_code)
-        failure = dataclasses.replace(failure, at_start=slot)
-        if self._names.get(local) in self._silenced:
-            return dataclasses.replace(failure, message="it said nothing while the others waited for it, and was ended")
-        return failure
+        failure = dataclasses.replace(failure, at_start=slot, host=self._host)
+        why = self._killed.get(self._names.get(local, ""))
+        return dataclasses.replace(failure, message=why) if why else failure
 
     def _summary(self) -> str:
         if self._failure is None:
@@ -609,8 +623,8 @@ class _Handler(SubprocessHandler):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal stopped the process: then it will not end by itself."""
+    """Whether a signal stopped the process: then it will not end by itself. One that is traced is not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False

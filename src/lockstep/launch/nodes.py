@@ -412,14 +412,16 @@ class Coordinator:
 
     def _lose(self, node: _Node, why: str) -> None:
         """Count a node's processes as lost, once; a process that ended well stays so."""
-        node.link.close()
         node.is_lost = True
         if not node.living:
+            node.link.close()
             return
         places = [self.rank_of(name) for name in sorted(node.living)]
         ranks = sorted(rank for rank in places if rank is not None)
         named = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}" if ranks else "no rank"
         message = f"node {node.label} ({node.host}, with {named}) is lost: {why}"
+        node.link.send({"lost": message})  # read by a launcher that was stopped, once it runs again
+        node.link.close()
         failure = ProcessFailure(
             ranks[0] if ranks else 0, 1, message, when=time.time(), place=_progress(self._folder), shared=True
         )
@@ -489,7 +491,7 @@ class Follower:
         self._label, self._patience = job.node_rank, join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []
-        self._end = ""
+        self._end = self._lost = ""
         self._seat: Seat | None = None
         self._has_begun = self._has_warned = False
         self._sent: dict[str, Any] = {}
@@ -512,7 +514,7 @@ class Follower:
             LockstepError: it cannot be reached.
         """
         seat, self._seat, self._has_begun = self._seat, None, True
-        self.members, self.number, self._new, self._end, self._sent = [], 0, [], "", {}
+        self.members, self.number, self._new, self._end, self._lost, self._sent = [], 0, [], "", "", {}
         self.replace, self.silent, self.refused, self.fatal = [], [], [], None
         self.is_over = self.is_orphaned = False
         self.code = self.stop_signal = 0
@@ -611,6 +613,7 @@ class Follower:
             self._link.send(report | {"new": self._new})
             self._new, self._sent, self._sent_at = [], report, now
         for message in self._link.receive():
+            self._lost = message.get("lost", self._lost)
             for name in _ORDERS:
                 getattr(self, name).extend(message.get(name, []))
             if "members" not in message:
@@ -635,13 +638,22 @@ class Follower:
         self.fatal = ProcessFailure(
             0,
             StorageError.exit_code,
-            f"node 0's launcher at {self._endpoint} is lost, and with it the decision who goes on; the same command "
-            "goes on from the newest checkpoint",
+            self._explain_end(is_silent=self._link.is_open),
             when=time.time(),
             place=next(iter(ended.values())).place,
             shared=True,
         )
         return "-"
+
+    def _explain_end(self, *, is_silent: bool) -> str:
+        """Explain why this launcher cannot go on: it is out of the run, or node 0's launcher decides nothing."""
+        if self._lost:
+            return f"{self._lost}; the others go on without it, and the same command takes its place again"
+        how = f"has not answered for {_LEAVE:g} s" if is_silent else "is lost"
+        return (
+            f"node 0's launcher at {self._endpoint} {how}, and no other decides who goes on; the same command goes on "
+            "from the newest checkpoint"
+        )
 
     def _warn(self, now: float) -> None:
         """Report once that node 0's launcher does not answer; it may be stopped."""
