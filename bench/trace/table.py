@@ -19,7 +19,7 @@ __all__ = ["CASES", "HEALTHY", "LEFT_OUT", "SCRIPTS", "Case", "Healthy", "grid",
 
 SCRIPTS = ("ddp", "accelerate", "lightning", "hf")
 _LAST = -1  # in place of a step: where the run is resumed
-# (script, mistake): the step in `grid`, with equal labels and with ragged ones, where it hangs on the losses
+# (script, mistake): the step with an order of padding, with equal labels and with ragged ones; it hangs on the losses
 _OF_LOSSES = {("lightning", "no-sync-dist"): (10, 25)}
 
 
@@ -246,9 +246,7 @@ def grid() -> tuple[list[Case], list[Healthy]]:
             if ragged or "--ragged" not in case.flags:
                 flags = tuple(dict.fromkeys((*case.flags, *("--ragged",) * ragged)))
                 note = f"{case.note} {'ragged' if ragged else 'equal'}"
-                moments = _OF_LOSSES.get((case.script, case.mistake))
-                steps = case.steps if moments is None else (moments[ragged],)
-                cases.append(replace(case, flags=flags, note=note, steps=steps))
+                cases.append(replace(case, flags=flags, note=note, steps=_steps(case, flags)))
         pairs += healthy
     return cases, pairs
 
@@ -257,12 +255,18 @@ def with_settings(dtype: str, order: str) -> tuple[list[Case], list[Healthy]]:
     """Return the table with each script in a dtype and with an order of padding; "" keeps the script's own."""
     more = (*("--dtype", dtype) * (dtype != ""), *("--order", order) * (order != ""))
     how = " ".join(filter(None, (dtype, order)))
-    cases = [replace(case, flags=case.flags + more, note=how) for case in CASES]
+    cases = [replace(case, flags=case.flags + more, note=how, steps=_steps(case, case.flags + more)) for case in CASES]
     pairs = []
     for pair in HEALTHY:
         one, two = ((world, flags + more) for world, flags in (pair.one, pair.two))
         pairs.append(replace(pair, name=f"{pair.name} [{how}]" if how else pair.name, one=one, two=two))
     return cases, pairs
+
+
+def _steps(case: Case, flags: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the steps in which a case is right: with an order of padding the losses are others."""
+    moments = _OF_LOSSES.get((case.script, case.mistake))
+    return case.steps if moments is None or "--order" not in flags else (moments["--ragged" in flags],)
 
 
 def _pairs(script: str) -> list[Healthy]:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -22,12 +22,14 @@ __all__ = [
     "copy_into",
     "copy_to_device",
     "from_bytes",
+    "has_gaps",
     "host_bytes",
     "is_dtensor",
     "is_expanded",
     "local_of",
     "not_finite",
     "reaches",
+    "shared_memory",
 ]
 
 
@@ -47,6 +49,35 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return any(not step and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor has other numbers between its own in memory, as `rows[::2]` has."""
+    first, end = _span(tensor)
+    return end - first > tensor.nbytes > 0
+
+
+def shared_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of each two tensors whose spans of memory overlap; sparse and nested tensors are left out."""
+    spans = []
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        if local.layout is torch.strided and not local.is_nested and local.numel():
+            # `_cdata` is private: `data_ptr()` is 0 for all tensors on the meta device.
+            spans.append((local.untyped_storage()._cdata, *_span(local), name))
+    spans.sort()
+    for index, (storage, _, end, name) in enumerate(spans):
+        for other_storage, first, _, other in spans[index + 1 :]:
+            if other_storage != storage or first >= end:
+                break
+            yield name, other
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor with elements in its storage, and the byte after its last."""
+    first = int(tensor.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,15 @@ import pytest
 import torch
 import torchmetrics
 from ranks import run
+from refusals import refuses
 from small_runs import config
 from torch import nn
 
 import lockstep
 from lockstep import checkpoint
 from lockstep.checkpoint.export import export
-from lockstep.errors import LockstepError
+from lockstep.engines.registry import engine as make_engine
+from lockstep.errors import ConfigError, LockstepError
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -49,14 +51,16 @@ WRITTEN = ("transposed", "one_row", "scalar", "flags", "uint16", "float8", "comp
 
 
 class Net(nn.Module):
-    """A Linear, a 0-dim parameter and a transposed one; each training forward writes odd buffers."""
+    """A Linear, a 0-dim, an empty and a transposed parameter; each training forward writes odd buffers."""
 
-    def __init__(self):
+    def __init__(self, engine="single"):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(6, 3, dtype=torch.float64)
         self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
-        self.turned = nn.Parameter(draw(2, 3).t())
+        self.none = nn.Parameter(draw(0, 3))
+        turned = draw(2, 3).t()
+        self.turned = nn.Parameter(turned.contiguous() if engine == "fsdp" else turned)  # which refuses the other
         for name, make in ODD.items():
             self.register_buffer(name, make())
         self.register_buffer("sparse", OTHERS["sparse"](), persistent=False)
@@ -68,7 +72,7 @@ class Net(nn.Module):
                     buffer = getattr(self, name)
                     wide = torch.complex128 if buffer.is_complex() else torch.float64
                     buffer.copy_(buffer.to(wide) * -1 if name == "float8" else buffer.to(wide) + 1)
-        return torch.sparse.mm(self.sparse, self.inner(x).t()).t() @ self.turned * self.scale
+        return torch.sparse.mm(self.sparse, self.inner(x).t()).t() @ self.turned * self.scale + self.none.sum()
 
 
 class Sum(torchmetrics.Metric):
@@ -100,12 +104,13 @@ class Momentum(torch.optim.SGD):
 
 
 class Odd(lockstep.Task):
-    def __init__(self):
+    def __init__(self, engine="single"):
+        self.engine = engine
         self.kept = {name: make() for name, make in {**ODD, **OTHERS}.items()}
         self.own = {name: make().detach() for name, make in ODD.items() if name != "expanded"}
 
     def model(self):
-        return Net()
+        return Net(self.engine)
 
     def dataset(self, split):
         return torch.utils.data.TensorDataset(ROWS)
@@ -154,14 +159,14 @@ def plain(steps):
 
 
 def stopped(world, settings):
-    lockstep.train(settings, Odd(), world)
+    lockstep.train(settings, Odd(settings.engine), world)
 
 
 def finished(world, settings):
-    return lockstep.train(settings, Odd(), world).evaluation
+    return lockstep.train(settings, Odd(settings.engine), world).evaluation
 
 
-@pytest.mark.parametrize("engine", ["ddp"])
+@pytest.mark.parametrize("engine", ["ddp", "zero", "fsdp"])
 def test_odd_tensors_train_stop_and_resume_as_in_plain_pytorch(tmp_path, engine):
     settings = {"batch_size": 8, "micro_batch_size": 0, "max_steps": 4, "ckpt_freq": 2, "eval_freq": 2}
     settings |= {"optim": {"clip": 0.0}, "engine": engine}
@@ -193,6 +198,8 @@ class Refused(Odd):
     def model(self):
         made = nn.Linear(6, 2, dtype=torch.float64)
         made.register_buffer("odd", self.make() if self.place == "buffer" else None)
+        if self.place == "parameter":
+            made.odd = nn.Parameter(self.make())
         return made
 
     def loss(self, model, batch):
@@ -215,6 +222,8 @@ class Refused(Odd):
         ("own", OTHERS["nested"], "'task/odd'"),
         *(("metric", make, "'odd'") for make in (OTHERS["sparse"], OTHERS["nested"], lambda: draw(3), lambda: draw(0))),
         *(("metric", make, "'odd'") for make in (lambda: np.complex128(1j), lambda: 1j, lambda: "a")),
+        ("parameter", lambda: draw(3, 1).expand(3, 4), "'odd'"),
+        ("parameter", lambda: draw(3, dtype=torch.complex128).conj(), "'odd'"),
         ("loss", lambda value: value.reshape(1).to_sparse(), "`loss`"),
         ("loss", lambda value: value.to(torch.complex128), "`loss`"),
         ("loss", lambda value: value.to(torch.float8_e4m3fn), "`loss`"),
@@ -227,3 +236,42 @@ def test_what_cannot_work_is_one_line_before_anything_is_written(tmp_path, place
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "r").exists()
+
+
+class Shared(nn.Module):
+    """Two names for the same memory."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        values = self.layer.weight.data
+        if kind == "buffer":
+            self.register_buffer("row", values[0])
+        elif kind == "list":
+            self.kept = [self.layer.weight]
+        elif kind == "gaps":
+            self.other = nn.Parameter(draw(9, dtype=torch.float32)[::3])
+        else:
+            self.other = nn.Parameter({"parameter": values.view(9), "scalar": values[1, 1]}[kind])
+
+
+def share(world):
+    def make(name, kind):
+        make_engine(name, Shared(kind), lambda model: torch.optim.SGD(model.parameters(), 0.1), world)
+
+    for name, kind, *named in (
+        *(("fsdp", kind, "layer.weight", "other") for kind in ("parameter", "scalar")),
+        *(("fsdp", "buffer", "layer.weight", "row"), ("fsdp", "list", "kept", "layer.weight")),
+        *(("zero", kind, "layer.weight", "other") for kind in ("parameter", "scalar")),
+        ("zero", "gaps", "other"),
+    ):
+        with refuses(ConfigError, f"--engine {name}", *named):
+            make(name, kind)
+    for kind in ("buffer", "list"):
+        make("zero", kind)
+    for kind in ("parameter", "scalar", "buffer", "list", "gaps"):
+        make("ddp", kind)
+
+
+def test_memory_that_an_engine_cannot_share_is_refused_by_name():
+    run(share, 2)

@@ -37,19 +37,20 @@ def init_context(options: EngineOptions, world: World) -> AbstractContextManager
 
 
 def check_placeable(model: nn.Module, world: World) -> None:
-    """Raise ConfigError for a plain meta tensor, which would never get values. Collective.
+    """Raise ConfigError for a plain or sparse meta tensor, which would never get values. Collective.
 
-    Parameters and buffers are placed; plain tensor attributes are not. Rank 0 has values for them, and relays the
+    Parameters and dense buffers are placed; plain tensor attributes are not. Rank 0 has values for them, and relays the
     error of the other ranks.
     """
     for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
+        sparse = {name: each for name, each in module.named_buffers(recurse=False) if each.layout is not torch.strided}
+        for name, value in {**vars(module), **sparse}.items():
             if isinstance(value, Tensor) and value.is_meta:
                 path = f"{prefix}.{name}".lstrip(".")
                 world.check(
                     ConfigError(
-                        f"--engine.meta-init: {path} of the model is a plain tensor, which gets no values; register "
-                        "it with register_buffer, or drop --engine.meta-init"
+                        f"--engine.meta-init: {path} of the model is a plain or sparse tensor, which gets no "
+                        "values; register a dense one with register_buffer, or drop --engine.meta-init"
                     )
                 )
     world.check(None)
@@ -80,9 +81,11 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
                 setattr(module, name, _place_parameter(parameter, world, send and not alone, memo))
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 tensor = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
-                local = module._buffers[name] = tensor.contiguous()
-                if not alone:
-                    collectives.broadcast(local, src=0)  # collective: every rank holds it, as under ddp
+                if tensor.layout is torch.strided:
+                    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+                    if not alone:
+                        collectives.broadcast(tensor, src=0)  # collective: every rank holds it, as under ddp
+                module._buffers[name] = tensor
 
 
 def _place_parameter(

@@ -24,8 +24,8 @@ from lockstep.engines.group_settings import settings_of
 from lockstep.engines.modes import has_modes
 from lockstep.engines.optimizer_step import OptimizerStep, trained
 from lockstep.engines.state_dict import forget, has_states, materialise
-from lockstep.errors import CheckpointError, LockstepError
-from lockstep.tensors import as_bytes, local_of
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.tensors import as_bytes, has_gaps, local_of, shared_memory
 
 with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -63,6 +63,7 @@ class Zero:
         self._meshes: dict[tuple[str, int], DeviceMesh] = {}
         members = set(parameters)
         self._trained = {name: p for name, p in model.named_parameters() if p in members}
+        _check_memory(self._trained)
         self._totals: Tensor | None = None  # by trained parameter, int64
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -246,6 +247,22 @@ class Zero:
         local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
+
+
+def _check_memory(trained: dict[str, nn.Parameter]) -> None:
+    """Refuse parameters that their owners cannot send by themselves."""
+    gaps = next((name for name, p in trained.items() if has_gaps(p)), None)
+    if gaps is not None:
+        raise ConfigError(
+            f"--engine zero cannot send {gaps}, a view with other numbers between its own; make it contiguous, or use "
+            "--engine ddp"
+        )
+    pair = next(shared_memory(trained), None)
+    if pair is not None:
+        raise ConfigError(
+            f"--engine zero: {pair[0]} and {pair[1]} share memory, and two ranks may update them; use one parameter "
+            "for both, or --engine ddp"
+        )
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ from lockstep.optim.groups import freeze
 from lockstep.optim.optimizers import make_optimizer, rules_of
 from lockstep.run_state import RunState, TrainedSet
 from lockstep.task import Task, current_step, has_own, has_step_loss
+from lockstep.tensors import is_expanded
 from lockstep.training.agreement import collect_new_modules, copy_from_rank0
 from lockstep.training.defaults import batchnorm_names
 from lockstep.training.trainable import add_adapters, add_empty_adapters, base_tensor_names
@@ -211,6 +212,7 @@ def build_model(  # noqa: PLR0913
     with collect_new_modules() as new:
         model = on_all_ranks(world, make)
     check_not_lazy(model)
+    check_writable(model)
     if keeps_double and is_double(model):
         config = dataclasses.replace(config, precision="float64")
     if not sizes_only:
@@ -268,6 +270,21 @@ def check_not_lazy(model: nn.Module) -> None:
             f"the task's `model` returned a lazy module, whose {lazy} has no shape yet: run one forward in `model()` "
             "before returning it, such as module(torch.zeros(1, 8))"
         )
+
+
+def check_writable(model: nn.Module) -> None:
+    """Refuse a parameter that torch cannot write, or a trained one that it cannot update.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for name, parameter in model.named_parameters():
+        is_lazily_changed = parameter.requires_grad and (parameter.is_conj() or parameter.is_neg())
+        if is_expanded(parameter) or is_lazily_changed:
+            raise ConfigError(
+                f"the task's `model` returned the parameter '{name}' as an expanded, conjugated or negated view, which "
+                "torch cannot update: register a copy, as nn.Parameter(view.resolve_conj().resolve_neg().contiguous())"
+            )
 
 
 def check_not_meta(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from lockstep.config.engine_options import EngineOptions
 from lockstep.distributed import collectives
@@ -22,9 +23,10 @@ from lockstep.distributed.world import World
 from lockstep.engines.base import Settings
 from lockstep.engines.blocks import BlockUnits, find_blocks
 from lockstep.engines.ddp import GradientUsage, listed, send_from_rank_0
-from lockstep.engines.fsdp.whole import find_whole
+from lockstep.engines.fsdp.whole import find_whole, is_whole
 from lockstep.engines.model_init import check_placeable, place
 from lockstep.errors import ConfigError
+from lockstep.tensors import shared_memory
 
 __all__ = [
     "CAN_RESET",
@@ -322,16 +324,16 @@ def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:
 
 
 def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptions) -> None:
-    scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
-    if scalars and options.cpu_offload:
+    whole = [
+        f"the {'empty' if p.ndim else '0-dim'} parameter {name}" for name, p in model.named_parameters() if is_whole(p)
+    ]
+    if whole and options.cpu_offload:
         raise ConfigError(
-            f"--engine.cpu-offload does not work with the 0-dim parameter {scalars[0]}, which stays on the device; "
-            "give it the shape [1], or drop the flag"
+            f"--engine.cpu-offload does not work with {whole[0]}, which stays on the device; give it the shape [1], or "
+            "drop the flag"
         )
-    if scalars and len(scalars) == len(list(model.parameters())):
-        raise ConfigError(
-            f"--engine fsdp cannot split the 0-dim parameter {scalars[0]}, and the model has no other; use --engine ddp"
-        )
+    if whole and len(whole) == len(list(model.parameters())):
+        raise ConfigError(f"--engine fsdp cannot split {whole[0]}, and the model has no other; use --engine ddp")
     strided = [name for name, p in model.named_parameters() if not p.is_contiguous()]
     if strided:
         raise ConfigError(
@@ -345,16 +347,38 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptio
             f"--engine fsdp cannot train the complex parameter {complexes[0]}: torch's optimizers do not move shards "
             "of such; store it as real numbers (torch.view_as_complex in the forward), or use --engine ddp"
         )
+    _check_aliases(model)
     inside = {p for block in blocks.modules for p in block.parameters()}
     groups = [list(block.parameters()) for block in blocks.modules]
     groups.append([p for p in model.parameters() if p not in inside])
     for group in groups:
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad and p.ndim}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in group if p.requires_grad and not is_whole(p)}
         if len(dtypes) > 1:
             raise ConfigError(
                 f"--engine fsdp: a block has parameters in {' and '.join(sorted(dtypes))}, and exchanges them "
                 "together; give them one dtype, or use --engine ddp"
             )
+
+
+def _check_aliases(model: nn.Module) -> None:
+    """Refuse a second way to a trained parameter, which would keep the values from before the split."""
+    way_out = "take it from its module in the forward, or use --engine ddp"
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_whole(p)}
+    for pair in shared_memory(dict([*model.named_parameters(), *model.named_buffers()])):
+        if not trained.keys().isdisjoint(pair):
+            raise ConfigError(f"--engine fsdp: {pair[0]} and {pair[1]} share memory that it splits; {way_out}")
+    names = {id(p): name for name, p in trained.items()}
+    for prefix, module in model.named_modules():
+        setter: Any = type(module).__setattr__
+        if setter is not nn.Module.__setattr__:
+            continue  # its own one notices that FSDP replaces a parameter, as that of an RNN does
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules"):
+                continue
+            found = next((names[id(leaf)] for leaf in pytree.tree_leaves(value) if id(leaf) in names), None)
+            if found is not None:
+                path = f"{prefix}.{attribute}".lstrip(".")
+                raise ConfigError(f"--engine fsdp: {path} holds {found}, a parameter that it splits; {way_out}")
 
 
 def _prefetch(blocks: list[nn.Module], ahead: int) -> None:

@@ -25,7 +25,7 @@ from lockstep.engines.closure import Alone
 from lockstep.engines.ddp import GradientUsage, check_launched, listed, same_start
 from lockstep.engines.exact import Subtotals, Subtrees, Tree, TreeSpan, check_slots, piece_of_sum
 from lockstep.engines.fsdp.apply import FILLS_UNUSED, WATCH, UsageCheck, again, check, discard_iteration, shard
-from lockstep.engines.fsdp.whole import WholeParameters, find_whole
+from lockstep.engines.fsdp.whole import WholeParameters, find_whole, is_whole
 from lockstep.engines.optimizer_step import OptimizerStep, combined, norms_of, trained
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.tensors import is_dtensor, local_of
@@ -401,7 +401,7 @@ class FSDP:
         for unit in self._units:
             unit.unshard()  # collective
             for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad and parameter.ndim and not isinstance(parameter, DTensor):
+                if parameter.requires_grad and not is_whole(parameter) and not isinstance(parameter, DTensor):
                     yield name, parameter
             unit.reshard()
 

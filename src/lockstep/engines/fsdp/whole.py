@@ -1,4 +1,4 @@
-"""0-dim parameters under FSDP, which cannot be split: every rank holds them whole, as CLIP's temperature.
+"""0-dim and empty parameters under FSDP, which it cannot split: every rank holds them whole, as CLIP's temperature.
 
 FSDP ignores them. `WholeParameters` sums their gradients once a step, in exact mode in the fixed tree.
 """
@@ -15,12 +15,17 @@ from lockstep.distributed import collectives
 from lockstep.distributed.world import World
 from lockstep.engines.exact import Tree
 
-__all__ = ["WholeParameters", "find_whole"]
+__all__ = ["WholeParameters", "find_whole", "is_whole"]
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether a parameter, gathered or not yet split, is one that FSDP cannot split."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 def find_whole(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not split, before or after `fully_shard`."""
-    return [p for p in model.parameters() if p.ndim == 0 and not isinstance(p, DTensor)]
+    return [p for p in model.parameters() if is_whole(p) and not isinstance(p, DTensor)]
 
 
 class WholeParameters:
@@ -64,11 +69,11 @@ class WholeParameters:
     def _sum(self) -> None:
         used = [parameter.grad is not None for parameter in self._parameters]
         dtype = reduce(torch.promote_types, {parameter.dtype for parameter in self._parameters})  # holds each exactly
-        gradients = [p.new_zeros(()) if p.grad is None else p.grad for p in self._parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         flags = torch.tensor(used, dtype=dtype).to(self._world.device)
-        vector = torch.cat([torch.stack([gradient.to(dtype) for gradient in gradients]), flags])
-        collectives.all_reduce(vector)  # collective: one for all, since each is a single number
-        sums, counts = vector.chunk(2)
+        vector = torch.cat([*(gradient.to(dtype).view(-1) for gradient in gradients), flags])
+        collectives.all_reduce(vector)  # collective: one for all, since each is a single number or none
+        *sums, counts = torch.split(vector, [*(p.numel() for p in self._parameters), len(used)])
         users = used if all(used) else counts.tolist()  # waits for the device, where this rank left one out
         for parameter, total, count in zip(self._parameters, sums, users, strict=True):
-            parameter.grad = total.to(parameter.dtype) if count else None
+            parameter.grad = total.view(parameter.shape).to(parameter.dtype) if count else None
