@@ -7,7 +7,7 @@ from lockstep_lint.runner import check_paths, check_text
 
 
 def told(folder, rule, text, **files):
-    """How often a rule is told in run.py, beside other files."""
+    """Count a rule's findings in run.py, next to other files."""
     for name, other in {**files, "run": text}.items():
         (folder / f"{name}.py").write_text(other)
     return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))

@@ -169,7 +169,7 @@ MICRO = """
 
 
 def told(folder, body, before=""):
-    """How often the rule is told for a training function."""
+    """Count the rule's findings in a training function."""
     path = folder / "run.py"
     path.write_text(f"{before}{DIFFUSION}\nACCUMULATE = 4\n\ndef train(model, loader, optimizer, n):{body}")
     return len(check_paths([str(path)], configure({}, "LS012", "")))

@@ -8,7 +8,7 @@ from lockstep_lint.runner import check_text
 
 
 def told(text):
-    """The lines and the messages of the rule in a text."""
+    """Return the rule's lines and messages in a text."""
     return [(finding.line, finding.message) for finding in check_text(text, configure({}, "LS017", ""))]
 
 

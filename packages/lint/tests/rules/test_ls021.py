@@ -63,7 +63,7 @@ from torch.utils.data import DataLoader
 
 
 def told(text, rule):
-    """How often a rule is told in a script."""
+    """Count a rule's findings in a script."""
     return len(check_text(HEAD + text, configure({}, rule, "")))
 
 

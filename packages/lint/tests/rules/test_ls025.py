@@ -80,7 +80,7 @@ def test_a_download_into_a_place_of_its_own(first, place, found):
 
 
 def told_2(tmp_path, files, rule="LS028"):
-    """The line numbers of a rule in the first of some files."""
+    """Return the lines of a rule's findings in the first of some files."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ GROUP = "def main(args):\n    dist.init_process_group('nccl')\n"
 
 
 def told(text, rule="LS028"):
-    """How often a rule is told."""
+    """Count a rule's findings."""
     return len(check_text(START + text, configure({}, rule, "")))
 
 
@@ -65,7 +65,7 @@ RUN = "\nmain(int(os.environ['RANK']), parse())\n"
 
 
 def told_2(body, before=""):
-    """How often the rule is told in a script with these lines, indented from the second on, in its main function."""
+    """Count the rule's findings with these lines, indented, in the script's main function."""
     return len(check_text(f"{START_2}{before}\ndef main(rank, args):\n{GROUP_2}    {body}\n{RUN}", PRINTS))
 
 
@@ -114,7 +114,7 @@ def found(text, config=PRINTS):
 
 
 def script(lines, parameters="rank"):
-    """A script of several processes with the given lines in it."""
+    """Return a script of several processes with the given lines in it."""
     body = "".join(f"    {line}\n" for line in lines)
     return f'def main({parameters}):\n    dist.init_process_group("nccl")\n{body}    dist.destroy_process_group()\n'
 

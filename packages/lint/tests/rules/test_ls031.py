@@ -32,7 +32,7 @@ def main(net, loader, optimizer, rank):
 
 
 def told(text, rule):
-    """How often a rule is told."""
+    """Count a rule's findings."""
     return len(check_text(HEAD + text, configure({}, rule, "")))
 
 

@@ -70,7 +70,7 @@ def test_a_loop_in_which_accelerates_processes_wait(line, number):
 
 
 def told(tmp_path, files, rule="LS028"):
-    """The line numbers of a rule in the first of some files."""
+    """Return the lines of a rule's findings in the first of some files."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
