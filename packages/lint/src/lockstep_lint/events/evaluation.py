@@ -42,13 +42,11 @@ def evaluates(view: View, run: Run, event: Event) -> bool:
     own = any(loop.scope is event.scope for loop in event.loops)
     if not own and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call:
         return False  # nothing is done with what the model gives: its layers are shown or measured
-    graph = without_graph(view, run, event) is not True
-    if graph and needs_graph(run, event):
-        return False
     blocks = list(says_so(view, run, event))
-    if any(block is None or not trains(span(run, block)) for block in blocks):
-        return True
-    return not blocks and in_own_mode(view, run, event)
+    shown = any(block is None or not trains(span(run, block)) for block in blocks)
+    if not shown and (blocks or not in_own_mode(view, run, event)):
+        return False
+    return without_graph(view, run, event) is True or not needs_graph(run, event)
 
 
 def needs_graph(run: Run, event: Event) -> bool:
