@@ -1,4 +1,4 @@
-"""The pitfalls of tests/pitfalls: small edits of complete scripts, each with what the linter must say.
+"""Cases of tests/pitfalls: small edits of complete scripts, with the expected findings.
 
 `NAME.py.txt` is a script without a mistake, and `NAME.diff` has its cases. A case begins with `== what it is`; a line
 `!! reason` says that the linter does not tell it yet. Then come edits: lines that stay begin with a space, lines that
@@ -30,7 +30,7 @@ class Case:
     added: dict[str, list[str]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> set[tuple[str, int, str]]:
-        """Write the files of the case; returns (file, line, code) of each finding that they must have."""
+        """Write the files of the case. Returns (file, line, code) of each expected finding."""
         lines = script(self.base).splitlines()
         for edit in self.edits:
             lines = edited(lines, edit)
@@ -45,12 +45,12 @@ class Case:
 
 
 def script(base: str) -> str:
-    """The text of a script without a mistake."""
+    """Return the text of a script without a mistake."""
     return (FOLDER / f"{base}.py.txt").read_text(encoding="utf-8")
 
 
 def edited(lines: list[str], edit: list[str]) -> list[str]:
-    """The lines after an edit, whose old lines must stand in one place."""
+    """Apply an edit, whose old lines must occur in one place."""
     old = [MARK.sub("", line[1:]) for line in edit if line[0] != "+"]
     new = [line[1:] for line in edit if line[0] != "-"]
     bare = [MARK.sub("", line) for line in lines]
@@ -61,7 +61,7 @@ def edited(lines: list[str], edit: list[str]) -> list[str]:
 
 
 def cases(base: str) -> Iterator[Case]:
-    """The cases of a script, in the order of its file."""
+    """Return the cases of a script, in the order of its file."""
     case: Case | None = None
     edit: list[str] = []
     for line in (FOLDER / f"{base}.diff").read_text(encoding="utf-8").splitlines():

@@ -13,12 +13,12 @@ HEAD = re.compile(r"^# ---- \d+$", re.MULTILINE)
 
 
 def examples(code: str, kind: str) -> list[str]:
-    """The scripts in which a rule finds its mistake (`kind` "bad"), or finds none ("good")."""
+    """Return a rule's example scripts: with the mistake (`kind` "bad") or without ("good")."""
     file = FIXTURES / code / f"{kind}.py"
     more = HEAD.split(file.read_text(encoding="utf-8"))[1:] if file.exists() else []
     return [RULES[code].page.examples[kind == "good"] + "\n", *(f"\n{text.strip()}\n" for text in more)]
 
 
 def all_examples(*kinds: str) -> list[str]:
-    """The examples of all rules, of one kind or both."""
+    """Return the examples of all rules, of one kind or both."""
     return [text for code in RULES for kind in kinds for text in examples(code, kind)]

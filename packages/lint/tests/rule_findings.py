@@ -1,4 +1,4 @@
-"""The findings of one rule in a script, as the tests of the rules compare them."""
+"""The findings of one rule in a script, for the tests to compare."""
 
 from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text

@@ -144,7 +144,7 @@ def test_memory_is_bounded(tmp_path):
 
 
 def test_a_part_is_let_go_without_the_garbage_collector(monkeypatch):
-    """The collector is off while a part is checked: what is still held then stays until the end of the run."""
+    """Release a checked batch at once, though the garbage collector is off meanwhile."""
     made, seen = weakref.WeakSet(), []
 
     def noted(source):

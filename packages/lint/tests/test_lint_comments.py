@@ -1,4 +1,4 @@
-"""A word in a comment, a docstring or an idle import silences no rule, and finds nothing either."""
+"""Words in comments, docstrings and idle imports neither silence a rule nor trigger it."""
 
 import pytest
 from rule_examples import examples

@@ -112,7 +112,7 @@ def test_a_call_passes_its_class_and_literals():
 
 
 class _Turned(ast.NodeTransformer):
-    """Writes `if test: ...` at the end of a loop's body as `if not test: continue`."""
+    """Writes `if test: ...` at a loop's end as `if not test: continue`."""
 
     def visit_For(self, node):
         self.generic_visit(node)
@@ -124,7 +124,7 @@ class _Turned(ast.NodeTransformer):
 
 
 class _Back(ast.NodeTransformer):
-    """Writes `if test: continue` before other statements of a loop as `if not test:` around them."""
+    """Writes `if test: continue` in a loop as `if not test:` around the rest."""
 
     def visit_For(self, node):
         self.generic_visit(node)
@@ -137,7 +137,7 @@ class _Back(ast.NodeTransformer):
 
 
 def found(text):
-    """The findings of a script: their rules, and the text of their lines but those of tests."""
+    """Return the findings of a script: rules, and texts of lines that are no tests."""
     lines = [line.strip() for line in text.split("\n")]
     told = check_text(text, configure({}, "ALL", ""))
     return sorted((f.rule, lines[f.line - 1].partition("if ")[0]) for f in told)

@@ -1,4 +1,4 @@
-"""The examples of every rule are its tests: each bad one is found by this rule alone, each good one by none."""
+"""Each rule's bad example is found by this rule alone, each good one by none."""
 
 import pytest
 from rule_examples import examples

@@ -15,7 +15,7 @@ HOME = Path(__file__).parents[1] / "corpus"
 
 @pytest.fixture(scope="module")
 def bench():
-    """The modules of corpus, by name."""
+    """Return the modules of corpus, by name."""
     sys.path.insert(0, str(HOME))
     names = ("labelled", "agreement", "score")
     try:
@@ -31,7 +31,7 @@ def label(rule, line, **more):
 
 
 def entry(readers, path="train.py", part="development2", **more):
-    """An entry of a second set; each reader is (strong labels, arguable ones)."""
+    """Return an entry of a second set. Each reader is (strong labels, arguable ones)."""
     read = {name: {"labels": strong, "arguable": rest} for name, (strong, rest) in readers.items()}
     return {"repository": "one/two", "commit": "c" * 40, "path": path, "part": part, "readers": read, **more}
 

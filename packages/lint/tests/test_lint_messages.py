@@ -1,4 +1,4 @@
-"""What a message says fits the script that it is about, and the gravest comes first."""
+"""A message fits its script, and the gravest comes first."""
 
 import pytest
 

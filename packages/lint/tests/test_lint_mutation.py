@@ -1,4 +1,4 @@
-"""Clean scripts, and each pitfall put into one of them by an edit of its tree: silent before, found after."""
+"""Clean scripts are silent; with a pitfall edited into their tree they are not."""
 
 import ast
 from pathlib import Path

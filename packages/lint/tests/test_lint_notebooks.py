@@ -1,4 +1,4 @@
-"""Notebooks: findings are named by cell and line, magics are passed over, a cell that does not parse is told."""
+"""Notebooks: findings name cell and line, magics are skipped, broken cells are reported."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A file's findings depend on the project that lies there, never on which files are named or in what order."""
+"""A file's findings depend on its project, never on the arguments or their order."""
 
 import json
 import os

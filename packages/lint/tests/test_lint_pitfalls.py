@@ -1,4 +1,4 @@
-"""Every pitfall and red flag that a script can show: told where it stands, and silent where it is mended."""
+"""Every pitfall that a script can show is reported, and its correction is silent."""
 
 import pytest
 from pitfall_cases import SCRIPTS, cases, script
@@ -12,13 +12,13 @@ CASES = [case for base in SCRIPTS for case in cases(base)]
 
 
 def parameter(case):
-    """A case with its name; what the linter does not tell yet is expected to fail, and only that."""
+    """Return a named case. A pitfall that is not reported yet must fail, and only that."""
     missed = [pytest.mark.xfail(strict=True, reason=case.missed)] if case.missed else []
     return pytest.param(case, id=f"{case.base}: {case.name}", marks=missed)
 
 
 def found(folder):
-    """(file, line, finding) of every finding in a folder."""
+    """Return (file, line, finding) of every finding in a folder."""
     paths = sorted(str(path) for path in folder.glob("*.py"))
     return [(finding.path.rpartition("/")[2], finding.line, finding) for finding in check_paths(paths, ALL)]
 

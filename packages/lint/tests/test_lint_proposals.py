@@ -1,4 +1,4 @@
-"""`--fix` twice is `--fix` once, within what the project's torch has; `--unsafe-fixes` is a diff that applies."""
+"""`--fix` is idempotent and fits the project's torch; `--unsafe-fixes` is a diff that applies."""
 
 import ast
 import shutil

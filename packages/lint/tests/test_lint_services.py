@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def check_sarif(log):
-    """What the schema of SARIF 2.1.0 requires of the parts that are used here (its `required` lists and types)."""
+    """Check what the schema of SARIF 2.1.0 requires of the parts used here."""
     assert log["version"] == "2.1.0"
     assert log["$schema"].endswith("sarif-2.1.0.json")
     assert set(log) <= {"$schema", "version", "runs"}
@@ -93,7 +93,7 @@ def test_sarif_beside_another_format(folder, capsys):
 
 
 def run_action(folder, **inputs):
-    """Runs the action's step as the runner would: its defaults and these inputs in the environment, bash -e."""
+    """Run the action's step as the runner would, with defaults and these inputs."""
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     assert action["runs"]["using"] == "composite"
     (step,) = action["runs"]["steps"]

@@ -1,4 +1,4 @@
-"""What silences findings: comments for a line or a file, pyproject.toml, flags; and what is said of idle comments."""
+"""What silences findings: comments, pyproject.toml and flags; and reports of idle comments."""
 
 import pytest
 

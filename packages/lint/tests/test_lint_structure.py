@@ -1,4 +1,4 @@
-"""The linter stands alone: it imports Python's own modules and its own, and no file is too long to read."""
+"""The linter imports only Python's modules and its own; no file is too long."""
 
 import ast
 import importlib
@@ -14,7 +14,7 @@ NEEDED_TO_FIX = {"libcst", "libcst.metadata"}
 
 
 def imported(path):
-    """The modules that a file imports, by statement or by name."""
+    """Return the modules that a file imports, by statement or by name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""`lockstep lint [PATH ...]`: check files and folders; exit 0 without errors, 1 with some, 2 for bad input."""
+"""`lockstep lint [PATH ...]`: check files. Exit 0 without errors, 1 with some, 2 for bad input."""
 
 import argparse
 import os
@@ -112,7 +112,7 @@ def check(args: argparse.Namespace, prog: str) -> int:
 
 
 def fail(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> bool:
-    """Check whether some finding makes the command exit with 1, under the configuration that holds for its file."""
+    """Check whether some finding makes the command exit with 1, under its file's configuration."""
     configs = {path: config for config, paths in groups for path in paths}
     return any(configs[finding.path].fails(finding) for finding in findings)
 
@@ -127,7 +127,7 @@ def write_sarif(path: str, findings: list[Finding], prog: str) -> None:
 
 
 def fix(findings: list[Finding], groups: list[tuple[Config, list[str]]]) -> list[Finding]:
-    """Correct until nothing is left to correct, so that a second run changes nothing; returns what is still found."""
+    """Apply the safe corrections until none is left. Returns the remaining findings."""
     total, assumed = 0, (0, 0)
     for _ in range(MAX_ROUNDS):
         changed, needed = fix_files(findings)
@@ -157,7 +157,7 @@ def check_all(groups: list[tuple[Config, list[str]]]) -> list[Finding]:
 
 
 def settings(args: argparse.Namespace, paths: list[str]) -> list[tuple[Config, list[str]]]:
-    """Return the files by the configuration of the project that each belongs to, with the flags on top."""
+    """Group the files by their project's configuration, with the flags applied."""
     homes: dict[str, list[str]] = {}
     for path in paths:
         homes.setdefault(os.path.dirname(os.path.abspath(path)), []).append(path)

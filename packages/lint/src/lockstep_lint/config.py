@@ -19,7 +19,7 @@ class ConfigProblem(Exception):
 
 
 def default_codes(hints: bool = True) -> frozenset[str]:
-    """Return the rules that run unless others are selected: those of errors, and with `hints` those of hints."""
+    """Return the rules that run by default: those for errors, and with `hints` for hints."""
     off = {Severity.OPINION} if hints else {Severity.OPINION, Severity.HINT}
     return frozenset(code for code, rule in RULES.items() if rule.severity not in off)
 
@@ -48,7 +48,7 @@ class Config:
         return wanted or finding.rule in self.named
 
     def fails(self, finding: Finding) -> bool:
-        """Check whether a finding makes the command exit with 1: an error, or one of a rule that was selected."""
+        """Check whether a finding makes the command exit with 1. Errors and selected rules do."""
         return finding.severity is Severity.ERROR or finding.rule in self.named
 
     def codes_for(self, path: str) -> frozenset[str]:
@@ -63,7 +63,7 @@ class Config:
 def configure(
     table: dict[str, object], select: str | None, ignore: str | None, root: str = "", *, hints: bool = False
 ) -> Config:
-    """Return the configuration from the file's table and the flags; a flag replaces the file's setting."""
+    """Combine the file's table with the flags. A flag replaces the file's setting."""
     unknown = sorted(set(table) - set(KEYS))
     if unknown:
         raise ConfigProblem(f"pyproject.toml: [tool.lockstep.lint] has no key '{unknown[0]}': use {', '.join(KEYS)}")

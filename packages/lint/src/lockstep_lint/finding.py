@@ -43,7 +43,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Change:
-    """Lines to put in the place of others, for `--unsafe-fixes`: it changes what the script does, and is for reading.
+    """Lines that replace others, for `--unsafe-fixes`: a proposal that changes what the script does.
 
     `start` is the first line that goes (from 1), `count` how many go; with 0 the new ones come before `start`.
     """
@@ -55,7 +55,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule found its pitfall; in a notebook `line` and `end` count within the cell.
+    """One place where a rule found its pitfall. In a notebook, lines count within the cell.
 
     Columns count characters from 1; `end` is the last line of the place, `end_column` the first column after it.
     """

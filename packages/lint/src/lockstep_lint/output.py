@@ -5,7 +5,6 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,7 +21,7 @@ OTHERS = {"LS000": "a file that was not checked", "LS900": "a comment that silen
 
 
 def log(findings: list[Finding], lines: dict[str, list[str]]) -> dict[str, object]:
-    """Return the SARIF log of one run: the rules that found something, and each finding with its place."""
+    """Return the SARIF log of one run: the rules with findings, and each finding."""
     prints = fingerprints(findings, lines)
     codes = sorted({finding.rule for finding in findings})
     driver = {"name": "lockstep lint", "version": _version(), "rules": [_rule(code) for code in codes]}
@@ -60,6 +59,8 @@ def fingerprints(findings: list[Finding], lines: dict[str, list[str]]) -> list[s
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # SARIF alone needs it; it takes 40 ms
+
     try:
         return version("lockstep-lint")
     except PackageNotFoundError:  # run from a checkout
@@ -95,19 +96,19 @@ def _result(finding: Finding, index: int) -> dict[str, object]:
 
 
 def _region(finding: Finding) -> dict[str, int]:
-    """Return the lines and columns of a finding, and where it ends if that is known."""
+    """Return the lines and columns of a finding, with its end if known."""
     region = {"startLine": finding.line, "startColumn": finding.column}
     return region | ({"endLine": finding.end, "endColumn": finding.end_column} if finding.end_column else {})
 
 
 def _uri(path: str) -> str:
-    """Return a path as a URI, relative to the current folder where it is below it."""
+    """Return a path as a URI, relative to the current folder if below it."""
     relative = os.path.relpath(path)
     return Path(path).resolve().as_uri() if relative.startswith("..") else quote(Path(relative).as_posix())
 
 
 def text(findings: list[Finding], lines: dict[str, list[str]], prog: str, hints: bool) -> str:
-    """Return each finding on a line, the gravest first, with the source line under it, and a summary."""
+    """Return each finding with its source line, the gravest first, and a summary."""
     parts = []
     for finding in folded(findings):
         place = f"{finding.where}:{finding.line}:{finding.column}"
@@ -135,7 +136,7 @@ GRAVEST = list(Severity)
 
 
 def folded(findings: list[Finding]) -> list[Finding]:
-    """Return the findings for a person: errors first, then one hint for each file and rule, with how many more."""
+    """Select the findings to print: all errors, and one hint per file and rule, counted."""
     others = Counter(map(habit, findings))
     told: set[tuple[object, ...]] = set()
     chosen: list[Finding] = []
@@ -152,7 +153,7 @@ def folded(findings: list[Finding]) -> list[Finding]:
 
 
 def habit(finding: Finding) -> tuple[object, ...]:
-    """Return what identifies a finding for a person: an error its place, a hint or an opinion its file and rule."""
+    """Return the key by which findings fold: an error's place, a hint's file and rule."""
     if finding.severity is Severity.ERROR:
         return finding.place
     return finding.path, finding.rule, finding.severity

@@ -54,7 +54,7 @@ class Silencer:
         self.lines: dict[int, _Comment] = {}
 
     def read(self, found: bool) -> None:
-        """Read the file's comments, if one can matter: it names a rule of ours, or there is something to silence."""
+        """Read the file's comments, if a rule of ours or a finding makes them matter."""
         text = self.source.text
         if "noqa" in text.lower() and (found or OURS.search(text)):
             for line, column, comment in comments(self.source):
@@ -77,7 +77,7 @@ class Silencer:
             self.lines[line] = comment
 
     def filter(self, findings: list[Finding]) -> Iterator[Finding]:
-        """Yield the findings that stay, and one for every silencer of ours that had nothing to silence."""
+        """Yield the remaining findings, and one for each of our comments that silenced nothing."""
         self.read(bool(findings))
         used: set[tuple[_Comment, str]] = set()
         for finding in findings:
@@ -122,7 +122,7 @@ PART = 100
 
 
 def check_paths(paths: list[str], config: Config) -> list[Finding]:
-    """Return the findings in the files at `paths`, in order; several processes share a long list."""
+    """Return the findings in the files, in order. Several processes share a long list."""
     graph = draw(paths)
     parts = divide(graph.together(sorted(paths)), PART)
     workers = min(os.cpu_count() or 1, 8, len(parts))
@@ -133,7 +133,7 @@ def check_paths(paths: list[str], config: Config) -> list[Finding]:
 
 
 def divide(groups: list[list[str]], size: int) -> list[list[str]]:
-    """Groups packed into parts of at most `size`; only a larger group is cut."""
+    """Pack groups into batches of at most `size`. Only a larger group is cut."""
     parts: list[list[str]] = []
     for group in groups:
         for start in range(0, len(group), size):
@@ -171,7 +171,7 @@ def _check_part(paths: list[str], config: Config, graph: Graph) -> list[Finding]
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the garbage collector out: walking a million nodes that all stay alive would double the time."""
+    """Disable the garbage collector. Walking a million live nodes would double the time."""
     was = gc.isenabled()
     gc.disable()
     try:

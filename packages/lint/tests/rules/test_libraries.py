@@ -1,4 +1,4 @@
-"""Where a statement about ranks is an error, and where a hint: a program that reaches it, a library, a unit test."""
+"""Errors in programs that reach a line are hints in libraries and unit tests."""
 
 import pytest
 

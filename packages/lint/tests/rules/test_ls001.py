@@ -7,8 +7,8 @@ from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
 
 
-def told(folder, rule, text, **files):
-    """How often a rule is told in run.py, beside other files."""
+def count_findings(folder, rule, text, **files):
+    """Count a rule's findings in run.py, next to other files."""
     for name, other in {**files, "run": text}.items():
         (folder / f"{name}.py").write_text(other)
     return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))
@@ -30,11 +30,11 @@ def told(folder, rule, text, **files):
     ],
 )
 def test_data_parallel_of_geometric(tmp_path, text, number):
-    assert told(tmp_path, "LS001", f"import torch\n{text}") == number
+    assert count_findings(tmp_path, "LS001", f"import torch\n{text}") == number
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "expected"),
     [
         ("DataParallel(model)", True),
         ("DP(model)", True),
@@ -47,10 +47,10 @@ def test_data_parallel_of_geometric(tmp_path, text, number):
         ("pl.Trainer(strategy='ddp')", False),
     ],
 )
-def test_data_parallel_by_its_names(code, told):
+def test_data_parallel_by_its_names(code, expected):
     text = "import pytorch_lightning as pl\nfrom torch.nn import DataParallel as DP\n\nclass Own:\n    pass\n\n"
     text += f"def main(model, copy):\n    model = {code}\n"
-    assert bool(check_text(text, configure({}, "LS001", ""))) is told
+    assert bool(check_text(text, configure({}, "LS001", ""))) is expected
     own = "import torch\n\nclass DataParallel:\n    pass\n\ndef main(model):\n    return DataParallel(model)\n"
     assert not check_text(own, configure({}, "LS001", ""))
 
@@ -82,8 +82,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 """
 
 
-def told_3(text, rule):
-    """How often a rule is told."""
+def count_findings_3(text, rule):
+    """Count a rule's findings."""
     return len(check_text(HEAD + text, configure({}, rule, "")))
 
 
@@ -106,4 +106,4 @@ def told_3(text, rule):
     ],
 )
 def test_data_parallel_by_other_names(line, number):
-    assert told_3(line + "\n", "LS001") == number
+    assert count_findings_3(line + "\n", "LS001") == number

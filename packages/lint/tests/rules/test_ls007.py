@@ -110,7 +110,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def device(*made, before="", main=""):
-    """A script that makes a device of the rank."""
+    """Return a script that makes a device from the rank."""
     body = "".join(f"    {line}\n" for line in made)
     start = "def main(model):\n    dist.init_process_group('nccl')\n    rank = dist.get_rank()\n"
     return f"{START}{before}\n{start}{body}    return DDP(model.to(device))\n{main}"

@@ -6,8 +6,8 @@ from lockstep_lint.config import configure
 from lockstep_lint.runner import check_paths, check_text
 
 
-def told(folder, rule, text, **files):
-    """How often a rule is told in run.py, beside other files."""
+def count_findings(folder, rule, text, **files):
+    """Count a rule's findings in run.py, next to other files."""
     for name, other in {**files, "run": text}.items():
         (folder / f"{name}.py").write_text(other)
     return len(check_paths([str(folder / "run.py")], configure({}, rule, "")))
@@ -26,7 +26,7 @@ def test_a_flag_that_a_test_sets(tmp_path, value, number):
         "from torch.nn.parallel import DistributedDataParallel as DDP\n\ndef wrap(model, args):\n"
         f"    return DDP(model, find_unused_parameters={value})\n"
     )
-    assert told(tmp_path, "LS010", text) == number
+    assert count_findings(tmp_path, "LS010", text) == number
 
 
 SCRIPT = """
@@ -53,12 +53,12 @@ USUAL = {"layer": "TransformerEncoderLayer", "stack": "nn.TransformerEncoder(sel
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"line": "x = self.layer(x)"}, False),
         ({"stack": "nn.Sequential(self.layer)"}, False),
         ({"stack": "nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 2, norm=self.layer)"}, False),
     ],
 )
-def test_a_layer_that_is_copied(change, told):
-    assert bool(check_text(SCRIPT.format(**USUAL | change), configure({}, "LS010", ""))) is told
+def test_a_layer_that_is_copied(change, expected):
+    assert bool(check_text(SCRIPT.format(**USUAL | change), configure({}, "LS010", ""))) is expected

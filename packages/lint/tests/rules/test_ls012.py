@@ -55,12 +55,12 @@ def train(model, loader, optimizer, criterion, n):
 
 
 @pytest.mark.parametrize(
-    ("divided", "step", "told"),
+    ("divided", "step", "expected"),
     [("", "step_and_update_lr", True), (" / n", "step_and_update_lr", False), ("", "update_lr", False)],
 )
-def test_an_optimizer_that_sets_its_own_rate(divided, step, told):
+def test_an_optimizer_that_sets_its_own_rate(divided, step, expected):
     text = RATED.format(divided=divided, step=step)
-    assert bool(check_text(text, configure({}, "LS012", ""))) is told
+    assert bool(check_text(text, configure({}, "LS012", ""))) is expected
 
 
 def lines(code, text):
@@ -168,8 +168,8 @@ MICRO = """
 """
 
 
-def told(folder, body, before=""):
-    """How often the rule is told for a training function."""
+def count_findings(folder, body, before=""):
+    """Count the rule's findings in a training function."""
     path = folder / "run.py"
     path.write_text(f"{before}{DIFFUSION}\nACCUMULATE = 4\n\ndef train(model, loader, optimizer, n):{body}")
     return len(check_paths([str(path)], configure({}, "LS012", "")))
@@ -187,7 +187,7 @@ def told(folder, body, before=""):
     ],
 )
 def test_the_object_that_gives_a_loss_divides_nothing(tmp_path, loss, number):
-    assert told(tmp_path, GUARDED.format(loss=loss)) == number
+    assert count_findings(tmp_path, GUARDED.format(loss=loss)) == number
 
 
 ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator({})\n"
@@ -211,7 +211,7 @@ ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator({})
     ],
 )
 def test_only_an_accelerator_divides_by_itself(tmp_path, before, loss, backward, number):
-    assert told(tmp_path, MICRO.format(loss=loss, backward=backward), before) == number
+    assert count_findings(tmp_path, MICRO.format(loss=loss, backward=backward), before) == number
 
 
 SOUND = """

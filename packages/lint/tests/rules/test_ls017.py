@@ -7,8 +7,8 @@ from lockstep_lint.config import Config, configure
 from lockstep_lint.runner import check_text
 
 
-def told(text):
-    """The lines and the messages of the rule in a text."""
+def findings_of(text):
+    """Return the rule's lines and messages in a text."""
     return [(finding.line, finding.message) for finding in check_text(text, configure({}, "LS017", ""))]
 
 
@@ -85,7 +85,7 @@ def test_a_file_that_trains_and_then_predicts(change, found):
     assert count(ALONE.format(**usual | change), "LS017") == found
 
 
-def told_3(text, code="LS017"):
+def findings_of_3(text, code="LS017"):
     return bool(check_text(text, configure({}, code, "")))
 
 
@@ -125,7 +125,7 @@ def train(gen, critic, teacher, loader, valloader, optimizer):
     ],
 )
 def test_the_model_that_an_evaluation_is_given_stays_in_eval(own, before, given, after, expected):
-    assert told_3(RESTORED.format(own=own, before=before, given=given, after=after)) is expected
+    assert findings_of_3(RESTORED.format(own=own, before=before, given=given, after=after)) is expected
 
 
 ALONE_2 = """
@@ -158,4 +158,4 @@ def evaluate(net, test_loader):
     ],
 )
 def test_an_evaluation_that_nothing_in_sight_calls(decorator, mode, clears, more, expected):
-    assert told_3(ALONE_2.format(decorator=decorator, mode=mode, clears=clears, more=more)) is expected
+    assert findings_of_3(ALONE_2.format(decorator=decorator, mode=mode, clears=clears, more=more)) is expected

@@ -33,7 +33,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({}, True),
         ({"head": "optimizer.zero_grad()"}, False),
@@ -48,9 +48,9 @@ USUAL = {
         ({"step": "optimizer.step()\n            for p in model.parameters():\n                p.grad = None"}, False),
     ],
 )
-def test_cleared_before_the_loop_only(change, told):
+def test_cleared_before_the_loop_only(change, expected):
     clear = CLEAR if "clear" in change.get("head", "") else ""
-    assert bool(check_text(LOOP.format(**USUAL | change, clear=clear), configure({}, "LS021", ""))) is told
+    assert bool(check_text(LOOP.format(**USUAL | change, clear=clear), configure({}, "LS021", ""))) is expected
 
 
 HEAD = """
@@ -62,8 +62,8 @@ from torch.utils.data import DataLoader
 """
 
 
-def told(text, rule):
-    """How often a rule is told in a script."""
+def count_findings(text, rule):
+    """Count a rule's findings in a script."""
     return len(check_text(HEAD + text, configure({}, rule, "")))
 
 
@@ -89,4 +89,4 @@ def train(model, batches, optimizer, n):
     ],
 )
 def test_gradients_that_are_cleared_in_every_micro_batch(outer, inner, number):
-    assert told(MICRO.format(outer=outer, inner=inner), "LS021") == number
+    assert count_findings(MICRO.format(outer=outer, inner=inner), "LS021") == number

@@ -79,8 +79,8 @@ def test_a_download_into_a_place_of_its_own(first, place, found):
     assert found_of(PLACES.format(first=first, place=place), "LS025") is found
 
 
-def told_2(tmp_path, files, rule="LS028"):
-    """The line numbers of a rule in the first of some files."""
+def findings_of(tmp_path, files, rule="LS028"):
+    """Return the lines of a rule's findings in the first of some files."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def told_2(tmp_path, files, rule="LS028"):
 def test_barriers_before_a_folder(tmp_path, before, after, number):
     text = "import os\nimport torch.distributed as dist\n\ndef main(rank, out):\n    dist.init_process_group('nccl')\n"
     text += f"    {before}\n    if not os.path.exists(out):\n        os.makedirs(out)\n    {after}\n"
-    assert len(told_2(tmp_path, {"run.py": text}, "LS025")) == number
+    assert len(findings_of(tmp_path, {"run.py": text}, "LS025")) == number
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_download_that_one_process_after_the_other_makes(tmp_path, held, numbe
     text = "import torch.distributed as dist\nfrom torchvision.datasets import MNIST\n\n"
     text += f"def main(self, rank):\n    dist.init_process_group('nccl')\n    with {held}:\n"
     text += "        return MNIST('data', download=True)\n"
-    assert len(told_2(tmp_path, {"run.py": text}, "LS025")) == number
+    assert len(findings_of(tmp_path, {"run.py": text}, "LS025")) == number
 
 
 SOUND = """

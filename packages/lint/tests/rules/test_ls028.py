@@ -12,8 +12,8 @@ START = "import logging\nimport sys\nimport torch.distributed as dist\nimport to
 GROUP = "def main(args):\n    dist.init_process_group('nccl')\n"
 
 
-def told(text, rule="LS028"):
-    """How often a rule is told."""
+def count_findings(text, rule="LS028"):
+    """Count a rule's findings."""
     return len(check_text(START + text, configure({}, rule, "")))
 
 
@@ -21,13 +21,13 @@ def told(text, rule="LS028"):
     ("last", "number"), [("exit(0)", 1), ("sys.exit(0)", 1), ("exit(1)", 0), ("exit()", 0), ("sys.exit('no')", 0)]
 )
 def test_a_program_that_ends_well(last, number):
-    assert told(f"{GROUP}    if args:\n        print('done')\n        {last}\n") == number
+    assert count_findings(f"{GROUP}    if args:\n        print('done')\n        {last}\n") == number
 
 
 @pytest.mark.parametrize(("leave", "number"), [("continue", 0), ("raise", 0), ("return", 0)])
 def test_a_loop_that_an_exception_ends(leave, number):
     loop = "    for x in args:\n        try:\n            step(x)\n        except KeyError:\n            print('out')\n"
-    assert told(f"{GROUP}{loop}            {leave}\n") == number
+    assert count_findings(f"{GROUP}{loop}            {leave}\n") == number
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_loop_that_an_exception_ends(leave, number):
 )
 def test_no_device_where_there_are_several_processes(tests, number):
     outer, inner = tests
-    assert told(f"{GROUP}    if {outer}:\n        if {inner}:\n            print('wrapped')\n") == number
+    assert count_findings(f"{GROUP}    if {outer}:\n        if {inner}:\n            print('wrapped')\n") == number
 
 
 START_2 = "import os\nimport sys\nimport wandb\nimport torch.distributed as dist\n"
@@ -64,8 +64,8 @@ GROUP_2 = "    dist.init_process_group('nccl')\n"
 RUN = "\nmain(int(os.environ['RANK']), parse())\n"
 
 
-def told_2(body, before=""):
-    """How often the rule is told in a script with these lines, indented from the second on, in its main function."""
+def count_findings_2(body, before=""):
+    """Count the rule's findings with these lines, indented, in the script's main function."""
     return len(check_text(f"{START_2}{before}\ndef main(rank, args):\n{GROUP_2}    {body}\n{RUN}", PRINTS))
 
 
@@ -86,7 +86,7 @@ def told_2(body, before=""):
     ],
 )
 def test_who_prints(test, number):
-    assert told_2(f"if {test}:\n        print('begin')", "MAIN = 0\nBOUND = 2\n") == number
+    assert count_findings_2(f"if {test}:\n        print('begin')", "MAIN = 0\nBOUND = 2\n") == number
 
 
 def test_a_long_function_of_blank_lines_is_read_fast():
@@ -114,12 +114,12 @@ def found(text, config=PRINTS):
 
 
 def script(lines, parameters="rank"):
-    """A script of several processes with the given lines in it."""
+    """Return a script of several processes with the given lines in it."""
     body = "".join(f"    {line}\n" for line in lines)
     return f'def main({parameters}):\n    dist.init_process_group("nccl")\n{body}    dist.destroy_process_group()\n'
 
 
-# Lines that end in an open block; the print in it is told or not.
+# Lines that end in an open block; the print in it is expected or not.
 KEPT = {
     "an object that rank 0 alone has": ["bar = object() if rank == 0 else None", "if bar is not None:"],
     "the same, by its truth": ["bar = object() if rank == 0 else None", "if bar:"],

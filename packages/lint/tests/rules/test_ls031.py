@@ -31,8 +31,8 @@ def main(net, loader, optimizer, rank):
 """
 
 
-def told(text, rule):
-    """How often a rule is told."""
+def count_findings(text, rule):
+    """Count a rule's findings."""
     return len(check_text(HEAD + text, configure({}, rule, "")))
 
 
@@ -52,7 +52,7 @@ def told(text, rule):
     ],
 )
 def test_steps_that_go_around_the_wrapper(line, number):
-    assert told(AROUND.format(line=line) + STEP, "LS031") == number
+    assert count_findings(AROUND.format(line=line) + STEP, "LS031") == number
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,10 @@ def test_steps_that_go_around_the_wrapper(line, number):
 )
 def test_a_program_that_wraps_in_two_ways(wrapper, number):
     text = f"from torch.distributed.fsdp import {wrapper} as Wrap\n" + AROUND.format(line="loss = model.module.loss(x)")
-    assert told(text.replace("    for x", "    other = Wrap(nn.Linear(2, 2))\n    for x") + STEP, "LS031") == number
+    assert (
+        count_findings(text.replace("    for x", "    other = Wrap(nn.Linear(2, 2))\n    for x") + STEP, "LS031")
+        == number
+    )
 
 
 THAWED = """

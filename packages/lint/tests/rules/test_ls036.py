@@ -81,7 +81,7 @@ def test_what_a_loss_is_the_sum(shown, expected):
 
 
 def found(text):
-    """How many syncs are told."""
+    """Count the reported syncs."""
     return len(check_text(text, configure({}, "LS036", "")))
 
 

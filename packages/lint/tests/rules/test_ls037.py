@@ -69,8 +69,8 @@ def test_a_loop_in_which_accelerates_processes_wait(line, number):
     assert len(check_text(text, configure({}, "LS037", ""))) == number
 
 
-def told(tmp_path, files, rule="LS028"):
-    """The line numbers of a rule in the first of some files."""
+def findings_of(tmp_path, files, rule="LS028"):
+    """Return the lines of a rule's findings in the first of some files."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def test_a_rank_that_returns_out_of_the_training(tmp_path, leave, number):
     text = "from torch.nn.parallel import DistributedDataParallel as DDP\n\n"
     text += "def main(rank, model, loader, optimizer, bad):\n    model = DDP(model)\n"
     text += "    for x in loader:\n        model(x).backward()\n        optimizer.step()\n"
-    assert len(told(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number
+    assert len(findings_of(tmp_path, {"run.py": f"{text}        {leave}\n"}, "LS037")) == number
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def main(model, optimizer, train_loader, val_loader, accelerator: Accelerator, r
 
 
 @pytest.mark.parametrize(
-    ("held", "score", "test", "told"),
+    ("held", "score", "test", "expected"),
     [
         ("", "validate(model, val_loader)", "bad > 3", False),
         (", val_loader", "accelerator.gather(validate(model, val_loader)).mean()", "bad > 3", False),
@@ -156,8 +156,8 @@ def main(model, optimizer, train_loader, val_loader, accelerator: Accelerator, r
         (", val_loader", "rest", "step > len(train_loader) * 9", False),
     ],
 )
-def test_a_loop_that_accelerates_processes_leave_apart(held, score, test, told):
-    assert bool(lines(EPOCHS.format(held=held, score=score, test=test), "LS037")) is told
+def test_a_loop_that_accelerates_processes_leave_apart(held, score, test, expected):
+    assert bool(lines(EPOCHS.format(held=held, score=score, test=test), "LS037")) is expected
 
 
 COUNTED = """
@@ -182,7 +182,7 @@ def main(model, data, optimizer, criterion, device, args):
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "expected"),
     [
         ("step += 1", False),
         ("step = step + args.world_size", False),
@@ -196,5 +196,5 @@ def main(model, data, optimizer, criterion, device, args):
         ("step, last = loss.item(), 0", True),
     ],
 )
-def test_a_counter_of_turns_is_no_score(count, told):
-    assert bool(lines(COUNTED.format(count=count), "LS037")) is told
+def test_a_counter_of_turns_is_no_score(count, expected):
+    assert bool(lines(COUNTED.format(count=count), "LS037")) is expected

@@ -7,7 +7,7 @@ from lockstep_lint.runner import check_text
 
 
 def found(text, rule):
-    """The lines of a rule's findings in a script."""
+    """Return the lines of a rule's findings in a script."""
     return [text.splitlines()[finding.line - 1].strip() for finding in check_text(text, configure({}, rule, ""))]
 
 

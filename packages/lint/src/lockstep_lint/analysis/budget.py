@@ -12,14 +12,14 @@ _CACHES: list[Any] = []
 
 
 def kept(function: F) -> F:
-    """Remembers a function's answers, for the same arguments, until `forget`."""
+    """Cache a function's answers by its arguments, until `forget`."""
     cached = functools.cache(function)
     _CACHES.append(cached)
     return cast(F, cached)
 
 
 def forget() -> None:
-    """Drops all answers that are kept, and with them the files that they are about."""
+    """Clear all caches, and with them the files that the answers are about."""
     for cached in _CACHES:
         cached.cache_clear()
 

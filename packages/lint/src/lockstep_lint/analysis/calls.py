@@ -42,11 +42,9 @@ class Calls:
 
     def target(self, call: ast.Call, scope: Scope) -> Scope | None:
         """Return the project's function that a call runs, or its class's `__init__` or `__call__`."""
-        try:
-            return self.targets[call]
-        except KeyError:
-            found = self.targets[call] = self.resolve(call, scope)
-            return found
+        if call not in self.targets:
+            self.targets[call] = self.resolve(call, scope)
+        return self.targets[call]
 
     def resolve(self, call: ast.Call, scope: Scope) -> Scope | None:
         found = self.names.definition(call.func, scope)
@@ -86,7 +84,7 @@ class Calls:
         return self.classes[key]
 
     def find_class(self, node: ast.expr, scope: Scope, handed_in: bool) -> Scope | None:
-        """Return the first class on the ways back from a value, in a search of its own."""
+        """Return the first class on the ways back from a value."""
         seen: set[tuple[ast.expr, Scope]] = set()
         stack: list[tuple[ast.expr, Scope, str]] = [(node, scope, "")]
         unwraps = ".module" in (dotted(node) or "")
@@ -120,7 +118,7 @@ class Calls:
 
     @kept
     def handed_in(self, key: str, scope: Scope) -> tuple[tuple[ast.expr, Scope], ...]:
-        """Return the values of a parameter in the calls of its function or class by name."""
+        """Return the values that calls pass for a parameter, found by the callee's name."""
         if key not in scope.params or key in scope.binds or key in ("self", "cls"):
             return ()
         made = scope.owner if scope.name == "__init__" else scope
@@ -139,7 +137,7 @@ class Calls:
         return owner is not None and self.names.member(owner, method.name) is method
 
     def imported(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the values of an imported name in the file that defines it (`from utils.comm import comm`)."""
+        """Yield the values of an imported name in its file (`from utils.comm import comm`)."""
         found = scope.module.imports.get(key)
         if found is None or not found.name or bound_locally(key, scope):
             return
@@ -149,7 +147,7 @@ class Calls:
                 yield bind.value, target.top
 
     def made_class(self, node: ast.Call, scope: Scope, stack: list[tuple[ast.expr, Scope, str]]) -> Scope | None:
-        """Return the class that a call makes an object of; what a function returns is put on the stack."""
+        """Return the class that a call instantiates. A function's results go onto the stack."""
         found = self.names.definition(node.func, scope)
         if found is None and isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "eval", "train"):
             stack.append((node.func.value, scope, ""))
@@ -159,7 +157,7 @@ class Calls:
         return found
 
     def values(self, key: str, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the plain values of a name in its scope, an enclosing one, or its class's methods."""
+        """Yield the plain values of a name, in a surrounding scope or its class."""
         homes: list[Scope] = []
         if key.startswith("self.") and scope.owner is not None:
             for owner in (scope.owner, *self.names.parents(scope.owner)):
@@ -178,7 +176,7 @@ class Calls:
                 return
 
     def runs(self, site: Site) -> list[Scope]:
-        """Return the functions that a call runs: its target, and functions handed to something that runs them."""
+        """Return the functions that a call runs: its target, and functions passed to a runner."""
         target = self.target(site.call, site.scope)
         found = [target] if target is not None else []
         if site.name in RUNNERS:
@@ -190,7 +188,7 @@ class Calls:
         return found
 
     def handed(self, value: ast.expr, scope: Scope) -> Scope | None:
-        """Return the function, or the method of a known object (`self.work`), that an expression hands on."""
+        """Return the function, or the known object's method (`self.work`), that an expression passes on."""
         found = self.names.definition(value, scope)
         if found is None and isinstance(value, ast.Attribute):
             return self.method(value, scope)
@@ -202,7 +200,7 @@ class Calls:
 
     @kept
     def edges(self, module: Module) -> dict[Scope, list[Site]]:
-        """For each function, the calls in one file that run it."""
+        """Map each function to the calls in one file that run it."""
         table: dict[Scope, list[Site]] = {}
         for site in module.sites():
             for function in self.runs(site):
@@ -222,7 +220,7 @@ class Calls:
 
     @kept
     def by_base(self, method: Scope) -> list[Site]:
-        """Return the calls of a method in a base class, which leaves it to others or is overridden here."""
+        """Return the base class's calls of a method that this class overrides or implements."""
         owner = method.parent if method.kind == "function" and not method.name.startswith("__") else None
         if owner is None or owner.kind != "class":
             return []
@@ -235,7 +233,7 @@ class Calls:
         ]
 
     def namesakes(self, function: Scope) -> list[Site]:
-        """Return the calls in the function's programs that may run it, going by their name alone."""
+        """Return the unresolved calls in the function's programs that have its name."""
         members = self.project.family(function.module)
         return [s for m in members for s in m.sites(function.name) if self.target(s.call, s.scope) is None]
 
@@ -302,7 +300,7 @@ MAX_FUNCTIONS = 80
 
 
 class Effects:
-    """Searches the calls that run when a function or a block runs, with the path that leads there forgotten."""
+    """Searches the calls that run when a function or block runs, not their paths."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -352,8 +350,8 @@ class Effects:
         return any(word in line for line in scope.module.lines[start - 1 : end])
 
     def is_collective(self, site: Site) -> bool:
-        """Check whether a call is a collective of torch.distributed over the default group, or of mpi4py's world."""
-        if site.name not in COLLECTIVES | OF_MPI:
+        """Check whether a call is a collective of torch's default group or mpi4py's world."""
+        if site.name not in COLLECTIVES and site.name not in OF_MPI:
             return False
         full = self.names_of.qualify(site.call.func, site.scope)
         if site.name in OF_MPI and full.startswith("mpi4py.MPI.COMM_WORLD."):

@@ -1,4 +1,4 @@
-"""Find the loops, guards, `with` and `try` blocks around a statement, and how often it runs."""
+"""Find the loops, guards, `with` and `try` blocks around a statement."""
 
 import ast
 import re
@@ -44,7 +44,7 @@ class Guard:
 
 
 def above(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
-    """Return the statements around `stmt`, innermost first, each with the block that holds it; ends at the scope."""
+    """Return the statements around `stmt` in its scope, innermost first, each with its block."""
     found = _chain(stmt, module)
     WORK.spend(len(found))
     return found
@@ -61,7 +61,7 @@ def _chain(stmt: ast.stmt, module: Module) -> tuple[tuple[ast.stmt, str], ...]:
 
 
 def loops(stmt: ast.stmt, module: Module) -> list[Loop]:
-    """Return the loops of the same scope whose body holds `stmt`, innermost first; a loop is not inside itself."""
+    """Return the loops around `stmt` in its scope, innermost first. A loop does not contain itself."""
     return [node for node, place in above(stmt, module) if isinstance(node, Loop) and place == "body"]
 
 
@@ -71,7 +71,7 @@ def apart(site: Site, other: Site) -> bool:
 
 
 def parted(site: Site, stmt: ast.stmt) -> bool:
-    """Check whether a call and a statement of its scope are in two arms of one `if`."""
+    """Check whether a call and a statement are in two arms of one `if`."""
     arms = dict(above(stmt, site.module))
     around = above(site.stmt, site.module)
     return any(isinstance(node, ast.If) and {place, arms.get(node)} == {"body", "orelse"} for node, place in around)
@@ -83,7 +83,7 @@ def inside(stmt: ast.stmt, outer: ast.stmt, module: Module) -> bool:
 
 
 def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
-    """Yield the context expressions of the `with` blocks around `stmt`, and of `stmt` itself if it is one."""
+    """Yield the context expressions of the `with` blocks around `stmt`, its own included."""
     if isinstance(stmt, ast.With | ast.AsyncWith):
         yield from (item.context_expr for item in stmt.items)
     for node, _ in above(stmt, module):
@@ -92,7 +92,7 @@ def withs(stmt: ast.stmt, module: Module) -> Iterator[ast.expr]:
 
 
 def guards(stmt: ast.stmt, module: Module, within: ast.stmt | None = None) -> tuple[Guard, ...]:
-    """Return the tests that decide whether `stmt` runs: the `if`s around it and the early exits before it.
+    """Return the tests that decide whether `stmt` runs: `if`s around it, early exits before it.
 
     With `within`, only the tests between that statement and `stmt`.
     """
@@ -118,7 +118,7 @@ def _tests(stmt: ast.stmt, module: Module, within: ast.stmt | None) -> Iterator[
 
 
 def choices(site: Site) -> Iterator[Guard]:
-    """Yield the tests within a call's own statement that decide it (`test and f()`, `f() if test else x`)."""
+    """Yield the tests in a call's own statement that decide it (`test and f()`)."""
     for node in walk(site.stmt):
         if isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp) and any(
             item is site.call for item in walk(node.elt)
@@ -206,7 +206,7 @@ def now_and_then(test: ast.expr, when: bool) -> bool:
 
 
 def in_most_turns(guard: Guard) -> bool:
-    """Check whether a statement runs in all turns but one, or in all but every n-th."""
+    """Check whether a statement runs in all iterations but one or every n-th."""
     test, when = guard.test, guard.when
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, when = test.operand, not when
@@ -221,7 +221,7 @@ def in_most_turns(guard: Guard) -> bool:
 
 
 def each_update(guard: Guard) -> bool:
-    """Check whether a statement runs once for each optimizer step (`if step % accumulation_steps == 0:`)."""
+    """Check whether a statement runs once per optimizer step (`if step % accumulation_steps == 0:`)."""
     tests = guard.test.values if isinstance(guard.test, ast.BoolOp) else [guard.test]
     if isinstance(guard.test, ast.BoolOp) and not isinstance(guard.test.op, ast.Or):
         return False
@@ -243,7 +243,7 @@ def in_turn(test: ast.expr) -> bool | None:
 
 
 def turns_left(node: ast.AST) -> ast.expr | None:
-    """Return the divisor of an iteration counter's remainder (`step % 50`); a rank is no counter."""
+    """Return the divisor of an iteration counter (`step % 50`). A rank is no counter."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
         return None
     return node.right if not any("rank" in name for name in idents(node.left)) else None

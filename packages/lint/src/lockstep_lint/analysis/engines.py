@@ -34,11 +34,12 @@ ACCELERATOR = Words(r"accelerator$", re.IGNORECASE)
 # Those of Lightning's Fabric, which saves on the main process by itself, after all have come.
 OF_FABRIC = {"barrier", "save", "all_gather", "all_reduce", "broadcast"}
 FABRIC = Words(r"^_?fabric$")
+WAITING = WAITS | GATHERS | COLLECTIVES | OF_FABRIC | {"prepare"}
 
 
 def waits_in_accelerate(view: View, site: Site) -> bool:
-    """Check whether all processes have to make a call of Accelerate or Fabric; a notebook is one process."""
-    if site.name not in WAITS | GATHERS | COLLECTIVES | OF_FABRIC | {"prepare"} or site.module.path.endswith(".ipynb"):
+    """Check whether a call is a collective of Accelerate or Fabric. A notebook is one process."""
+    if site.name not in WAITING or site.module.path.endswith(".ipynb"):
         return False
     if FABRIC.search(last(site.receiver)):
         return site.name in OF_FABRIC and "lightning_fabric" in view.frameworks
@@ -78,14 +79,14 @@ def is_shard(view: View, loader: ast.expr, scope: Scope) -> bool:
 
 
 def is_trained(view: View, value: ast.expr, scope: Scope) -> bool:
-    """Check whether a value is a model, which Accelerate wraps, and nothing that is only called after one."""
+    """Check whether a value is a model for Accelerate, not an optimizer, scheduler or loader."""
     kinds = view.kinds
     others = (kinds.is_optimizer, kinds.is_scheduler, kinds.is_loader)
     return kinds.is_model(value, scope) and not any(ask(value, scope) for ask in others)
 
 
 def saves_on_all(view: View, site: Site) -> bool:
-    """Check whether a call has DeepSpeed's engine save, by its object or the test around it."""
+    """Check whether DeepSpeed's engine saves in a call, by its object or the test around."""
     if site.name not in SAVES or site.receiver is None or OTHERS & view.frameworks:
         return False
     if view.calls.target(site.call, site.scope) is not None:

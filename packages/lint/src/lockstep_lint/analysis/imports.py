@@ -69,7 +69,7 @@ class Paths:
         self.starts: dict[str, tuple[str, ...]] = {}
 
     def where(self, folder: str, name: str, level: int = 0) -> str | None:
-        """Return the file that the dotted name means in a file of `folder`, if the project has it."""
+        """Return the project's file that a dotted name means in `folder`, or None."""
         key = (folder, name, level)
         if key not in self.known:
             self.known[key] = self.search(folder, name, level)
@@ -81,7 +81,7 @@ class Paths:
         )
 
     def starts_of(self, folder: str, name: str, level: int) -> Iterator[tuple[str, list[str]]]:
-        """Yield the folders in which the parts of a dotted name may be looked for, nearest first."""
+        """Yield the folders to search for a dotted name, nearest first, with its parts."""
         parts = [part for part in name.split(".") if part and part != "*"]
         if level:
             yield os.path.join(folder, *[".."] * (level - 1)), parts
@@ -96,13 +96,13 @@ class Paths:
         yield from ((start, parts) for start in (*bases, *above(folder, parts[0], root), *more))
 
     def external(self, folder: str, package: str) -> bool:
-        """Check whether a name means a well-known package, which no folder next to the script hides."""
+        """Check whether a name is a well-known package that no local folder hides."""
         if package not in EXTERNAL:
             return False
         return package in {"torch", "numpy"} or not self.is_file(os.path.join(folder, package, "__init__.py"))
 
     def bases(self, folder: str) -> tuple[str, ...]:
-        """Return the folders where imports in `folder` can start: it and its parents in the repository."""
+        """Return the folders where imports can start: `folder` and its parents in the repository."""
         if folder not in self.starts:
             self.starts[folder] = self.climb(folder)
         return self.starts[folder]
@@ -126,9 +126,10 @@ class Paths:
 
 
 def above(folder: str, name: str, root: str) -> Iterator[str]:
-    """Where a package starts that a file of its own names: `import model.layers` in model/parts/ means the folder that
-    holds model/, however high within the project. The project's own folder counts where it is a package; what it is
-    called otherwise, and what lies above it, is its user's.
+    """Yield the folder that holds a package which contains the importing file itself.
+
+    `import model.layers` in model/parts/ means the folder that holds model/, however high within the project. The
+    project's own folder counts where it is a package. Its name otherwise, and what lies above it, is its user's.
     """
     parents = os.path.relpath(os.path.realpath(folder), root).split(os.sep)[-MAX_UP:]
     if os.path.isfile(os.path.join(root, "__init__.py")):
@@ -144,8 +145,7 @@ def _places() -> tuple[Path, ...]:
 
 @kept
 def root_of(folder: str) -> str:
-    """Return the root of the project that a folder belongs to: the repository, or the highest folder with a project's
-    mark.
+    """Return the root of a folder's project: the repository, or the highest marked folder.
 
     Without any, the highest of the next folders that hold Python files or the package.
     """
@@ -190,7 +190,7 @@ def stem(path: str) -> str:
 
 
 def contents(path: str) -> str:
-    """Return the text of a file, "" where it is too long or cannot be read."""
+    """Return the text of a file, "" if it is too long or unreadable."""
     try:
         if os.path.getsize(path) > MAX_BYTES:
             return ""
@@ -201,8 +201,9 @@ def contents(path: str) -> str:
 
 @dataclass(frozen=True)
 class Lines:
-    """What the lines of a file say of others: the dotted names that they may import, each with its number of leading
-    dots, and the texts in each call that adds a folder to those where Python looks.
+    """The names that a file may import, and the folders that it adds to `sys.path`.
+
+    A name has its number of leading dots. A folder is the texts in the call that adds it.
     """
 
     mentioned: tuple[tuple[str, int], ...] = ()
@@ -253,7 +254,7 @@ Importers = dict[str, tuple[str, ...]]
 
 
 class Graph:
-    """For each file of a project (real paths), the files of the project that seem to import it.
+    """Which files of a project (real paths) seem to import which.
 
     A project is searched when it is first asked about, its answers are its own: they depend on what lies there, not on
     which files are checked, nor on which projects were searched before.
@@ -273,7 +274,7 @@ class Graph:
         return self.project(self.paths.root(os.path.dirname(path))).get(path, ())
 
     def project(self, root: str) -> Importers:
-        """For each file of one project, those of its files that seem to import it."""
+        """Map each file of one project to the files that seem to import it."""
         if root not in self.projects:
             self.projects[root] = self.search(root)
         return self.projects[root]
@@ -375,7 +376,7 @@ def _texts(folder: Path) -> Iterator[str]:
 
 
 def _versions(text: str) -> Iterator[Version]:
-    """Yield the lowest version of each requirement of torch in a text; an upper bound alone counts as itself."""
+    """Yield the lowest torch version of each requirement. An upper bound alone counts as itself."""
     for match in LINE.finditer(text):
         rules = [(how, (int(major), int(minor or 0))) for how, major, minor in RULE.findall(match["rules"])]
         lowest = [version for how, version in rules if how not in ("<", "<=")]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from lockstep_lint.analysis.nodes import Words, last, targets, walk
+from lockstep_lint.analysis.nodes import Words, dotted, last, targets, walk
 from lockstep_lint.analysis.source import Source
 
 __all__ = [
@@ -77,7 +77,7 @@ MAX_NODES = 150_000
 # Of these two there are thousands: frozen ones would take three times as long to make.
 @dataclass(eq=False, slots=True)
 class Bind:
-    """A name that gets a value: `how` is assign, aug, for, with or del; `path` its place in a tuple target."""
+    """A name that gets a value. `how` is assign, aug, for, with or del; `path` its place in a tuple target."""
 
     key: str
     value: ast.expr | None
@@ -88,7 +88,7 @@ class Bind:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """A call, the statement and the scope that it is in, and `root`, the whole expression that it is part of."""
+    """A call, with its statement and scope. `root` is the complete expression that contains it."""
 
     call: ast.Call
     stmt: ast.stmt
@@ -114,7 +114,7 @@ class Site:
 
 @dataclass(eq=False)
 class Scope:
-    """A module, a class or a function, with what is bound, called and returned directly in it."""
+    """A module, class or function, with its own bindings, calls and returns."""
 
     kind: str
     name: str
@@ -180,7 +180,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Imported:
-    """Return an import's bindings: the module, and the name imported from it ("" for the module itself)."""
+    """An import: the module, and the name imported from it ("" for the module itself)."""
 
     module: str
     name: str
@@ -263,9 +263,15 @@ class Module:
 
     @functools.cached_property
     def own_names(self) -> frozenset[str]:
-        """The first part of every name that the file assigns, defines or takes as a parameter, without imports."""
+        """The first part of every name that the file binds other than by an import."""
         binds = {key.partition(".")[0] for scope in self.scopes for key in scope.binds}
         return frozenset(binds.union(*(scope.defs for scope in self.scopes), *(scope.params for scope in self.scopes)))
+
+    @functools.cached_property
+    def renames(self) -> frozenset[str]:
+        """The names that the file assigns another name to (`Wrapper = DDP`)."""
+        binds = (bind for scope in self.scopes for found in scope.binds.values() for bind in found)
+        return frozenset(bind.key for bind in binds if dotted(bind.value) is not None)
 
     @functools.cached_property
     def members(self) -> frozenset[str]:
@@ -296,7 +302,7 @@ def _is_string(node: ast.expr) -> bool:
 
 
 def group(sites: Iterable[Site]) -> dict[str, list[Site]]:
-    """Calls by their last names."""
+    """Group calls by their last names."""
     table: dict[str, list[Site]] = {}
     for site in sites:
         table.setdefault(site.name, []).append(site)
@@ -314,7 +320,7 @@ def index(source: Source) -> Module:
 
 
 class _Indexer:
-    """Fills a module's tables in one pass over its statements, with a stack of its own instead of recursion."""
+    """Fills a module's tables in one pass, with an explicit stack instead of recursion."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -350,7 +356,7 @@ class _Indexer:
         self.push(node.body, None, "body", inner)
 
     def statement(self, stmt: ast.stmt, scope: Scope) -> None:
-        """Record what a statement binds and calls, and queue its statements; dead code (`if False:`) is left out."""
+        """Record what a statement binds and calls, and queue its blocks, except dead code."""
         if isinstance(stmt, ast.Expr):  # it binds nothing
             self.expression(stmt.value, stmt, scope)
             return
@@ -374,6 +380,9 @@ class _Indexer:
     def listed(
         self, name: str, value: list[ast.AST], stmt: ast.stmt, scope: Scope, blocks: list[tuple[list[ast.stmt], str]]
     ) -> None:
+        if isinstance(value[0], ast.stmt):
+            blocks.append((value, name))  # type: ignore[arg-type]
+            return
         for item in value:
             if isinstance(item, ast.expr):
                 self.expression(item, stmt, scope)
@@ -383,8 +392,6 @@ class _Indexer:
                 blocks.append((item.body, "handlers"))
             elif isinstance(item, ast.match_case):
                 blocks.append((item.body, "cases"))
-        if isinstance(value[0], ast.stmt):
-            blocks.append(([item for item in value if isinstance(item, ast.stmt)], name))
 
     def expression(self, root: ast.expr, stmt: ast.stmt, scope: Scope) -> None:
         module, named = self.module, self.module.named
@@ -392,8 +399,9 @@ class _Indexer:
             self.budget -= 1
             named.setdefault(root.id, []).append((stmt, scope))
             return
-        for node in walk(root):  # all nodes of all files: `isinstance` would cost three times as much
-            self.budget -= 1
+        nodes = list(walk(root))
+        self.budget -= len(nodes)
+        for node in nodes:  # all nodes of all files: `isinstance` would cost three times as much
             kind = node.__class__
             if kind is Name:
                 named.setdefault(node.id, []).append((stmt, scope))  # type: ignore[attr-defined]

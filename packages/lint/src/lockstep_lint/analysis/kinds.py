@@ -35,7 +35,7 @@ def divides(node: ast.AST) -> bool:
 
 @kept
 def parts(module: Module) -> tuple[str, ...]:
-    """Return the statements of a file that take a rank's own part of something, as text."""
+    """Return the statements of a file that select the rank's shard, as text."""
     return tuple(dict.fromkeys(_parts(module)))
 
 
@@ -88,7 +88,7 @@ class Kinds:
         self.names = origins.names
 
     def made_by(self, node: ast.expr | None, scope: Scope, pattern: re.Pattern[str]) -> bool:
-        """Check whether some origin of a value is a call of something whose full name matches."""
+        """Check whether a call whose full name matches may have made a value."""
         return any(pattern.search(full) for _, _, full in self.origins.calls_of(node, scope))
 
     def is_optimizer(self, node: ast.expr | None, scope: Scope) -> bool:
@@ -109,7 +109,7 @@ class Kinds:
         return self.names.project.says(scope.module, "GradScaler") and self.made_by(node, scope, SCALERS)
 
     def is_model(self, node: ast.expr | None, scope: Scope) -> bool:
-        """Check whether a value is a model, by its name or because a project class or torch.nn made it."""
+        """Check whether a value is a model, by its name or its class."""
         name = last(node)
         if MODEL.search(name):
             return True
@@ -131,7 +131,7 @@ class Kinds:
         return any(scope.kind == "class" and self.is_module_class(scope) for scope in scopes)
 
     def run_class(self, func: ast.expr, scope: Scope) -> Scope | None:
-        """Return the project's class of a model that is called, also where Accelerate prepared it or DDP wraps it."""
+        """Return the project's class of a called model, also behind Accelerate or DDP."""
         found = self.module_class(func, scope)
         if found is not None or dotted(func) is None:
             return found
@@ -198,12 +198,12 @@ class Kinds:
         return found[0] if found else None
 
     def is_shard(self, node: ast.expr, scope: Scope) -> bool:
-        """Check whether a loop's header runs over a loader of a rank's own part of the data."""
+        """Check whether a loop runs over a loader of the rank's shard."""
         calls = self.origins.calls_of(self.iterated(node, scope), scope)
         return any(self.gives_shard(call, home) for call, home, full in calls if full.endswith("DataLoader"))
 
     def gives_shard(self, made: ast.Call, scope: Scope) -> bool:
-        """Check whether a loader is given a distributed sampler, or a rank's own part of the data."""
+        """Check whether a loader has a distributed sampler, or gets the rank's shard."""
         sampler = keyword(made, "sampler")
         if any(full.endswith(SAMPLER) for _, _, full in self.origins.calls_of(sampler, scope)):
             return True
@@ -256,7 +256,7 @@ class Steps:
         return named or self.helps(site)
 
     def helps(self, site: Site) -> bool:
-        """Check whether a call hands loss and optimizer to a scaler's helper, which runs backward and step."""
+        """Check whether a scaler's helper gets loss and optimizer, and runs backward and step."""
         if not SCALER.search(site.name) or not isinstance(site.call.func, HELPERS):
             return False
         loss, optimizer = argument(site.call, 0, "loss"), argument(site.call, 1, "optimizer")

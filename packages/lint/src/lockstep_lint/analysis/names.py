@@ -37,7 +37,7 @@ class Names:
         self.defined: dict[tuple[ast.AST | None, Scope], Scope | None] = {}
 
     def qualify(self, node: ast.AST | None, scope: Scope) -> str:
-        """Return the full name of what an expression names (`torch.nn.Linear`), "" where that is not known."""
+        """Return the full name of an expression (`torch.nn.Linear`), "" if unknown."""
         if node is None:
             return ""
         known = self.qualified.get(node)
@@ -48,7 +48,7 @@ class Names:
 
     @kept
     def foreign(self, name: str, module: Module) -> bool:
-        """Check whether a name is a builtin or of a well-known package, and so not the project's."""
+        """Check whether a name is a builtin or a well-known package's, not the project's."""
         if name in module.own_names:
             return False
         imported = module.imports.get(name)
@@ -80,7 +80,7 @@ class Names:
         return ""
 
     def passed_on(self, module: Module, imported: Imported) -> str:
-        """Return the full name of what a project's file only imports itself (`from data import Images, DataLoader`)."""
+        """Return the full name behind a re-export (`from data import Images, DataLoader`)."""
         if not imported.name or imported.module.partition(".")[0] in EXTERNAL:
             return ""
         target = self.project.find(module, imported.module, imported.level)
@@ -90,7 +90,7 @@ class Names:
         return inner.full
 
     def brought(self, head: str, module: Module, depth: int = 0) -> str:
-        """Return the full name that a star import brings from a project's file, through its own imports."""
+        """Return the full name that a star import brings through a project's file."""
         if not module.stars or head in module.top.binds or head in module.top.defs:
             return ""
         for star in module.stars:
@@ -109,15 +109,13 @@ class Names:
     def definition(self, node: ast.AST | None, scope: Scope) -> Scope | None:
         """Return the project's function or class that a name or `module.name` refers to."""
         key = (node, scope)
-        try:
-            return self.defined[key]
-        except KeyError:
-            found = self.defined[key] = self.define(node, scope)
-            return found
+        if key not in self.defined:  # half of all questions: an exception would cost more
+            self.defined[key] = self.define(node, scope)
+        return self.defined[key]
 
     @kept
     def members(self, module: Module) -> frozenset[str]:
-        """Return the names of all that a file's programs give an object: no other attribute can be followed."""
+        """Return the attributes that a file's programs assign. No other attribute can be followed."""
         return frozenset().union(*(member.members for member in self.project.family(module)))
 
     def unknown(self, node: ast.expr, scope: Scope) -> bool:
@@ -161,7 +159,7 @@ class Names:
         return None
 
     def renamed(self, name: str, scope: Scope, depth: int) -> Scope | None:
-        """Return the name that a name's only assignment copies (`Data = TrafficData`), unless it is imported too."""
+        """Resolve a name that only renames another (`Data = TrafficData`), unless it is imported too."""
         binds = scope.binds[name]
         value = binds[0].value if len(binds) == 1 and binds[0].how == "assign" and not binds[0].path else None
         if not isinstance(value, ast.Name) or value.id == name or depth >= MAX_RENAMES:

@@ -3,7 +3,9 @@
 import ast
 import re
 from ast import AST, Attribute, Call, Constant, Name, Subscript
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
 
 __all__ = [
     "REFERENCES",
@@ -34,32 +36,22 @@ SEQUENCES = (ast.Tuple, ast.List)
 # The fields of each node class that can hold an expression or a statement: without contexts and operators a walk
 # visits half the nodes.
 _SKIPPED = {
-    "ctx",
-    "n",
-    "s",
-    "op",
-    "ops",
-    "type_comment",
-    "type_ignores",
-    "kind",
-    "attr",
-    "id",
-    "name",
-    "arg",
-    "level",
+    "ctx", "n", "s", "op", "ops", "type_comment", "type_ignores", "kind", "attr", "id", "name", "arg", "level",
     "module",
-}
-_CHILDREN: dict[type[ast.AST], tuple[str, ...]] = {}
+}  # fmt: skip
+_Fields = Callable[[ast.AST], tuple[Any, ...]]
+_CHILDREN: dict[type[ast.AST], _Fields] = {}
 
 
-def _children(kind: type[ast.AST]) -> tuple[str, ...]:
-    kept = [name for name in kind._fields if name not in _SKIPPED and (kind is not ast.Constant or name != "value")]
-    fields = _CHILDREN[kind] = tuple(reversed(kept))
+def _children(kind: type[ast.AST]) -> _Fields:
+    names = [name for name in reversed(kind._fields) if name not in _SKIPPED]
+    # A getter returns a tuple for two names or more: a text that a walk passes over makes up the number.
+    fields = _CHILDREN[kind] = attrgetter(*["__doc__"] * (2 - len(names)), *names)
     return fields
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """`node` and everything below it, parents first, in source order, without recursion."""
+    """Yield `node` and everything below it, parents first, in source order."""
     stack = [node]
     known, add = _CHILDREN, stack.append
     while stack:
@@ -68,9 +60,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
         kind = current.__class__
         if kind is Name or kind is Constant:  # two thirds of all nodes, with nothing below
             continue
-        names = known.get(kind)
-        for name in _children(kind) if names is None else names:
-            value = getattr(current, name, None)
+        fields = known.get(kind) or _children(kind)
+        for value in fields(current):
             if value.__class__ is list:
                 for item in reversed(value):
                     if isinstance(item, AST):
@@ -80,7 +71,7 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def dotted(node: ast.AST | None) -> str | None:
-    """`a.b.c` for a chain of names and attributes, else None."""
+    """Return `a.b.c` for a chain of names and attributes, else None."""
     rest = ""
     while node.__class__ is Attribute:  # asked a thousand times a file: `isinstance` costs three times as much
         rest = f".{node.attr}{rest}"
@@ -89,7 +80,7 @@ def dotted(node: ast.AST | None) -> str | None:
 
 
 def head(node: ast.AST | None) -> str | None:
-    """`a` for a chain of names and attributes `a.b.c`, else None."""
+    """Return `a` for a chain of names and attributes `a.b.c`, else None."""
     while node.__class__ is Attribute:
         node = node.value
     return node.id if node.__class__ is Name else None
@@ -107,7 +98,7 @@ def base(node: ast.AST) -> ast.AST:
 
 
 def last(node: ast.AST | None) -> str:
-    """Return the final identifier of a name, attribute, call or subscripted name; "" for anything else."""
+    """Return the last identifier of a name, attribute, call or subscript; "" for others."""
     while True:
         kind = node.__class__
         if kind is Attribute:
@@ -210,7 +201,7 @@ def element_of(value: ast.expr | None, path: tuple[int, ...]) -> Iterator[ast.ex
 
 
 class Words(dict[str, bool]):
-    """A pattern for names that remembers its answers: the same few names are asked for thousands of times."""
+    """A pattern for names that caches its answers. A few names are asked thousands of times."""
 
     def __init__(self, pattern: str, flags: int = 0) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def returned(function: Scope, entry: Entry) -> Iterator[ast.expr]:
 
 
 def excluded(stmt: ast.stmt, function: Scope, entry: Entry | None) -> bool:
-    """Check whether a statement of a function cannot run in a call, by the tests of its parameters."""
+    """Check whether a call's literal arguments rule out a statement of the function."""
     known = literals(entry[0], function) if entry is not None else {}
     return bool(known) and any(outcome(g.test, known) is (not g.when) for g in guards(stmt, function.module))
 
@@ -94,20 +94,9 @@ def default(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
 
 # Methods of a module or tensor that return the object itself, as far as the questions here go.
 SAME = {
-    "to",
-    "cuda",
-    "cpu",
-    "train",
-    "eval",
-    "half",
-    "float",
-    "bfloat16",
-    "double",
-    "apply",
-    "requires_grad_",
-    "detach",
-}
-SAME |= {"contiguous", "clone", "xpu", "npu"}
+    "to", "cuda", "cpu", "train", "eval", "half", "float", "bfloat16", "double", "apply", "requires_grad_",
+    "detach", "contiguous", "clone", "xpu", "npu",
+}  # fmt: skip
 # What a function is given and gives back alike: compiled, as a copy, or with other norms.
 PASSING = {"torch.compile", "copy.deepcopy", "copy.copy"}
 PASSING |= {"torch.nn.SyncBatchNorm.convert_sync_batchnorm", "apex.parallel.convert_syncbn_model"}
@@ -152,7 +141,7 @@ class Origins:
         self.memo: dict[tuple[ast.expr, Scope], list[Origin]] = {}
 
     def of(self, node: ast.expr | None, scope: Scope) -> list[Origin]:
-        """Return every expression that the value of `node` may come from, as of where `node` stands."""
+        """Return every expression that the value of `node` may come from."""
         if node is None:
             return []
         key = (node, scope)
@@ -165,7 +154,7 @@ class Origins:
         return found
 
     def calls_of(self, node: ast.expr | None, scope: Scope) -> Iterator[tuple[ast.Call, Scope, str]]:
-        """Yield the calls among the origins of `node`, each with the full name of what it calls."""
+        """Yield the calls among the origins of `node`, with the callees' full names."""
         for origin in self.of(node, scope):
             call = origin.call
             if call is not None:
@@ -203,7 +192,7 @@ class Origins:
 
 
 def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
-    """Return the bindings that may hold at a line: the last certain one before it and all uncertain ones after that."""
+    """Return the bindings that may hold at a line. Those before the last certain one do not."""
     end = bisect.bisect_left(binds, line, key=lambda bind: bind.stmt.lineno)
     kept: list[Bind] = []
     for bind in reversed(binds[max(0, end - MAX_BINDS) : end]):
@@ -219,19 +208,19 @@ def reaching(binds: list[Bind], scope: Scope, line: int) -> list[Bind]:
 
 
 def held_by(binds: list[Bind], scope: Scope, inner: Scope) -> list[Bind]:
-    """Return the bindings that may hold when an inner function runs: those at its definition, and later ones."""
+    """Return the bindings that may hold when an inner function runs, later ones included."""
     line = getattr(inner.node, "lineno", 0)
     before = [bind for bind in binds if bind.stmt.lineno < line]
     return [*(reaching(before, scope, line) if before else []), *binds[len(before) :]]
 
 
 def _after(bind: Bind, line: int) -> bool:
-    """Check whether an assignment holds only after a line: it starts there or later, or the line is part of it."""
+    """Check whether an assignment takes effect only after a line."""
     return bind.stmt.lineno >= line or _covers(bind, line)
 
 
 def _covers(bind: Bind, line: int) -> bool:
-    """Check whether a line is in the assignment itself, whose right side still sees what was there before."""
+    """Check whether a line is in the assignment, where the earlier value still holds."""
     return isinstance(bind.stmt, ast.Assign | ast.AnnAssign) and line <= (bind.stmt.end_lineno or 0)
 
 
@@ -279,7 +268,7 @@ class _Walk:
         return self.found
 
     def back(self, node: ast.expr, scope: Scope, entry: Entry | None) -> Iterable[Item]:
-        """One step back from an expression; nothing if it is where the value was made."""
+        """Return the expressions one step back; none where the value was made."""
         if isinstance(node, REFERENCES):
             return self.name(node, scope, entry)
         if isinstance(node, ast.Call):
@@ -364,7 +353,7 @@ class _Walk:
         yield from ((element, home) for element in element_of(value, bind.path))
 
     def tuples(self, call: ast.Call, scope: Scope, depth: int = 0) -> Iterator[tuple[ast.expr, Scope]]:
-        """Yield the tuples that a call may return, through the functions that it calls for them."""
+        """Yield the tuples that a call may return, also through nested calls."""
         target = self.origins.calls.target(call, scope)
         for value in returned(target, (call, scope)) if target is not None else ():
             if target is not None and isinstance(value, SEQUENCES):
@@ -373,7 +362,7 @@ class _Walk:
                 yield from self.tuples(value, target, depth + 1)
 
     def parameter(self, key: str, scope: Scope, entry: Entry | None) -> Iterator[Item]:
-        """Yield the arguments for a parameter: of the call that the search came from, or of all."""
+        """Yield the arguments for a parameter: of the call followed, or of all calls."""
         home: Scope | None = scope
         while home is not None and key not in home.params:
             home = home.parent
@@ -418,7 +407,7 @@ def under(table: ast.Dict, key: object) -> Iterator[ast.expr]:
 
 
 def drawn(function: Scope) -> Iterator[ast.expr]:
-    """Yield the iterable whose items a generator yields (`while True: for batch in loader: yield batch`)."""
+    """Yield the iterable whose items a generator yields (`for batch in loader: yield batch`)."""
     for stmt in function.stmts:
         if isinstance(stmt, ast.Expr) and isinstance(stmt.value, ast.Yield):
             around = loops(stmt, function.module)

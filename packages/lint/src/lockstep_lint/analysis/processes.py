@@ -94,7 +94,7 @@ class Programs:
 
     @kept
     def spawned(self, module: Module) -> frozenset[Scope] | None:
-        """Return the functions that run in spawned processes, or None if the program is started by a launcher."""
+        """Return the functions that run in spawned processes; None if a launcher starts the program."""
         starts = [
             function
             for member in self.project.family(module)
@@ -239,7 +239,7 @@ class Programs:
 
     @kept
     def elsewhere(self, scope: Scope) -> bool:
-        """Check whether all programs that run a function of this file are other files, which run one process each."""
+        """Check whether only other files, of one process each, run a function of this file."""
         tops, seen, queue = set(), {scope}, [scope]
         while queue and len(seen) < 60:
             current = queue.pop()
@@ -254,7 +254,7 @@ class Programs:
 
     @kept
     def parallel(self, top: Scope) -> bool:
-        """Check whether a script, run by itself, starts a group or wraps a model for several processes."""
+        """Check whether a script itself starts a group or wraps a model for several processes."""
         if self.direct(top.module) or self.asks(top.module):
             return True
         below = list(self.reach([top]))

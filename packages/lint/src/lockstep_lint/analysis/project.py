@@ -41,7 +41,7 @@ class Project:
             self.take(source)
 
     def take(self, source: Source) -> None:
-        """Indexes a file that may train; any other waits until a file imports it."""
+        """Index a file that may train. Any other waits until a file imports it."""
         real = os.path.realpath(source.path)
         if source.tree is not None and may_train(source.text):
             self.checked.append(self.add(real, source))
@@ -49,14 +49,14 @@ class Project:
             self.waiting[real] = source
 
     def add(self, real: str, source: Source) -> Module:
-        """Indexes a file that parses."""
+        """Index a file that parses."""
         module = index(source)
         self.modules[real] = module
         self.real[module] = real
         return module
 
     def close(self) -> None:
-        """Drop all files: their tables form cycles, which cost the garbage collector a third of a run."""
+        """Drop all files. Their tables form cycles, which cost the garbage collector a third of a run."""
         forget()
         for module in self.modules.values():
             for scope in module.scopes if module is not None else ():
@@ -72,7 +72,7 @@ class Project:
 
     @kept
     def targets(self, module: Module) -> dict[str, str]:
-        """Return the project files that a file imports, as real paths, each with the path that led there."""
+        """Map the real paths of a file's imported project files to the paths found."""
         found: dict[str, str] = {}
         for imported in module.imported:
             for name in (imported.full, imported.module):
@@ -107,7 +107,7 @@ class Project:
         return self.load(path) if path is not None else None
 
     def load(self, path: str) -> Module | None:
-        """Return the module at `path`, read now if it was not yet; None if it does not parse."""
+        """Return the module at `path`, read at first use; None if it does not parse."""
         real = self.paths.real(path)
         if real not in self.modules:
             source = self.waiting.pop(real, None) or read(path)
@@ -131,7 +131,7 @@ class Project:
 
     @kept
     def says(self, module: Module, word: str) -> bool:
-        """Check whether the text of any file of the programs that a file is part of has a word."""
+        """Check whether a word occurs in any file of a file's programs."""
         return any(word in member.text for member in self.family(module))
 
     @kept
@@ -148,7 +148,7 @@ class Project:
 
     @kept
     def family(self, module: Module) -> tuple[Module, ...]:
-        """Return every file of every program that the file is part of; unit tests that use it are none."""
+        """Return every file of the programs that use the file, except unit tests."""
         seen: dict[Module, None] = {}
         for user in self.users(module):
             if user is module or not unit_test(user):
@@ -158,7 +158,7 @@ class Project:
 
 @kept
 def unit_test(module: Module) -> bool:
-    """Check whether a file holds unit tests, by its name or folder within the project and what it imports."""
+    """Check whether a file holds unit tests, by its name or folder and its imports."""
     real = os.path.realpath(module.path)
     path = PurePath(os.path.relpath(real, root_of(os.path.dirname(real))))
     named = path.stem.startswith("test_") or path.stem.endswith("_test") or {"test", "tests"} & set(path.parts[-4:-1])

@@ -80,7 +80,7 @@ FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.LtE: ast.
 
 
 def beside_zero(op: ast.cmpop, value: object) -> int:
-    """Return 1 if a comparison holds for every rank (`rank >= 0`), -1 if for none, else 0."""
+    """Return 1 if a comparison holds for every rank (`rank >= 0`), -1 for none."""
     if (isinstance(op, ast.GtE) and value == 0) or (isinstance(op, ast.Gt) and value == -1):
         return 1
     return -1 if (isinstance(op, ast.Lt) and value == 0) or (isinstance(op, ast.LtE) and value == -1) else 0
@@ -119,7 +119,7 @@ def is_empty(node: ast.AST) -> bool:
 
 
 def counts_batches(node: ast.expr) -> bool:
-    """Check whether a test compares with a length, as a test for the last batch does."""
+    """Check whether a test compares with a length, as for the last batch."""
     return isinstance(node, ast.Compare) and any(
         isinstance(item, ast.Call) and last(item) == "len" for item in (node.left, *node.comparators)
     )
@@ -138,7 +138,7 @@ class RankNumbers:
 
     @kept
     def is_rank(self, node: ast.expr, scope: Scope) -> bool:
-        """Check whether an expression is a rank, by its name or by the values behind it."""
+        """Check whether an expression is a rank, by its name or origins."""
         if isinstance(node, ast.BinOp):
             return self.is_rank(node.left, scope)
         if isinstance(node, ast.NamedExpr):
@@ -161,7 +161,7 @@ class RankNumbers:
         return bool(callers) and all(site.name in NUMBERED for site in callers)
 
     def bound(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """Return a name's bindings in the nearest scope, those of `self.x` in all methods and bases."""
+        """Return a name's bindings in the nearest scope; for `self.x`, in all methods and bases."""
         if key.startswith("self.") and scope.owner is not None:
             owners = (scope.owner, *self.calls.names.parents(scope.owner))
             return [
@@ -177,7 +177,7 @@ class RankNumbers:
         return []
 
     def set_elsewhere(self, key: str, scope: Scope) -> list[tuple[Bind, Scope]]:
-        """Return the bindings of an attribute of any object in the programs, where the scope is handed the object."""
+        """Return the bindings of an attribute on any object, if the scope gets the object."""
         root, _, name = key.rpartition(".")
         if not root or root in ("self", "cls") or root.split(".")[0] in scope.module.imports:
             return []
@@ -185,7 +185,7 @@ class RankNumbers:
         return [found for member in members for found in attributes(member).get(name, ())]
 
     def compare(self, node: ast.Compare, scope: Scope) -> int:
-        """Return 1 if a comparison holds on the main rank only, -1 if on the others only, else 0."""
+        """Return 1 if a comparison holds on rank 0 only, -1 on others, else 0."""
         left, op, right = node.left, node.ops[0], node.comparators[0]
         if not self.is_rank(left, scope) and not is_number_of_device(left, right):
             left, right, op = right, left, FLIPPED.get(type(op), type(op))()

@@ -73,7 +73,7 @@ DECIDES = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp, ast.Attribute, ast.C
 
 
 class RankTests:
-    """Answers which processes a test holds in, by the names in it and the values given to them."""
+    """Decides in which processes a test holds, by its names and their values."""
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
@@ -117,7 +117,7 @@ class RankTests:
         return self.named(key, scope, when, depth) if key is not None else 0
 
     def asked(self, function: Scope | None, when: bool, depth: int) -> int:
-        """Evaluate a function of the project that tests the rank (`def primary(): return get_rank() == 0`)."""
+        """Evaluate a project function that tests the rank (`def primary(): return get_rank() == 0`)."""
         if function is None:
             return 0
         values = [value for value in function.returns() if not isinstance(value, ast.Constant)]
@@ -176,7 +176,7 @@ class RankTests:
         )
 
     def share(self, bind: Bind, home: Scope, depth: int, flag: bool) -> int | None:
-        """Return the ranks on which a binding is more than None or False; None if it shows nothing."""
+        """Return the ranks on which a binding is set; None if it shows nothing."""
         value = bind.value
         if value is None or bind.path or bind.how != "assign":
             return 0
@@ -194,7 +194,7 @@ class RankTests:
         return None if not found and alone else found
 
     def handed(self, key: str, scope: Scope, when: bool, depth: int) -> int:
-        """Judge a parameter for which every caller gives the result of a rank test (`train(verbose=rank == 0)`)."""
+        """Evaluate a parameter that every caller sets to a rank test (`train(verbose=rank == 0)`)."""
         if key not in scope.params or key in scope.binds:
             return 0
         callers = self.calls.callers(scope)[:MAX_CALLERS]
@@ -203,7 +203,7 @@ class RankTests:
         return found.pop() if len(found) == 1 else 0
 
     def many(self, test: ast.expr, scope: Scope, when: bool = True) -> int:
-        """Return 1 if a test comes out `when` only with several processes, -1 if only with one, else 0."""
+        """Return 1 if a test needs several processes, -1 if it needs one, else 0."""
         test = bare(test)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.many(test.operand, scope, not when)
@@ -268,7 +268,7 @@ class Ranks:
         return 0
 
     def main_only(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Check whether only one rank runs a statement: by a guard, a `with`, a decorator, or because of who calls."""
+        """Check whether one rank alone runs a statement, by what surrounds it or its callers."""
         if self.side(stmt, scope):
             return True
         if any(FIRST.search(last(item)) for item in withs(stmt, scope.module)):
@@ -276,7 +276,7 @@ class Ranks:
         return self.reserved(scope)
 
     def in_turn(self, site: Site) -> bool:
-        """Check whether only a `with` that lets the other ranks follow keeps a call to the main rank."""
+        """Check whether only a `with` that lets the others follow limits a call."""
         if self.side(site.stmt, site.scope) or self.reserved(site.scope):
             return False
         held = [last(item) for item in withs(site.stmt, site.module)]
@@ -306,7 +306,7 @@ class Ranks:
 
     @kept
     def one_process(self, module: Module) -> bool:
-        """Check whether a file is a script that starts no processes, nor asks which one it is."""
+        """Check whether a file is a script that starts no processes and reads no rank."""
         return module.is_script and not (self.programs.parallel(module.top) or self.programs.accelerated(module))
 
     def made(self, method: Scope) -> list[Site]:
@@ -322,12 +322,12 @@ class Ranks:
         return any(FIRST.search(last(item)) for item in withs(site.stmt, site.module))
 
     def on_main(self, site: Site) -> bool:
-        """Check whether a test around a call, or in its statement, keeps it to the main rank."""
+        """Check whether a test around or inside its statement limits a call to rank 0."""
         inner = (self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
         return self.side(site.stmt, site.scope) == 1 or 1 in inner
 
     def chosen(self, site: Site) -> bool:
-        """Check whether a test inside the statement keeps a call to some ranks (`rank == 0 and print(x)`)."""
+        """Check whether a statement's inner test limits a call to some ranks (`main and print(x)`)."""
         return any(self.tests.test(guard.test, site.scope, guard.when) for guard in choices(site))
 
     @kept
@@ -356,7 +356,7 @@ class Ranks:
 
     @kept
     def every(self, stmt: ast.stmt, scope: Scope) -> bool:
-        """Check whether every rank of a program of several processes runs a statement, as far as can be seen."""
+        """Check whether every rank certainly runs a statement in a program of several processes."""
         module = scope.module
         if not self.programs.distributed(module) or self.main_only(stmt, scope) or self.single(stmt, scope):
             return False
@@ -368,7 +368,7 @@ class Ranks:
         return self.programs.involved(scope)
 
     def everywhere(self, site: Site, module: Module) -> bool:
-        """Check whether every rank makes a call in a program that a file is of, Accelerate's among them."""
+        """Check whether every rank makes a call, in programs of Accelerate too."""
         if not (self.programs.accelerated(module) or self.programs.accelerated(site.module)):
             return self.every(site.stmt, site.scope) or self.imported(site)
         kept = not self.in_turn(site) or self.single(site.stmt, site.scope)

@@ -1,4 +1,4 @@
-"""Read and parse one file or notebook: a tree, or one line that says why there is none."""
+"""Read and parse one file or notebook, or report in one line why not."""
 
 import ast
 import io
@@ -51,7 +51,7 @@ FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 @dataclass(frozen=True)
 class Cell:
-    """One code cell: its number among all cells (from 1), and where its first line is in the joined text."""
+    """One code cell: its number in the notebook (from 1), and its first joined line."""
 
     number: int
     start: int
@@ -59,7 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Notebook:
-    """The joined code, its cells, and the cells that do not parse, each with the line and the reason."""
+    """The joined code, its cells, and the broken cells, each with line and reason."""
 
     text: str
     cells: tuple[Cell, ...]
@@ -128,7 +128,7 @@ def plain(source: str) -> str:
 
 
 def place(cells: tuple[Cell, ...], line: int) -> tuple[int, int]:
-    """Return the cell of a line of the joined text, and the line in that cell."""
+    """Return the cell of a joined text's line, and the line in that cell."""
     found = cells[0] if cells else Cell(1, 1)
     for cell in cells:
         if cell.start > line:
@@ -153,7 +153,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its text, its lines and its tree, or the problem that kept it from being parsed."""
+    """One file: its text, lines and tree, or the problem that prevented parsing."""
 
     path: str
     text: str = ""
@@ -184,7 +184,7 @@ def read(path: str) -> Source:
 
 
 def notebook(path: str, data: bytes) -> Source:
-    """Parses the code of a notebook; a cell that does not parse is left out and told."""
+    """Parse the code of a notebook. A cell that does not parse is left out and reported."""
     try:
         book = cells_of(data)
     except ValueError:
@@ -197,7 +197,7 @@ def notebook(path: str, data: bytes) -> Source:
 
 
 def parse(path: str, text: str, flags: int = ast.PyCF_ONLY_AST) -> Source:
-    """Parses `text`; a syntax error becomes the source's problem."""
+    """Parse `text`. A syntax error becomes the source's problem."""
     lines = text.split("\n")
     try:
         return Source(path, text, parsed(text, flags), None, lines)

@@ -44,7 +44,7 @@ def of_a_name(node: ast.AST) -> bool:
 
 
 def held_names(test: ast.expr) -> Iterator[str]:
-    """Yield the names in a test, without those of flags that must not hold (`not validating`)."""
+    """Yield the names in a test, except negated ones (`not validating`)."""
     off = {
         id(node)
         for part in walk(test)
@@ -145,11 +145,11 @@ class Trainings:
 
     @kept
     def near(self, module: Module) -> tuple[Training, ...]:
-        """Return the training loops of all files of the programs that a file is part of."""
+        """Return the training loops of all files of a file's programs."""
         return tuple(t for member in self.calls.project.family(module) for t in self.of(member))
 
     def around(self, site: Site) -> Iterator[Training]:
-        """Yield the step loops that run a backward call: around it, or around a call of its function."""
+        """Yield the step loops around a backward call, or around a call of its function."""
         entries = [(site.stmt, site.scope)]
         for _ in range(4):
             outside: list[tuple[ast.stmt, Scope]] = []
@@ -163,7 +163,7 @@ class Trainings:
         return
 
     def pick(self, nest: list[Loop], scope: Scope, site: Site) -> Training:
-        """Return the loop of a nest that makes one optimizer step a turn, with its micro-batch loop."""
+        """Return the loop of a nest that steps once per iteration, with its micro-batch loop."""
         inner = nest[0]
         if len(nest) > 1 and not self.steps_in(inner, scope) and self.steps_in(nest[1], scope):
             return Training(nest[1], scope, site, inner)
@@ -198,8 +198,7 @@ class Trainings:
 
     def overrides(self, site: Site) -> Iterator[Scope]:
         """Yield the methods of subclasses that a call on `self` may run."""
-        receiver = site.receiver
-        if not isinstance(receiver, ast.Name) or receiver.id != "self":
+        if dotted(site.receiver) != "self":
             return
         target = self.calls.target(site.call, site.scope)
         owner = target.owner if target is not None else site.scope.owner

@@ -36,7 +36,8 @@ class Wrappers:
         """Return the calls of a file that wrap a model, each with its wrapper."""
         if "Parallel" not in module.text and "DDP" not in module.text:
             return ()
-        return tuple((kind, site) for site in module.sites() if (kind := self.wrapper(site)))
+        sites = (site for site in module.sites() if site.call.func.__class__ is ast.Name or may_wrap(site.name))
+        return tuple((kind, site) for site in sites if (kind := self.wrapper(site)))
 
     @kept
     def kinds(self, module: Module) -> frozenset[str]:
@@ -49,10 +50,10 @@ class Wrappers:
 
     def of_call(self, call: ast.Call, scope: Scope) -> str:
         """Return the wrapper that a call makes: torch's, or a class that derives from it."""
-        if isinstance(call.func, ast.Attribute) and not call.func.attr.endswith(("Parallel", "DDP")):
+        if isinstance(call.func, ast.Attribute) and not may_wrap(call.func.attr):
             return ""  # a full name ends as an attribute does; only a plain name may stand for another
         full = self.names.qualify(call.func, scope)
-        if not (full or last(call.func)).endswith(("Parallel", "DDP")):
+        if not may_wrap(full or last(call.func)):
             return ""
         kind = named(full)
         if not kind and not full.startswith("torch."):
@@ -73,6 +74,11 @@ class Wrappers:
     def inner(self, call: ast.Call) -> ast.expr | None:
         """Return the model that a wrapper call wraps."""
         return call.args[0] if call.args else keyword(call, "module")
+
+
+def may_wrap(name: str) -> bool:
+    """Check whether a name is spelled like a wrapper's."""
+    return name.endswith(("Parallel", "DDP"))
 
 
 def named(full: str) -> str:
@@ -205,7 +211,7 @@ class View:
 
     @functools.cached_property
     def gpu(self) -> bool:
-        """Whether the programs use GPUs: by a word, a device's number, or a device from outside."""
+        """Whether the programs use GPUs: by a word, a device's number or a device object."""
         return (
             self.effects.mentioned(self.module, "cuda", "accelerat", "gpu", "device_map", "deepspeed.initialize")
             or any(map(_on_mps, self.project.family(self.module)))
@@ -218,12 +224,12 @@ class View:
 
     @functools.cached_property
     def cpu_only(self) -> bool:
-        """Whether the programs of the file say that they run on a CPU and name no other device."""
+        """Whether the file's programs name the CPU and no other device."""
         members = self.project.family(self.module)
         return any(map(_on_cpu, members)) and not any(map(_on_other, members))
 
     def on_cpu(self, site: Site) -> bool:
-        """Check whether a call is made only where there is no GPU: in such a program, or on that side of a test."""
+        """Check whether a call runs only without a GPU, by its program or a test."""
         return self.cpu_only or any(
             asks_for_gpu(guard.test) == (-1 if guard.when else 1) for guard in guards(site.stmt, site.module)
         )
@@ -242,11 +248,11 @@ class View:
         )
 
     def hidden(self, words: Words) -> bool:
-        """Check whether the programs call something of such a name that comes from a file that cannot be found."""
+        """Check whether the programs call such a name from a file that is missing."""
         return any(True for _ in self.hidden_calls(words))
 
     def hidden_calls(self, words: Words) -> Iterator[Site]:
-        """Yield the programs' calls of something of such a name that comes from a file that cannot be found."""
+        """Yield the programs' calls of such a name from a file that is missing."""
         alone = self.module.is_script  # what other scripts that import it call is not its program
         for member in self.project.closure(self.module) if alone else self.project.family(self.module):
             unseen = self.project.unseen(member)
@@ -300,7 +306,7 @@ def _frameworks(module: Module) -> Iterator[str]:
 
 
 def asks_for_gpu(test: ast.expr) -> int:
-    """Return 1 if a test holds only with a GPU, -1 if only without, else 0."""
+    """Return 1 if a test needs a GPU, -1 if it excludes one, else 0."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return -asks_for_gpu(test.operand)
     if isinstance(test, ast.BoolOp):

@@ -1,1 +1,1 @@
-"""Run a program on paper: the events of its training in the order of their effects, for rules to query."""
+"""Simulate a program: the events of its training in their order, for rules to query."""

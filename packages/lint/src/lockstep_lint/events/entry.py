@@ -18,11 +18,10 @@ def reached(view: View, node: ast.AST) -> bool:
     """Check whether a program of the project runs the function around a node."""
     scope = scope_of(view, getattr(node, "lineno", 1))
     queue, seen = [scope], {scope}
-    programs = [run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module)]
-    entered = {each for run in programs for each in run.entered}
+    functions = entered(view)
     while queue and len(seen) < MAX_SCOPES:
         current = queue.pop()
-        if current in entered or (current.kind == "module" and is_program(view, current.module)):
+        if current in functions or (current.kind == "module" and is_program(view, current.module)):
             return True
         before = [site.scope for site in view.calls.callers(current)] if current.kind == "function" else []
         if not before and current.parent is not None and current.parent.kind == "function":
@@ -31,6 +30,13 @@ def reached(view: View, node: ast.AST) -> bool:
         seen.update(new)
         queue += new
     return False
+
+
+@kept
+def entered(view: View) -> frozenset[Scope]:
+    """Return the functions that the programs of a file run."""
+    programs = (run for run in runs(view) if run.entry.kind == "module" and is_program(view, run.entry.module))
+    return frozenset(scope for run in programs for scope in run.entered)
 
 
 def scope_of(view: View, line: int) -> Scope:
@@ -45,7 +51,7 @@ def scope_of(view: View, line: int) -> Scope:
 
 @kept
 def is_program(view: View, module: Module) -> bool:
-    """Check whether a file is a program: it says so, or its own lines run something and no other file imports it."""
+    """Check whether a file is a program: marked as one, or code that nothing imports."""
     if unit_test(module):
         return False
     if module.is_script:

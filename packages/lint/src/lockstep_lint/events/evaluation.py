@@ -1,4 +1,4 @@
-"""Say which calls run a model, where a run evaluates one, and in which mode and with which gradients."""
+"""Find where a run evaluates a model, and in which mode and with which gradients."""
 
 import ast
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def span(run: Run, block: Block) -> tuple[Event, ...]:
 
 
 def evaluates(view: View, run: Run, event: Event) -> bool:
-    """Check whether a call of a model evaluates: held-out data or eval mode, and no training."""
+    """Check whether a model's call evaluates it: held-out data or eval mode, no training."""
     site, owner = event.mark.site, event.scope.owner
     part = (
         owner is not None
@@ -42,17 +42,15 @@ def evaluates(view: View, run: Run, event: Event) -> bool:
     own = any(loop.scope is event.scope for loop in event.loops)
     if not own and isinstance(site.stmt, ast.Expr) and site.stmt.value is site.call:
         return False  # nothing is done with what the model gives: its layers are shown or measured
-    graph = without_graph(view, run, event) is not True
-    if graph and needs_graph(run, event):
-        return False
     blocks = list(says_so(view, run, event))
-    if any(block is None or not trains(span(run, block)) for block in blocks):
-        return True
-    return not blocks and in_own_mode(view, run, event)
+    shown = any(block is None or not trains(span(run, block)) for block in blocks)
+    if not shown and (blocks or not in_own_mode(view, run, event)):
+        return False
+    return without_graph(view, run, event) is True or not needs_graph(run, event)
 
 
 def needs_graph(run: Run, event: Event) -> bool:
-    """Check whether gradients are computed or cleared near an event, as an attack on the model does."""
+    """Check whether code near an event computes or clears gradients, as adversarial attacks do."""
     turns = span(run, event.loops[-1]) if event.loops else ()
     scopes = {event.scope, *(loop.scope for loop in event.loops[-1:])}
     cleared = not trains(turns) and any(
@@ -67,7 +65,7 @@ def trains(events: tuple[Event, ...] | list[Event]) -> bool:
 
 
 def says_so(view: View, run: Run, event: Event) -> Iterator[Block | None]:
-    """Yield the blocks that show an evaluation: loops over held-out data, functions by name; None for a run."""
+    """Yield the blocks that mark an evaluation by data or name; None for runs."""
     for place, block in enumerate(event.path):
         if isinstance(block, LoopBlock):
             if holds_out(view, event, block):
@@ -90,24 +88,30 @@ def holds_out(view: View, event: Event, loop: LoopBlock) -> bool:
     over = view.kinds.iterated(loop.node.iter, loop.scope)
     ends = [block.function for block in event.path if isinstance(block, CallBlock)]
     given = (given_as(event, over, loop.scope, function)[0] for function in (*ends, None))
-    named = any(EVALUATION.search(name) for node in (over, *given) if node is not None for name in idents(node))
+    named = any(node is not None and names_evaluation(node) for node in (over, *given))
     return named or kept_held_out(view, dotted(over) or "", loop.scope)
 
 
 @kept
+def names_evaluation(node: ast.expr) -> bool:
+    """Check whether an expression has a name for evaluations or held-out data."""
+    return any(map(EVALUATION.search, idents(node)))
+
+
+@kept
 def kept_held_out(view: View, key: str, scope: Scope) -> bool:
-    """Check whether all who make an object give it held-out data for an attribute (`self.loader = loader`)."""
+    """Check whether all callers set an attribute to held-out data (`self.loader = loader`)."""
     init = scope.owner.defs.get("__init__") if scope.owner is not None and key.startswith("self.") else None
     binds = init.binds.get(key, []) if init is not None else []
     names = [dotted(next(element_of(bind.value, bind.path), None)) or "" for bind in binds]
     if init is None or any(name not in init.params for name in names):
         return False
     given = [passed(site, init, name) for site in view.calls.callers(init) for name in names]
-    return bool(given) and all(value is not None and any(map(EVALUATION.search, idents(value))) for value in given)
+    return bool(given) and all(value is not None and names_evaluation(value) for value in given)
 
 
 def in_own_mode(view: View, run: Run, event: Event) -> bool:
-    """Check whether an event's function puts the model into eval mode and trains nothing until the next switch."""
+    """Check whether an event's function evaluates until its next mode switch."""
     own = [mode for mode in run.of("eval", "train", "mode") if same(view, mode, event) and not apart(mode, event)]
     before = [mode for mode in own if mode.place < event.place]
     if not before or before[-1].kind != "eval":
@@ -125,7 +129,7 @@ def in_own_mode(view: View, run: Run, event: Event) -> bool:
 
 
 def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
-    """Check whether the model that an event runs is in eval mode; None where that cannot be seen."""
+    """Check whether an event's model is in eval mode; None if that is unknown."""
     modes = [m for m in run.of("eval", "train", "mode") if m.place < event.place and not apart(m, event)]
     own = [mode for mode in modes if same(view, mode, event)]
     if own:
@@ -141,7 +145,7 @@ def in_eval_mode(view: View, run: Run, event: Event) -> bool | None:
 
 
 def without_graph(view: View, run: Run, event: Event) -> bool | None:
-    """Check whether an event keeps no graph: by a context, a decorator, or a switch; None if a caller may see to it."""
+    """Check whether an event keeps no graph; None if a caller may disable it."""
     functions = [run.entry, *(block.function for block in event.path if isinstance(block, CallBlock))]
     if any(turns_off_gradients(block.node) for block in event.withs):
         return True
@@ -163,7 +167,7 @@ def without_graph(view: View, run: Run, event: Event) -> bool | None:
 
 
 def unnamed(view: View, scope: Scope) -> bool:
-    """Check whether nothing in sight names a function, so that nobody keeps the graph away for it."""
+    """Check whether nothing in sight names a function, so that no caller disables gradients."""
     if scope.decorators or scope.name.startswith("test_"):
         return False
     names = sum(member.words[scope.name] for member in view.project.family(scope.module))

@@ -23,7 +23,7 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class LoopBlock:
-    """A loop, a comprehension, or a function that an engine runs in every step; `start` and `end` count its events."""
+    """A loop, comprehension or step function of an engine. `start` and `end` count its events."""
 
     node: ast.AST
     scope: Scope
@@ -33,7 +33,7 @@ class LoopBlock:
 
 @dataclass(eq=False, slots=True)
 class ArmBlock:
-    """A test that has come out `when`: of an `if`, or of an early exit before. Both arms share their `branch`."""
+    """A test with the outcome `when`, of an `if` or an early exit. Both arms share a `branch`."""
 
     node: ast.expr
     when: bool
@@ -52,7 +52,7 @@ class WithBlock:
 
 @dataclass(eq=False, slots=True)
 class CallBlock:
-    """A call of a function of the project, whose body follows; or a call out of sight that is `handed` the function."""
+    """A call of a project's function, or an unknown call that is `handed` the function."""
 
     site: Site
     function: Scope
@@ -87,12 +87,13 @@ class Mark:
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """Something that a run does: `place` is its number in the run, `path` the blocks around it, outermost first."""
+    """Something that a run does: `place` is its number, `path` the blocks around, outermost first."""
 
     mark: Mark
     path: tuple[Block, ...]
     place: int
     kind: str = field(init=False)
+    _loops: list[LoopBlock] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.kind = self.mark.kind
@@ -125,7 +126,9 @@ class Event:
     @property
     def loops(self) -> list[LoopBlock]:
         """The loops around it, in all functions on the way, outermost first."""
-        return [block for block in self.path if isinstance(block, LoopBlock)]
+        if self._loops is None:  # each rule asks
+            self._loops = [block for block in self.path if isinstance(block, LoopBlock)]
+        return self._loops
 
     @property
     def tests(self) -> list[ArmBlock]:

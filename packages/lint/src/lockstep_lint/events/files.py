@@ -40,7 +40,7 @@ def fetches(view: View, site: Site, full: str) -> bool:
 
 
 def folder(view: View, site: Site, full: str) -> Iterator[str]:
-    """How several processes get in each other's way at a folder: make, ask (and then make), remove or unpack."""
+    """Yield how processes collide at a folder: make, ask (and then make), remove or unpack."""
     tests = list(guards(site.stmt, site.module))
     if full == "shutil.rmtree":
         yield "remove"

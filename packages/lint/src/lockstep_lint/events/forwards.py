@@ -23,7 +23,7 @@ DOES = Words(r"^(eval|evaluate|val|validate|test|train|fit|run|predict|update|sa
 
 
 def model_run(view: View, site: Site) -> ast.expr | None:
-    """Return the model that a call runs: itself, by a method (`model.module.get_loss(x)`), or a part of one."""
+    """Return the model that a call runs, by itself, a method or a part."""
     func, scope = site.call.func, site.scope
     if not isinstance(func, REFERENCES) or not (site.call.args or site.call.keywords):
         return None
@@ -41,7 +41,7 @@ def model_run(view: View, site: Site) -> ast.expr | None:
 
 
 def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
-    """Check whether the object of a method that runs a model is one, and no module of functions."""
+    """Check whether a receiver is a model, and no module of functions."""
     if isinstance(receiver, ast.Attribute) and receiver.attr == "module":
         receiver = receiver.value
     if dotted(receiver) in (None, "self") or view.names.qualify(receiver, scope):
@@ -50,7 +50,7 @@ def is_run(view: View, receiver: ast.expr, scope: Scope) -> bool:
 
 
 def switched(node: ast.expr, scope: Scope) -> bool:
-    """Check whether a function puts an object into eval mode, or gives its parameters to an optimizer."""
+    """Check whether a function switches an object to eval mode or optimizes its parameters."""
     known = _switched(scope)
     return bool(known) and dotted(node) in known
 
@@ -67,7 +67,7 @@ def optimized(site: Site) -> bool:
 
 
 def runs_layers(view: View, receiver: ast.expr, site: Site) -> bool:
-    """Check whether a call is of a method of a project's model that runs its layers."""
+    """Check whether a call runs the layers of a project's model by a method."""
     owner = view.kinds.module_class(receiver, site.scope)
     method = owner.defs.get(site.name) if owner is not None else None
     funcs = [each.call.func for each in method.sites] if method is not None else []

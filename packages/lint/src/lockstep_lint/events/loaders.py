@@ -30,7 +30,7 @@ def trained_on(view: View) -> dict[ast.Call, bool]:
 
 
 def feeds(view: View, event: Event) -> Iterator[ast.Call]:
-    """Yield the loaders of the innermost loop around a backward: it iterates over them or calls `next`."""
+    """Yield the loaders that the innermost loop around a backward reads."""
     for loop in event.loops[:-3:-1]:
         found = [made[0] for source in sources(loop) if (made := loader(view, source, loop)) is not None]
         yield from () if evaluates(loop.scope.name) else found
@@ -50,7 +50,7 @@ def loader(view: View, source: ast.expr, loop: LoopBlock) -> tuple[ast.Call, Sco
 
 
 def evaluates(name: str) -> bool:
-    """Check whether a function evaluates, by its name: it may call the training method in evaluation mode."""
+    """Check whether a function evaluates, by its name. It may call the training method for that."""
     return EVALUATION.search(name) and "train" not in name.lower()
 
 

@@ -96,7 +96,7 @@ def names_gpu(site: Site) -> bool:
 
 
 def parameters_of(node: ast.expr | None) -> ast.expr | None:
-    """Return the one model whose parameters are in a group, a list or a filter of them."""
+    """Return the one model whose parameters a group, list or filter contains."""
     parts = walk(node) if node is not None else ()
     calls = (part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
     found = {dotted(c.func.value): c.func.value for c in calls if c.func.attr in ("parameters", "named_parameters")}  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def parameters_of(node: ast.expr | None) -> ast.expr | None:
 
 
 def summed(stmt: ast.stmt) -> tuple[str, ast.expr | None]:
-    """Return what a statement adds to, and the value: of `total += x`, `total = total + x`, `sums[k] += x`."""
+    """Return the sum and value of an addition (`total += x`, `sums[k] += x`)."""
     target = stmt.targets[0] if isinstance(stmt, ast.Assign) else getattr(stmt, "target", None)
     holder = dotted(target.value if isinstance(target, ast.Subscript) else target) or ""
     value = getattr(stmt, "value", None)
@@ -129,7 +129,7 @@ def operands(test: ast.expr) -> Iterator[ast.expr]:
 
 
 def asks_tensor(part: ast.expr) -> bool:
-    """Check whether a part of a test may ask a tensor: a comparison or a method of a reduction, or of a loss."""
+    """Check whether a test's operand may be a tensor: of a reduction or a loss."""
     if isinstance(part, ast.Call):
         return last(part) in ASKED
     if not isinstance(part, ast.Compare) or isinstance(part.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
@@ -142,7 +142,7 @@ def asks_tensor(part: ast.expr) -> bool:
 
 @functools.cache
 def is_plain(name: str) -> bool:
-    """Check whether the last name of a call has no meaning here, other than to a reader."""
+    """Check whether a call's last name has no meaning except to a reader."""
     words = (MAKES, WRITES, SEED, MODELS, MODEL, SCALER)
     told = name[:1].isupper() or name in RUNS or name in SHELLS or name.endswith(("Parallel", "DDP"))
     return not (told or "norm" in name.lower() or any(w.search(name) for w in words))
@@ -155,13 +155,14 @@ def is_mute(full: str) -> bool:
 
 
 def places(site: Site) -> bool:
-    """Check whether a call gets a device, in a file that names one by its number."""
+    """Check whether a call gets a device, in a file that names a numbered one."""
     return any(item.arg in PLACED for item in site.call.keywords) and "cuda:" in site.module.text
 
 
 def hands_seed(site: Site) -> bool:
     """Check whether a call is given a function that seeds (`start(helper.manual_seed)`)."""
-    return any(SEED.search(last(value)) for value in site.call.args if isinstance(value, REFERENCES))
+    args = [value for value in site.call.args if isinstance(value, REFERENCES)]
+    return bool(args) and any(SEED.search(last(value)) for value in args)
 
 
 class Marks:
@@ -193,7 +194,8 @@ class Marks:
         for reader in READERS.get(name, ()):
             yield from reader(self, site)
         if is_plain(name) and is_mute(full) and isinstance(site.call.func, REFERENCES):  # as most calls are
-            yield from self.given(site, full, known)
+            if site.call.keywords or not (known or full):
+                yield from self.given(site, full, known)
             return
         if name.endswith(("Parallel", "DDP")):
             kind = self.analysis.wrappers.wrapper(site)
@@ -218,7 +220,7 @@ class Marks:
             yield "seed", None, "all"
 
     def named(self, site: Site, full: str, known: bool) -> Found:
-        """Yield the kinds of events that a full name shows, or the sound of a name."""
+        """Yield the kinds of events that a call's full or last name shows."""
         name, view = site.name, self.analysis.view(site.module)
         if self.makes_model(site, known):
             yield "make", None, ""
@@ -296,7 +298,7 @@ class Marks:
             yield "step", site.call.args[0] if scaled else site.receiver, "scaled" if scaled else ""
 
     def of_torch(self, site: Site) -> bool:
-        """Check whether a call is of an optimizer's own method: of torch, or of a class that derives from torch's."""
+        """Check whether a call runs an optimizer's method: torch's, or of a subclass."""
         target = self.calls.target(site.call, site.scope)
         bases = self.calls.names.bases_of(target.owner) if target is not None and target.owner is not None else ()
         return target is None or any(name.endswith(".Optimizer") for name in bases)
@@ -478,13 +480,15 @@ class Marks:
             yield "fit", next(iter(site.call.args), None), ""
 
     def assigned(self, stmt: ast.stmt, scope: Scope) -> tuple[Mark, ...]:
-        """Mark a statement: `p.grad = None`, a sum, a test of a tensor, an exit from a loop."""
+        """Mark a statement: `p.grad = None`, a sum, a tensor's test, a loop's exit."""
         if isinstance(stmt, (ast.Break, ast.Return)):
             return (Mark("leave", stmt, stmt, scope),) if loops(stmt, scope.module) else ()
         if isinstance(stmt, (ast.If, ast.While, ast.Assert)):
             asked = [part for part in operands(stmt.test) if asks_tensor(part)] if self.trains(scope.module) else []
             often = bool(asked) and not every_so_often(stmt.test)
             return tuple(Mark("sync", stmt, stmt, scope, part, "test") for part in asked) if often else ()
+        if isinstance(stmt, ast.Assign) and not isinstance(stmt.value, (ast.BinOp, ast.Constant)):
+            return ()
         if isinstance(stmt, ast.Assign) and is_none(stmt.value):
             for target in stmt.targets:
                 if isinstance(target, ast.Attribute) and target.attr == "grad":

@@ -1,4 +1,4 @@
-"""Reduce a function to what matters of it, without `continue` and `return`: what they skip is an arm of a test.
+"""Reduce a function to its plan: `continue` and `return` become arms of tests.
 
 `if last: continue` before other statements, and `if not last:` around them, give the same plan.
 """
@@ -37,7 +37,7 @@ class Do:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """A test and its two arms; `leaves` says that one of them leaves the loop or the function."""
+    """A test and its two arms. `leaves`: one of them leaves the loop or function."""
 
     test: ast.expr
     body: list["Step"]
@@ -73,7 +73,7 @@ Step = Do | Branch | Repeat | With | Try
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """The steps of a function, the functions that they run, and whether any of them is an event by itself."""
+    """A function's steps, the functions that they run, and whether any is an event."""
 
     scope: Scope
     steps: list[Step] = field(default_factory=list)
@@ -117,12 +117,14 @@ class _Planner:
         self.result.marked = any(is_loud(mark) for marks in found for mark in marks)
 
     def block(self, body: list[ast.stmt], depth: int) -> tuple[list[Step], list[Exit]]:
-        """Return the steps and exits of a block; what follows an exit's test goes into its other arm."""
+        """Return the steps and exits of a block. Code after an exit becomes its test's other arm."""
         steps: list[Step] = []
         exits: list[Exit] = []
         if depth > MAX_DEPTH:
             return steps, exits
         for place, stmt in enumerate(body):
+            if stmt.__class__ is ast.Assign and stmt not in self.roots and stmt not in self.assigned:
+                continue  # as most statements are
             found, ways = self.statement(stmt, depth)
             steps += found
             if not ways:
@@ -238,7 +240,7 @@ class _Planner:
         return steps, []
 
     def expression(self, root: ast.expr) -> list[Step]:
-        """Return the steps of a statement's expression, in the order in which its parts are worked out."""
+        """Return the steps of a statement's expression, in evaluation order."""
         if root not in self.inside:
             return []
         if root in self.scope.module.forked:
@@ -277,7 +279,7 @@ class _Planner:
 
 
 def is_loud(mark: Mark) -> bool:
-    """Check whether a mark is a reason to enter its function: what only looks at values is, if they are arguments."""
+    """Check whether a mark is a reason to enter its function. Reads count for arguments only."""
     if mark.kind not in QUIET or mark.scope.name == "training_step" or mark.detail == "test":
         return True
     given = set(mark.scope.params) - {"self", "cls"}

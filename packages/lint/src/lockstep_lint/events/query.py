@@ -1,4 +1,4 @@
-"""Answer what rules ask of an event: which ranks come to it, and whether two events concern one object."""
+"""Answer which ranks reach an event, and whether two events concern one object."""
 
 import ast
 
@@ -41,14 +41,14 @@ def side(view: View, block: Block) -> int:
 
 
 def sides(view: View, event: Event) -> list[tuple[Block, int]]:
-    """Return the tests of the rank around an event, each with the ranks that it lets pass, outermost first."""
+    """Return the rank tests around an event, each with the ranks that pass, outermost first."""
     found = ((block, side(view, block)) for block in event.path)
     return [(block, ranks) for block, ranks in found if ranks]
 
 
 @kept
 def many(view: View, block: Block) -> int:
-    """Return 1 if a test holds in several processes only, -1 in one only, else 0."""
+    """Return 1 if a test needs several processes, -1 if it needs one, else 0."""
     return view.ranks.tests.many(block.node, block.scope, block.when) if isinstance(block, ArmBlock) else 0
 
 
@@ -63,7 +63,7 @@ KEEPING = ("compile", "convert_sync_batchnorm", "prepare_model", "unwrap_model",
 
 @kept
 def things(view: View, node: ast.expr | None, scope: Scope) -> frozenset[object]:
-    """Return what made an object, through wrappers; two objects may be one if they share a member."""
+    """Return what made an object. Two objects may be one if they share a member."""
     found: set[object] = set()
     queue = [(node, scope)]
     seen: set[tuple[ast.expr, Scope]] = set()
@@ -113,8 +113,8 @@ def subject(event: Event, within: Scope | None = None) -> tuple[ast.expr | None,
 def given_as(
     event: Event, node: ast.expr | None, scope: Scope, within: Scope | None = None
 ) -> tuple[ast.expr | None, Scope]:
-    """Return an expression in an event's function, as the calls on the way there pass it."""
-    for block in reversed(event.path):
+    """Resolve an expression of an event's function through the calls on its path."""
+    for block in reversed(event.path) if isinstance(node, ast.Name) else ():
         if isinstance(block, CallBlock) and block.function is scope and isinstance(node, ast.Name):
             if scope is within or node.id not in scope.params or node.id in scope.binds:
                 break
@@ -126,7 +126,7 @@ def given_as(
 
 
 def same(view: View, one: Event, other: Event) -> bool:
-    """Check whether two events may act on one object: same name in one function, or same maker."""
+    """Check whether two events may act on one object, by name or by origin."""
     (first, here), (second, there) = subject(one), subject(other)
     if dotted(first) is not None and dotted(first) == dotted(second) and here is there:
         return True
@@ -134,7 +134,7 @@ def same(view: View, one: Event, other: Event) -> bool:
 
 
 def shown_at(view: View, event: Event) -> Site | None:
-    """Return the call by which a file brings an event about: its own, or of the function of another file."""
+    """Return the file's own call that causes an event, directly or through another file."""
     if event.module is view.module:
         return event.mark.site
     calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
@@ -142,19 +142,19 @@ def shown_at(view: View, event: Event) -> Site | None:
 
 
 def calls_after(event: Event, block: Block) -> list[CallBlock]:
-    """Return the calls of the project's functions on the way from a block to an event."""
+    """Return the calls of project functions between a block and an event."""
     rest = event.path[event.path.index(block) + 1 :]
     return [inner for inner in rest if isinstance(inner, CallBlock)]
 
 
 def opposed(one: Event, other: Event) -> bool:
-    """Check whether two tests that ask the same keep two events from one turn (`phase == "val"` and `"train"`)."""
+    """Check whether two tests of one value exclude each other (`phase == "val"` and `"train"`)."""
     pairs = [(here, there) for here in one.tests for there in other.tests if here.branch is not there.branch]
     return any(here.scope is there.scope and contradicts(here, there) for here, there in pairs)
 
 
 def contradicts(one: ArmBlock, other: ArmBlock) -> bool:
-    """Check whether the outcomes of two tests exclude each other: one test, or one name with two literals."""
+    """Check whether two tests exclude each other: opposite arms, or different literals."""
     here, there = one.node, other.node
     if ast.dump(here) == ast.dump(there):
         return one.when is not other.when

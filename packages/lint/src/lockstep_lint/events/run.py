@@ -1,4 +1,4 @@
-"""Run a program on paper, from an entry through the project's functions, and keep its events in order."""
+"""Simulate a program from an entry through the project's functions, event by event."""
 
 import ast
 from collections import defaultdict
@@ -32,7 +32,7 @@ MAX_LONE = 60
 
 @dataclass(eq=False)
 class Run:
-    """The events of a program from its entry: a file's top level, or a function without a known caller."""
+    """The events of a program from its entry: a file or an uncalled function."""
 
     entry: Scope
     events: list[Event] = field(default_factory=list)
@@ -55,7 +55,7 @@ def place(event: Event) -> int:
 
 
 def runs(view: View) -> tuple[Run, ...]:
-    """Return the runs of a file: of the programs that it is part of, and of its functions that none of these runs."""
+    """Return the runs of a file: its programs, and functions that no program runs."""
     return _programs(view.analysis).of(view.module)
 
 
@@ -98,7 +98,7 @@ class _Programs:
         return tuple(run for run in found if run.events)
 
     def tops(self, module: Module) -> list[Scope]:
-        """Return the programs that a file is part of: its own lines, and those of what imports it."""
+        """Return the programs of a file: its own top level, and those of its importers."""
         users = [user for user in self.project.users(module) if user is not module and not unit_test(user)]
         programs = [user for user in users if user.is_script or not self.project.importers(user)]
         return [module.top, *(program.top for program in programs[:MAX_PROGRAMS])]
@@ -208,7 +208,7 @@ class _Runner:
         )
 
     def chosen(self, step: Do, owner: Scope | None) -> tuple[Scope, ...]:
-        """Return the functions that a call runs: of the methods of one name, that of the object's class."""
+        """Return the functions that a call runs: of several methods, that of the object's class."""
         if step.site is None or len(step.functions) < 2 or not on_self(step):
             return step.functions
         own = self.calls.names.member(owner, step.site.name) if owner is not None else None
@@ -237,7 +237,7 @@ def plainly(test: ast.expr, when: bool) -> tuple[ast.expr, bool]:
 
 
 def literals(site: Site, function: Scope, known: Known) -> Known:
-    """Return the literal values of a function's parameters in a call, as far as calls give them."""
+    """Return the literal values of a function's parameters in a call, as far as known."""
     call, found = site.call, Known()
     for name in function.params:
         if name in function.binds or name in ("self", "cls"):
@@ -257,7 +257,7 @@ def literals(site: Site, function: Scope, known: Known) -> Known:
 
 
 def written(value: ast.expr | None, site: Site) -> ast.expr | None:
-    """Return the literal that is the one value of a name in the function that calls (`args.shared = False`)."""
+    """Return the literal that a name in the calling function always has (`args.shared = False`)."""
     key, scope = dotted(value) or "", site.scope
     binds = scope.binds.get(key, []) if key not in scope.params else []
     sole = len(binds) == 1 and binds[0].how == "assign" and not above(binds[0].stmt, scope.module)

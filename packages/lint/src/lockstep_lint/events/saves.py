@@ -1,4 +1,4 @@
-"""Follow a state into the file that it is saved to, and a file's path to the names that it is made of."""
+"""Follow a state into its file, and a file's path to the names in it."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ OWN = Words(rf"{RANKED}|shard|process_index|gpu_id|getpid|uuid|stream|buf|bytes|
 
 
 def one_file(view: View, save: Event, read: Event) -> bool:
-    """Check whether a file is written and read under one path: one literal, or the same names in one function."""
+    """Check whether a file is written and read under one path."""
     (written, home), (asked, place) = meant(*subject(save)), meant(*subject(read))
     if written is None or asked is None or ast.dump(written) != ast.dump(asked):
         return False
@@ -71,7 +71,7 @@ def gets_saved(view: View, event: Event) -> bool:
 
 
 def saved_values(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield what the calls of all runs write to files, as it is in one function."""
+    """Yield the values that calls of all runs write to files, with their functions."""
     for event in (event for run in runs(view) for event in run.of("save", "hand")):
         call = event.node
         for value in (*call.args, *(item.value for item in call.keywords)) if isinstance(call, ast.Call) else ():
@@ -81,7 +81,7 @@ def saved_values(view: View, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
-    """Return the names of a function that hold a value, by themselves, copied, or in a table."""
+    """Return a function's names that hold a value, directly, copied or in a table."""
     names: set[str] = set()
     for other in (stmt, *(each for each in scope.stmts if each.lineno >= stmt.lineno and each is not stmt)):
         value = getattr(other, "iter" if isinstance(other, ast.For) else "value", None)
@@ -96,7 +96,7 @@ def holders(scope: Scope, stmt: ast.stmt, node: ast.AST) -> set[str]:
 
 
 def holds(value: ast.expr, node: ast.AST, names: set[str], home: Scope, scope: Scope) -> bool:
-    """Check whether what is written is a state, or one of the names that hold it."""
+    """Check whether a written value is a state, or a name that holds it."""
     if any(part is node for part in walk(value)):
         return True
     known = names if home is scope else {n for n in names if n.startswith("self.") and home.owner is scope.owner}

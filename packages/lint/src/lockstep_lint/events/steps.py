@@ -1,4 +1,4 @@
-"""Find the steps of a run's training: the loops that take them, and those that accumulate gradients for one."""
+"""Find the loops that take optimizer steps, and those that accumulate gradients for one."""
 
 import ast
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(eq=False, slots=True)
 class StepLoop:
-    """A loop that computes gradients in its turns, with the steps of optimizers in one turn of it.
+    """A loop that computes gradients, with the optimizer steps of one iteration.
 
     `inner` is the loop within it that computes the gradients, where the step comes after that one.
     """
@@ -43,7 +43,7 @@ class StepLoop:
 
 @kept
 def step_loops(run: Run) -> list[StepLoop]:
-    """Return the loops of a run that take steps: the innermost around a backward that steps in its turns."""
+    """Return the innermost loops around a backward that take steps."""
     found: dict[LoopBlock, StepLoop] = {}
     for backward in run.of("backward"):
         loops = backward.loops[::-1]
@@ -57,7 +57,7 @@ def step_loops(run: Run) -> list[StepLoop]:
 
 
 def turns(run: Run) -> Iterator[tuple[LoopBlock | None, list[Event], list[Event]]]:
-    """Yield the training of a run: a loop that steps, its steps, and the events of one turn of it.
+    """Yield each stepping loop of a run, its steps, and the events of one iteration.
 
     A function that makes one step, whose loop is out of sight, is a turn without a loop.
     """
@@ -70,7 +70,7 @@ def turns(run: Run) -> Iterator[tuple[LoopBlock | None, list[Event], list[Event]
 
 
 def turn_of(run: Run, event: Event, *kinds: str) -> Iterator[Event]:
-    """Yield the events of an event's turn: of the innermost stepping loop, else of the run."""
+    """Yield the events of an event's iteration of the innermost stepping loop, else the run's."""
     loops = event.loops[::-1]
     steps = next((loop for loop in loops if any(turn(run.events, loop, "step"))), loops[-1] if loops else None)
     return turn(run.events, steps, *kinds) if steps is not None else iter(run.of(*kinds))
@@ -82,7 +82,7 @@ Arm = ArmBlock | Guard | None
 
 @dataclass(eq=False, slots=True)
 class Accumulation:
-    """A training loop that steps in every n-th turn (`guard` is that test), or after an inner loop (`guard` is None).
+    """A training loop that accumulates gradients. `guard` tests for a step; it is None after an inner loop.
 
     `loop` is the one that computes gradients in each of its turns.
     """
@@ -173,19 +173,19 @@ def is_micro_loop(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 def told_when(view: View, site: Site) -> Guard | None:
-    """Return the test that a scaler's helper gets for its step (`update_grad=(i + 1) % n == 0`)."""
+    """Return the test that a scaler's helper gets (`update_grad=(i + 1) % n == 0`)."""
     tests = (part.value for part in site.call.keywords if rarely(view, part.value, site.scope))
     return next((Guard(test, True, site.stmt) for test in tests), None)
 
 
 def rarely(view: View, test: ast.expr, scope: Scope) -> bool:
-    """Check whether a test asks for the remainder of a count, by another number than 1."""
+    """Check whether a test takes the remainder by a number other than 1."""
     found = modulo(test, scope)
     return found is not None and not is_one(view, found[0].right, scope)
 
 
 def is_one(view: View, count: ast.expr, scope: Scope) -> bool:
-    """Check whether a number of micro-batches certainly is 1 (`accum_steps = 1`); an option may change."""
+    """Check whether a number of micro-batches certainly is 1. An option may change."""
     option = isinstance(count, ast.Attribute) and last(count.value) != "self"
     return not option and all(constant(origin.node) == 1 for origin in view.origins.of(count, scope))
 
@@ -200,7 +200,7 @@ def periodic(view: View, guard: Guard, scope: Scope) -> bool:
 
 
 def handed(view: View, test: ast.expr, scope: Scope) -> bool:
-    """Check whether a test is of a parameter for which the callers pass what holds in every n-th turn."""
+    """Check whether callers pass a parameter that is true every n-th iteration."""
     if not isinstance(test, ast.Name) or test.id not in scope.params or test.id in scope.binds:
         return False
     given = [(passed(site, scope, test.id), site.scope) for site in view.calls.callers(scope)]
@@ -208,7 +208,7 @@ def handed(view: View, test: ast.expr, scope: Scope) -> bool:
 
 
 def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
-    """Return the `a % b` in a test, with the test itself or with what a name in it was given."""
+    """Return the `a % b` in a test or its names, with its expression."""
     found = _remainder(test)
     if found is not None:
         return found, test
@@ -222,7 +222,7 @@ def modulo(test: ast.expr, scope: Scope) -> tuple[ast.BinOp, ast.expr] | None:
 
 
 def without_order(test: ast.expr) -> Iterator[ast.AST]:
-    """Yield the parts of a test, without what it only compares by size (`step < resume_step`)."""
+    """Yield the parts of a test except comparisons by size (`step < resume_step`)."""
     operands = test.values if isinstance(test, ast.BoolOp) else [test]
     for operand in operands:
         if not (isinstance(operand, ast.Compare) and isinstance(operand.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)):

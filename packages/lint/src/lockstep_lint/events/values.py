@@ -1,4 +1,4 @@
-"""Follow a value back to what it is: on the device, part of a graph, or a part of a batch as a loader gave it."""
+"""Trace whether a value is on the device, in a graph, or from a batch."""
 
 import ast
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ Calls = tuple[CallBlock, ...]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Facts of a value: it may be on the device, belong to a graph, or be a part of a loader's batch."""
+    """Facts of a value: on the device, in a graph, or from a batch."""
 
     device: bool = False
     graph: bool = False
@@ -90,7 +90,7 @@ COMPUTED = Value(device=True, graph=True)
 
 
 def value_at(view: View, event: Event, node: ast.expr | None = None) -> Value:
-    """Return the facts of an event's subject, or of another expression there, as the calls around it give them."""
+    """Return the facts of an event's subject, resolved through the calls around it."""
     calls = tuple(block for block in event.path if isinstance(block, CallBlock))
     found = _of(view, event.mark.subject if node is None else node, event.scope, calls, MAX_DEPTH)
     return found.detached() if any(cuts_graph(block.node) for block in event.withs) else found
@@ -112,7 +112,7 @@ def _any(view: View, nodes: Iterator[ast.expr] | list[ast.expr], scope: Scope, c
 
 
 def _item(view: View, node: ast.Subscript, scope: Scope, calls: Calls, depth: int) -> Value:
-    """Return the facts of an item: of a key's value in a dictionary that is written out, else of what holds it."""
+    """Return the facts of an item: of a written dictionary's value, else of the container."""
     if isinstance(constant(node.slice), str):
         origins = [origin for origin in view.origins.of(node, scope) if origin.node is not node]
         found = UNKNOWN
@@ -175,7 +175,7 @@ def _arms(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _named(view: View, key: str, node: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
-    """Return the facts of a name: of what it is bound to, of an argument, or of what a comprehension runs over."""
+    """Return the facts of a name: of its bindings, argument or comprehension."""
     here = [b for b in scope.binds.get(key, []) if b.stmt.lineno == node.lineno and _ends_before(b.stmt, node)]
     binds = [(here[-1], scope)] if here else view.origins.binds(key, scope, node.lineno)
     found = UNKNOWN
@@ -221,7 +221,7 @@ def comprehensions(scope: Scope) -> dict[str, list[ast.comprehension]]:
 
 
 def _given(view: View, key: str, scope: Scope, calls: Calls, depth: int) -> Value:
-    """Return the facts of a parameter: of what the call around passes, or any call where none is known."""
+    """Return the facts of a parameter, from the call around or from all callers."""
     inner = next((at for at in range(len(calls) - 1, -1, -1) if calls[at].function is scope), None)
     if inner is not None:
         site = calls[inner].site
@@ -252,7 +252,7 @@ def _bound(view: View, bind: Bind, scope: Scope, calls: Calls, depth: int) -> Va
 
 
 def _row(view: View, header: ast.expr, scope: Scope, calls: Calls, depth: int) -> Value:
-    """Return the facts of what a loop over an expression runs over: a loader's batches, or the items of a value."""
+    """Return the facts of a loop's items: a loader's batches, or a value's items."""
     over = view.kinds.iterated(header, scope)
     makes = isinstance(header, ast.Call) and isinstance(header.func, ast.Attribute) and over in header.args
     if makes and isinstance(header, ast.Call) and not (last(header) in PARTS or view.names.qualify(header.func, scope)):
@@ -338,7 +338,7 @@ def _moved(view: View, call: ast.Call, method: ast.expr, scope: Scope, calls: Ca
 
 
 def _of_library(view: View, call: ast.Call, full: str, scope: Scope, calls: Calls, depth: int) -> Value:
-    """Return the facts of what a function of a library gives: of torch's, what its arguments are."""
+    """Return the facts of a library function's result. A torch function's follow its arguments."""
     if full == "torch.autograd.Variable":
         return _any(view, call.args[:1], scope, calls, depth)
     if not full.startswith("torch.") or last(call)[:1].isupper():
@@ -397,7 +397,7 @@ def runs_model(view: View, call: ast.Call, scope: Scope) -> bool:
 
 @kept
 def losses(view: View, scope: Scope) -> frozenset[str]:
-    """Return the names whose gradients a function computes, with the terms that they are sums of."""
+    """Return the names whose gradients a function computes, with their summands."""
     queue = [dotted(view.steps.loss_of(site)) or "" for site in scope.sites if view.steps.backwards(site)]
     if scope.name == "training_step":
         queue += [dotted(value) or "" for value in scope.returns()]
@@ -414,7 +414,7 @@ def losses(view: View, scope: Scope) -> frozenset[str]:
 
 
 def is_computed(scope: Scope, term: str) -> bool:
-    """Check whether a term of a sum is what calls and sums give, and is not called a factor."""
+    """Check whether a summand is computed by calls and sums, and is no factor."""
     made = [bind.value for bind in scope.binds.get(term, [])]
     return (
         bool(made)
@@ -436,7 +436,7 @@ def _terms(value: ast.expr | None) -> Iterator[str]:
 
 
 def gives_number(view: View, value: ast.expr | None, scope: Scope) -> bool:
-    """Check whether a value is read in place, or in all returns of its project function."""
+    """Check whether a value, or each result of its function, is read to the host."""
     target = view.calls.target(value, scope) if isinstance(value, ast.Call) else None
     given = list(target.returns()) if target is not None and target.kind == "function" else []
     return reads(value) or (bool(given) and all(last(each) in HOST for each in given))

@@ -51,7 +51,7 @@ def told(view: View, site: Site) -> bool:
 
 
 def is_torchs(name: str) -> bool:
-    """Check whether the full name of a class is torch's DataParallel, or PyG's, which derives from it."""
+    """Check whether a class is torch's DataParallel, or PyG's subclass of it."""
     return name.startswith(("torch.nn.", "torch_geometric.nn.")) and name.endswith(".DataParallel")
 
 

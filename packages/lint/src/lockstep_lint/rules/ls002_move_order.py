@@ -1,4 +1,4 @@
-"""LS002: DDP wrapped before the model is on its device, or a model moved in part."""
+"""LS002: DDP wrapped before the model is on its device, or after a partial move."""
 
 import ast
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ STAYS = "{name} is still on the CPU here: move it to its device before wrapping 
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find DDP wrappers whose model is moved in part, or only afterwards, or not at all."""
+    """Find DDP wrappers whose model is moved in part, afterwards or not at all."""
     for run in runs(view):
         for wrap in run.of("wrap"):
             site = wrap.mark.site
@@ -58,13 +58,15 @@ def part_moved(scope: Scope, name: str, line: int) -> bool:
 def made_here(view: View, wrap: Event) -> bool:
     """Check whether a class makes the model in this very function, on the CPU."""
     made = things(view, wrap.mark.subject, wrap.scope)
-    here = {site.call for site in wrap.scope.sites if not any(withs(site.stmt, site.module))}  # `with device:`
+    sites = (site for site in wrap.scope.sites if site.call in made)
+    here = {site.call for site in sites if not any(withs(site.stmt, site.module))}  # `with device:`
     return bool(made) and all(call in here and on_cpu(view, call, wrap.scope) for call in made)
 
 
 def on_cpu(view: View, call: object, scope: Scope) -> bool:
     """Check whether a call makes a module on the CPU, and names no device."""
-    if not isinstance(call, ast.Call) or any(word in ast.unparse(call) for word in ("cuda", "device", "**")):
+    text = ast.unparse(call) if isinstance(call, ast.Call) else ""
+    if not isinstance(call, ast.Call) or any(word in text for word in ("cuda", "device", "**")):
         return False
     full, owner = view.names.qualify(call.func, scope), view.names.definition(call.func, scope)
     if owner is not None and owner.kind == "class":

@@ -49,7 +49,7 @@ def samples(view: View, site: Site) -> bool:
 
 
 def wraps(view: View, run: Run) -> bool:
-    """Check whether a program wraps its model in DDP or FSDP, or hands it to DeepSpeed."""
+    """Check whether a program wraps its model in DDP or FSDP, or uses DeepSpeed."""
     kinds = {wrap.detail for wrap in run.of("wrap")} | view.wrappers.kinds(view.module)
     return bool(kinds & {"ddp", "fsdp", "fsdp2"}) or ("deepspeed" in view.frameworks and by_deepspeed(view))
 
@@ -98,12 +98,5 @@ def divides(view: View, call: ast.Call, scope: Scope) -> bool:
     return bool(DIVIDED.search(text))
 
 
-RULE = Rule(
-    "LS003",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=TRAINERS | {"horovod", "ignite", "lightning_fabric", "ray"},
-    placed=True,
-)
+MOOT = TRAINERS | {"horovod", "ignite", "lightning_fabric", "ray"}
+RULE = Rule("LS003", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT, placed=True)

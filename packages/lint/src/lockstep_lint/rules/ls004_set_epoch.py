@@ -25,7 +25,7 @@ OPTIONS = ("args", "cfg", "config", "opt")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for samplers of epochs that no set_epoch is called on, and for set_epoch with one number."""
+    """Find epoch samplers without set_epoch, and set_epoch with a constant."""
     programs = runs(view)
     if not any(run.of("sampler", "set_epoch") for run in programs):
         return
@@ -79,7 +79,7 @@ def given_names(stmt: ast.stmt) -> Iterator[str]:
 
 
 def listed(site: Site) -> bool:
-    """Check whether a list takes in the sampler that a call makes: it may get its epochs from there."""
+    """Check whether a list contains a call's sampler, which may get its epochs there."""
     names = {bind.key for bind in site.scope.bound(site.stmt)}
     return any(dotted(value) in names for other in site.scope.named("append") for value in other.call.args)
 
@@ -98,7 +98,7 @@ def has_epochs(run: Run) -> bool:
 
 
 def endless(view: View) -> bool:
-    """Check whether the programs restart a loader at its end: an endless loop, or another `iter`."""
+    """Check whether the programs restart a loader: an endless loop, or another `iter`."""
     return any(renews(view, member) for member in view.project.family(view.module))
 
 
@@ -120,7 +120,7 @@ def identity_of(event: Event) -> tuple[object, str | None]:
 
 
 def stays(view: View, event: Event) -> bool:
-    """Check whether set_epoch gets a literal, or a name that no turn of the loops around changes."""
+    """Check whether set_epoch gets a literal, or a name that no loop changes."""
     call = event.node
     if not isinstance(call, ast.Call) or not call.args or not event.loops:
         return False
@@ -137,12 +137,5 @@ def stays(view: View, event: Event) -> bool:
     return not any(stmt is around[0] or inside(stmt, around[0], scope.module) for stmt in changes)
 
 
-RULE = Rule(
-    "LS004",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=TRAINERS | {"accelerate", "lightning_fabric"},
-    placed=True,
-)
+MOOT = TRAINERS | {"accelerate", "lightning_fabric"}
+RULE = Rule("LS004", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT, placed=True)

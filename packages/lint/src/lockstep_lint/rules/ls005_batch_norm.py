@@ -22,7 +22,7 @@ SHARED = re.compile(r"SyncBatchNorm|InPlaceABN")
 # What says nothing of the layers: an option that is declared, an import, a class, layers that a loop looks for.
 IDLE = re.compile(
     r"""add_argument\(\s*["']--?sync_?bn["']|^[ \t]*(from|import)\b.*$|\bclass\s+\w*InPlaceABN\w*"""
-    r"|\bsuper\(\w*InPlaceABN\w*|\w*InPlaceABN\w*\.apply\b|isinstance\([^()]*\([^()]*\)|isinstance\([^()]*\)"
+    r"|\bsuper\(\w*InPlaceABN\w*|\b\w*InPlaceABN\w*\.apply\b|isinstance\([^()]*\([^()]*\)|isinstance\([^()]*\)"
     r"|\((?=[^()]*\b(?:_?BatchNorm|GroupNorm))[^()]*,[^()]*\)",
     re.MULTILINE,
 )
@@ -47,7 +47,7 @@ def converts(module: Module) -> bool:
 
 
 def has_norm(view: View, run: Run, wrap: Event) -> bool:
-    """Check whether the model that is wrapped certainly has BatchNorm layers: made by a call that brings some about."""
+    """Check whether the wrapped model certainly has BatchNorm layers."""
     makers = dict(made(view, *subject(wrap), 0))
     for norm in run.of("norm"):
         calls = [norm.node, *(block.site.call for block in norm.path if isinstance(block, CallBlock))]
@@ -72,7 +72,7 @@ def made(view: View, node: ast.expr | None, scope: Scope, depth: int) -> Iterato
 
 
 def held(view: View, call: ast.Call, scope: Scope) -> Iterator[ast.expr]:
-    """Yield the arguments of a call that become parts of the model that it makes (`Classifier(backbone, head)`)."""
+    """Yield the arguments that become parts of a model (`Classifier(backbone, head)`)."""
     start = view.calls.target(call, scope)
     if start is None:
         yield from call.args if last(call) == "Sequential" else ()

@@ -20,7 +20,7 @@ TENSORS = {"tensor", "as_tensor", "FloatTensor", "from_numpy", "ones", "zeros", 
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for class weights made on the CPU and for targets that were not moved with the inputs."""
+    """Find class weights on the CPU, and targets that stay there while inputs move."""
     if not view.gpu:
         return
     for site in view.sites("CrossEntropyLoss", "NLLLoss", "BCEWithLogitsLoss", "BCELoss"):
@@ -71,7 +71,7 @@ def moved(view: View, call: ast.Call, scope: Scope) -> bool:
 
 
 def left_target(view: View, training: Training) -> Iterator[Found]:
-    """Yield a loop that moves its inputs and compares the outputs with targets that it did not move."""
+    """Yield a loop that moves its inputs but compares outputs with unmoved targets."""
     loop, scope = training.loop, training.scope
     if not isinstance(loop, ast.For):
         return
@@ -91,7 +91,7 @@ def left_target(view: View, training: Training) -> Iterator[Found]:
 
 
 def compares(view: View, site: Site) -> bool:
-    """Check whether a call is a loss of torch that needs both values on one device; CTC's does not."""
+    """Check whether a loss of torch needs both values on one device. CTC's does not."""
     called = site.call.func
     made = [full for _, _, full in view.origins.calls_of(called, site.scope)]
     found = made or [view.full(site)]

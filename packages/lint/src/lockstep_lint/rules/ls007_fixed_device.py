@@ -8,7 +8,7 @@ from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import guards
 from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.kinds import MODEL
-from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last
+from lockstep_lint.analysis.nodes import Words, constant, idents, keyword, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.events.event import Event
 from lockstep_lint.events.query import is_global_rank, sides
@@ -35,7 +35,7 @@ GLOBAL = "takes the global rank for the device, which a second machine has no de
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find calls that every rank reaches and that name one GPU, or the global rank, as the device."""
+    """Find calls on every rank that name one GPU, or the global rank, as device."""
     if not view.distributed or any(map(shows_own_gpu, view.project.family(view.module))):
         return
     chosen = any(map(sets_device, view.project.family(view.module))) or view.hidden(STARTERS)
@@ -47,9 +47,10 @@ def check(view: View) -> Iterator[Found]:
     events = placed(view)
     for site, found in events.items():
         message = ("" if own else fixed(view, site)) or ("" if chosen else bare(view, site))
-        everywhere = view.ranks.every(site.stmt, site.scope) and not all(sides(view, event) for event in found)
+        if not message or site.scope in done or not view.ranks.every(site.stmt, site.scope):
+            continue
         asked = any("device_count" in idents(guard.test) for guard in guards(site.stmt, site.module))
-        if message and site.scope not in done and everywhere and not asked:
+        if not asked and not all(sides(view, event) for event in found):
             done.add(site.scope)
             yield at(site, message)
     if not view.cpu_only and view.ranks.programs.spawned(view.module) is None:  # spawned ranks count from 0 on a node
@@ -69,7 +70,7 @@ def sets_device(module: Module) -> bool:
 
 
 def one_gpu_each(view: View) -> bool:
-    """Check whether Slurm or MPI may show each process one GPU alone: nothing asks for a local rank."""
+    """Check whether Slurm or MPI may show each process one GPU. Nothing reads a local rank."""
     texts = [member.text for member in view.project.family(view.module)]
     started = any(word in text for word in BINDS for text in texts)
     return started and not any(LOCAL.search(text) for text in texts)
@@ -93,9 +94,10 @@ def fixed(view: View, site: Site) -> str:
     of_model = view.kinds.is_model(site.receiver, site.scope) if site.name in ("to", "cuda") else False
     for given in (first, keyword(site.call, "device"), keyword(site.call, "map_location")):
         value = constant(given)
-        sole = not (set_again(site) or one_of_two(site.stmt, given))
         placed_by = site.name in ("device", "to", "load") or given is not first
-        if isinstance(value, str) and GPU.match(value) and sole and placed_by:
+        if not isinstance(value, str) or not GPU.match(value) or not placed_by:
+            continue
+        if not set_again(site) and not one_of_two(site.stmt, given):
             return NAMED.format(value)
     if site.name == "to" and of_model and isinstance(first, ast.Name | ast.Attribute):
         named = device_of(view, first, site.scope)
@@ -112,20 +114,20 @@ def only_id(call: ast.Call) -> ast.expr | None:
 
 
 def set_again(site: Site) -> bool:
-    """Check whether a device is a name's first value alone (`device = "cuda:0"; if ddp: device = own`)."""
+    """Check whether a device's variable is assigned again (`if ddp: device = own`)."""
     return any(len(site.scope.binds[bind.key]) > 1 for bind in site.scope.bound(site.stmt))
 
 
 def one_of_two(stmt: ast.stmt, node: ast.expr | None) -> bool:
-    """Check whether a device is one arm of a choice that may depend on the rank."""
-    for item in ast.walk(stmt):
+    """Check whether a device is one arm of a choice that may depend on rank."""
+    for item in walk(stmt):
         if isinstance(item, ast.IfExp) and node in (item.body, item.orelse):
             return not any(word in ast.unparse(item.test) for word in ("is_available", "cuda"))
     return False
 
 
 def device_of(view: View, node: ast.expr, scope: Scope) -> str:
-    """Return the one numbered GPU that a name means, or ""; options may have other values."""
+    """Return the one numbered GPU that a name means, or "". Options may have other values."""
     if isinstance(node, ast.Attribute) and last(node.value) != "self":
         return ""
     names = names_of(view, node, scope)
@@ -158,7 +160,7 @@ def bare(view: View, site: Site) -> str:
 
 
 def by_global_rank(view: View, events: dict[Site, list[Event]]) -> Iterator[Found]:
-    """Find the first device of a function that has the rank among all machines for its number."""
+    """Find each function's first device whose number is the global rank."""
     done: set[Scope] = set()
     for site, found in events.items():
         number = index_of(view, site) if site.scope not in done else None
@@ -181,12 +183,5 @@ def index_of(view: View, site: Site) -> ast.expr | None:
     return first if moves and isinstance(first, ast.Name | ast.Call | ast.Attribute) else None
 
 
-RULE = Rule(
-    "LS007",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=TRAINERS | {"accelerate", "horovod", "lightning_fabric"},
-    placed=True,
-)
+MOOT = TRAINERS | {"accelerate", "horovod", "lightning_fabric"}
+RULE = Rule("LS007", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT, placed=True)

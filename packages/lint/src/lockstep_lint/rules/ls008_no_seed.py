@@ -28,18 +28,12 @@ def trains(view: View, run: Run) -> bool:
 
 
 def seeds(run: Run) -> bool:
-    """Check whether the generators of weights are seeded before a model is made: not by a helper that nothing calls."""
+    """Check whether a run seeds the weights' generators before it makes a model."""
     if run.entry.kind == "function" and not run.of("make", "backward"):
         return False
     made = next((event.place for event in run.of("make")), len(run.events))
     return any(seed.detail in WEIGHTS and seed.place < made for seed in run.of("seed"))
 
 
-RULE = Rule(
-    "LS008",
-    Severity.OPINION,
-    Confidence.MEDIUM,
-    check,
-    fix="unsafe",
-    moot=frozenset({"lockstep", "transformers", "trl"}),
-)
+MOOT = frozenset({"lockstep", "transformers", "trl"})
+RULE = Rule("LS008", Severity.OPINION, Confidence.MEDIUM, check, fix="unsafe", moot=MOOT)

@@ -51,11 +51,5 @@ def late(view: View) -> Iterator[Found]:
                 yield Found(block.node, LATE)
 
 
-RULE = Rule(
-    "LS009",
-    Severity.HINT,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=TRAINERS | {"accelerate", "deepspeed", "lightning_fabric"},
-)
+MOOT = TRAINERS | {"accelerate", "deepspeed", "lightning_fabric"}
+RULE = Rule("LS009", Severity.HINT, Confidence.HIGH, check, fix="unsafe", moot=MOOT)

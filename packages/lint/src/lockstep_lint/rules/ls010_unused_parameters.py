@@ -4,8 +4,9 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.context import above, guards
-from lockstep_lint.analysis.index import Scope, Site
+from lockstep_lint.analysis.index import Module, Scope, Site
 from lockstep_lint.analysis.nodes import constant, dotted, has_star, idents, is_true, keyword, last, walk
 from lockstep_lint.analysis.view import View
 from lockstep_lint.finding import Confidence, Severity
@@ -29,9 +30,9 @@ DATA = {"mean", "sum", "max", "min", "norm", "std", "argmax"}
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find the flag where it is not needed, and wrapped models with a layer that no forward uses."""
+    """Find needless flags, and wrapped models with a layer that no forward uses."""
     yield from unused(view)
-    for site in view.sites():
+    for site in view.sites() if "find_unused_parameters" in view.module.text else ():
         value = keyword(site.call, "find_unused_parameters")
         made = view.origins.of(value, site.scope) if value is not None else []
         if is_true(value) or (len(made) == 1 and is_true(made[0].node)):
@@ -68,7 +69,7 @@ def unused(view: View) -> Iterator[Found]:
 
 
 def left_out(view: View, owner: Scope) -> tuple[str, str]:
-    """Return a layer of a model's class that no forward uses, or only some, and which of both."""
+    """Return a layer that no forward or only some use, and which of both."""
     init, forward = owner.defs.get("__init__"), owner.defs.get("forward")
     if init is None or forward is None or OTHER_WAYS & set(idents(owner.node)) or any(view.names.parents(owner)):
         return "", ""
@@ -122,8 +123,14 @@ def layers(view: View, init: Scope) -> Iterator[str]:
 
 def elsewhere(view: View, owner: Scope) -> set[str]:
     """Return the attributes that the programs read of other objects, which may be this model's."""
-    nodes = [node for member in view.project.family(owner.module) for node in walk(member.top.node)]
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and dotted(node.value) != "self"}
+    return set().union(*map(attributes, view.project.family(owner.module)))
+
+
+@kept
+def attributes(module: Module) -> frozenset[str]:
+    """Return the attributes that a file reads of anything but `self`."""
+    nodes = (node for node in walk(module.top.node) if node.__class__ is ast.Attribute)
+    return frozenset(node.attr for node in nodes if dotted(node.value) != "self")
 
 
 def own(node: ast.AST) -> Iterator[str]:

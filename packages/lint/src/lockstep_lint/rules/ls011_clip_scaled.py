@@ -17,7 +17,7 @@ KINDS = ("backward", "zero", "step", "unscale", "clip")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look at every clip: are the gradients still scaled, and is it between backward and the step?"""
+    """Find clips of scaled gradients, and clips that are not between backward and step."""
     if view.analysis.is_moot(view.module, MOOT):
         return
     for run in runs(view):
@@ -38,7 +38,7 @@ def within_scaling(run: Run, clip: Event) -> bool:
 
 
 def misplaced(events: list[Event], clip: Event) -> str:
-    """Return what is wrong with the place of a clip among the events of its turn, if anything is."""
+    """Explain what is wrong with a clip's position among its iteration's events, if anything."""
     if clip not in events:
         return ""
     place = events.index(clip)

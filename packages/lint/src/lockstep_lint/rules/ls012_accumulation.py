@@ -19,7 +19,7 @@ SCALES = ("div", "div_", "mul", "mul_", "true_divide")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find accumulating loops whose loss is not divided, or whose first group is a single micro-batch."""
+    """Find accumulating loops with an undivided loss, or a single micro-batch in the first group."""
     for found in accumulations(view):
         if undivided(view, found):
             yield at(
@@ -86,7 +86,7 @@ def parts(view: View, value: ast.expr, scope: Scope) -> Iterator[tuple[ast.expr,
 
 
 def given(view: View, key: str, scope: Scope) -> list[tuple[ast.expr, Scope]] | None:
-    """Return what a loss is made of, here or by all callers; None if unknown or divided."""
+    """Return what a loss consists of, locally or in all callers. None: unknown, or divided."""
     binds = scope.binds.get(key, [])
     if not binds and key in scope.params:
         callers = view.calls.callers(scope)
@@ -119,7 +119,7 @@ def sums(view: View, node: ast.AST, scope: Scope) -> bool:
 
 
 def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
-    """Check whether a call of the project divides inside, where the loss may come out already divided."""
+    """Check whether a project's function may already divide the loss."""
     if not isinstance(node, ast.Call):
         return False
     if any(word in name for name in idents(node) for word in ("accum", "grad_acc")):
@@ -134,7 +134,7 @@ def hidden(view: View, node: ast.AST, scope: Scope) -> bool:
 
 
 def starts_at_zero(found: Accumulation) -> bool:
-    """Check whether the test is `i % n == 0` with `i` counted from 0 by the loop."""
+    """Check whether the test is `i % n == 0` with a loop from 0."""
     loop, guard = found.training.loop, found.guard
     if guard is None or not guard.when or not isinstance(loop, ast.For):
         return False
@@ -150,7 +150,7 @@ def starts_at_zero(found: Accumulation) -> bool:
 
 
 def drops_leftovers(view: View, found: Accumulation) -> bool:
-    """Check whether a loop steps in every n-th turn, and neither in its last turn nor after it."""
+    """Check whether a loop steps every n-th iteration, but not for the remainder."""
     loop, guard, scope = found.training.loop, found.guard, found.step.scope
     if guard is None or scope is not found.training.scope or not isinstance(loop, ast.For):
         return False

@@ -57,7 +57,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def schedulers(view: View, site: Site) -> list[Made]:
-    """Return the schedulers that a step may be of, as far as the tests around it let them pass."""
+    """Return the schedulers that a step may be of, given the tests around it."""
     made = list(view.origins.calls_of(site.receiver, site.scope))
     for call, scope, _ in list(made):  # `scheduler = accelerator.prepare(scheduler)`
         made += view.origins.calls_of(call.args[0], scope) if last(call) == "prepare" and len(call.args) == 1 else ()
@@ -71,7 +71,7 @@ def schedulers(view: View, site: Site) -> list[Made]:
 
 
 def wrong_unit(view: View, run: Run, event: Event, made: list[Made]) -> str:
-    """Explain that a schedule's length counts steps and is stepped once an epoch, or the other way round."""
+    """Explain that a schedule counts steps but advances per epoch, or vice versa."""
     where = place(run, event)
     if where == "epoch" and any(place(run, other) == "batch" for other in run.of("schedule")):
         return ""  # one more step, for the last incomplete group of an accumulation
@@ -106,7 +106,7 @@ def header(loop: LoopBlock) -> ast.AST:
 
 
 def asked(view: View, call: ast.Call, scope: Scope) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield the names that the factor of a LambdaLR reads, where it is a function of the project."""
+    """Yield the names that a LambdaLR's factor reads, if it is a project's function."""
     function = view.names.definition(argument(call, 1, "lr_lambda"), scope)
     for node in walk(function.node) if function is not None else ():
         if function is not None and isinstance(node, ast.Name) and node.id not in {*function.params, *function.binds}:
@@ -151,7 +151,7 @@ def named(node: ast.expr, pattern: re.Pattern[str]) -> bool:
 
 
 def place(run: Run, event: Event) -> str:
-    """Return "batch" for a step in a loop over batches, "epoch" for one around such a loop, else ""."""
+    """Return "batch" for a step in a batch loop, "epoch" around one, else ""."""
     loop = event.loops[-1] if event.loops else None
     if loop is not None and any(loop in (found.loop, found.inner) for found in step_loops(run)):
         return "batch"
@@ -160,7 +160,7 @@ def place(run: Run, event: Event) -> str:
 
 
 def early(view: View, run: Run, event: Event) -> str:
-    """Explain that a scheduler is stepped before the epoch's training, or before the optimizer in one turn."""
+    """Explain that a scheduler steps before the epoch's training, or before the optimizer."""
     made = list(view.origins.calls_of(event.mark.subject, event.scope))
     ours = [call for call, _, full in made if full]
     if len(ours) == len(made) and made and not any(like_torch(view, *origin) for origin in made):
@@ -187,7 +187,7 @@ def early(view: View, run: Run, event: Event) -> str:
 
 
 def like_torch(view: View, call: ast.Call, scope: Scope, full: str) -> bool:
-    """Check whether a scheduler is torch's, or a class of the project that derives from torch's."""
+    """Check whether a scheduler is torch's, or derives from torch's."""
     owner = view.names.definition(call.func, scope)
     bases = view.names.bases_of(owner) if owner is not None and owner.kind == "class" else iter((full,))
     return any("get_" in name or name.endswith("LRScheduler") or name.startswith(TORCH) for name in bases)

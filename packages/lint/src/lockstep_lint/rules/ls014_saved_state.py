@@ -36,7 +36,7 @@ NEAR = 10
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find wrappers' states that are saved, files that all ranks write, and files read before they are written."""
+    """Find saved wrapper states, files that all ranks write, and reads before the write."""
     for run in runs(view):
         yield from of_wrappers(view, run)
         yield from by_all(view, run)
@@ -93,7 +93,8 @@ def knows_wrapper(view: View, site: Site) -> bool:
     if any(last(item) == "state_dict_type" for item in withs(site.stmt, site.module)):
         return True
     lines, start, end = view.module.lines, site.stmt.lineno, site.stmt.end_lineno or site.stmt.lineno
-    if any(word in line for line in lines[max(0, start - NEAR) : end + NEAR] for word in STRIPS):
+    near = "\n".join(lines[max(0, start - NEAR) : end + NEAR])
+    if any(word in near for word in STRIPS):
         return True
     later = (
         s for s in site.scope.sites if s.line >= start and not all(isinstance(a, ast.Constant) for a in s.call.args)
@@ -125,7 +126,7 @@ def by_all(view: View, run: Run) -> Iterator[Found]:
 
 
 def called(view: View, event: Event) -> Site | None:
-    """Return the last call of another function in the file, on the way to an event."""
+    """Return the file's last call of another function on the way to an event."""
     calls = [block.site for block in event.path if isinstance(block, CallBlock) and block.site.module is view.module]
     return calls[-1] if calls else None
 

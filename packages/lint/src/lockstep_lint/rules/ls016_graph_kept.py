@@ -25,7 +25,7 @@ EMPTIES = ("pop", "popleft", "clear", "zero_")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for sums and lists that outlive a step and take in tensors of its graph."""
+    """Find sums and lists that outlive a step and keep its graph."""
     told: set[int] = set()
     for run in runs(view):
         for event in run.of("keep"):
@@ -54,7 +54,7 @@ def source(event: Event) -> tuple[ast.expr, ast.expr | ast.stmt, Scope]:
 
 
 def outlives(view: View, run: Run, event: Event) -> bool:
-    """Check whether what takes in a value lives longer than the step, and is not emptied in each."""
+    """Check whether a container outlives the step without being emptied in each."""
     scope, holder = event.scope, event.detail
     own = holder.startswith("self.")
     loop = step_loop(view, run, event)
@@ -83,7 +83,7 @@ def outlives(view: View, run: Run, event: Event) -> bool:
 
 
 def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
-    """Return the loop around an event whose turns are steps: it computes gradients, or evaluates with a graph."""
+    """Return the loop around an event whose iterations step, or evaluate with a graph."""
     for loop in reversed(event.loops):
         if any(turn(run.events, loop, "backward")) and not steps_around(run, event, loop):
             return loop if not any(map(evaluates, event.tests)) else None
@@ -94,7 +94,7 @@ def step_loop(view: View, run: Run, event: Event) -> LoopBlock | None:
 
 
 def steps_around(run: Run, event: Event, loop: LoopBlock) -> bool:
-    """Check whether a loop is one of micro-batches: the optimizer steps in the turns of a loop around it alone."""
+    """Check whether a loop runs over micro-batches: only an outer loop steps."""
     steps = [any(turn(run.events, each, "step")) for each in event.loops[: event.loops.index(loop) + 1]]
     return any(steps) and not steps[-1]
 
@@ -109,7 +109,7 @@ def evaluates(arm: ArmBlock) -> bool:
 
 
 def in_step_or_loop(view: View, loop: Loop, bind: Bind, scope: Scope) -> bool:
-    """Check whether a statement of a loop is in an inner loop, or next to the optimizer's step."""
+    """Check whether a loop's statement is in an inner loop, or next to the step."""
     branch = scope.module.up.get(bind.stmt, (None, ""))[0]
     steps = isinstance(branch, ast.If) and any(
         view.steps.steps_optimizer(site) and inside(site.stmt, branch, scope.module) for site in scope.sites

@@ -25,7 +25,7 @@ EVAL, NO_GRAD = "model.eval()", "torch.no_grad()"
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find models that evaluate in training mode or with a graph, and those that then train in eval mode."""
+    """Find evaluations in training mode or with a graph, and training in eval mode."""
     answers: dict[Site, dict[str, set[bool | None]]] = {}
     for run in runs(view):
         for event, site in evaluations(view, run):
@@ -53,7 +53,7 @@ def evaluations(view: View, run: Run) -> Iterator[tuple[Event, Site]]:
 
 
 def in_loop(run: Run, event: Event) -> Site | None:
-    """Return the call that runs the model in the evaluating loop, its own or a shared function's."""
+    """Return the evaluating loop's call that runs the model, directly or through a function."""
     loop = event.loops[-1] if event.loops and not trains(span(run, event.loops[-1])) else None
     inner = event.within(loop) if loop is not None else ()
     return next((block.site for block in inner if isinstance(block, CallBlock)), event.mark.site)
@@ -77,7 +77,7 @@ def not_restored(view: View) -> Iterator[Found]:
 
 
 def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event, Event] | None:
-    """Return the last switch to eval mode before a backward in the same or next turn, with that backward."""
+    """Return the last eval switch that precedes a backward, with that backward."""
     events = list(turn(run.events, loop, "eval", "train", "mode", "backward"))
     mode: Event | None = None
     for turns in range(2):
@@ -97,7 +97,7 @@ def left_on(view: View, run: Run, loop: LoopBlock, epochs: bool) -> tuple[Event,
 
 
 def made_anew(switch: Event, loop: LoopBlock) -> bool:
-    """Check whether each turn of a loop makes a new model, which begins in training mode."""
+    """Check whether each iteration makes a new model, which starts in training mode."""
     node, home = subject(switch, loop.scope)
     key = dotted(node)
     binds = home.binds.get(key, []) if key is not None and home is loop.scope else []
@@ -128,7 +128,7 @@ def is_trained(view: View, run: Run, switch: Event, loop: LoopBlock) -> bool:
 
 
 def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
-    """Yield the models that a loop runs, that are switched to training mode, or whose parameters an optimizer has."""
+    """Yield the models that a loop runs, switches to training mode or optimizes."""
     training = {loop.scope, *(back.scope for back in turn(run.events, loop, "backward"))}
     for event in (*turn(run.events, loop, "forward"), *run.of("train")):
         node, home = subject(event)
@@ -139,7 +139,7 @@ def trained(run: Run, loop: LoopBlock) -> Iterator[tuple[ast.expr, Scope]]:
 
 
 def goes_on(switch: Event, loop: LoopBlock, epochs: bool) -> bool:
-    """Check whether more turns of a loop follow a switch: not in the last one only, nor does the loop end."""
+    """Check whether more iterations of a loop follow a switch."""
     inner = switch.within(loop)
     site = next((block.site for block in inner if isinstance(block, CallBlock)), switch.mark.site)
     if epochs or site is None:

@@ -14,7 +14,7 @@ from lockstep_lint.rules.base import Found, Rule, at
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look at what waits for all ranks: does a test of the rank keep some of them away?"""
+    """Find collectives that a rank test keeps from some ranks."""
     for run in runs(view):
         for event in run.of("collective", "wrap", "forward"):
             site = event.mark.site

@@ -37,7 +37,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def run_here(view: View, scope: Scope) -> bool:
-    """Check whether the own lines of a file that nothing imports call a function (`main()`, without the usual test)."""
+    """Check whether the top level of a file that nothing imports calls a function."""
     called = any(site.scope is view.module.top for site in view.calls.callers(scope))
     return called and not view.project.importers(view.module)
 

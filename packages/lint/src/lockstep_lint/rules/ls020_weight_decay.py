@@ -30,7 +30,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def decays(view: View, site: Site, full: str) -> bool:
-    """Check whether an optimizer decays its parameters (by default 0 in the AdamW that transformers had)."""
+    """Check whether an optimizer decays its parameters. The AdamW of transformers had 0 by default."""
     value = argument(site.call, 4, "weight_decay") if site.name in TOLD else keyword(site.call, "weight_decay")
     if value is None and has_star(site.call):
         return False
@@ -47,7 +47,7 @@ def alike(view: View, node: ast.expr | None, scope: Scope, depth: int) -> bool:
 
 
 def is_whole(view: View, node: ast.expr, scope: Scope, depth: int) -> bool:
-    """Check whether an expression gives all parameters of a model, as one group or as several that decay alike."""
+    """Check whether an expression gives all parameters of a model, with equal decay."""
     if isinstance(node, ast.Call):
         if last(node) in PASSING and node.args:
             return all(is_whole(view, value, scope, depth) for value in node.args if not isinstance(value, ast.Lambda))

@@ -25,7 +25,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
-    """Yield the steps of loops that never clear the gradients, or did before the loop only."""
+    """Yield steps in loops that never clear the gradients, or cleared them before."""
     for found in step_loops(run):
         step = next(filter(plain, found.steps), None)
         if step is not None and not view.effects.mentioned(view.module, *CLEARS):
@@ -38,7 +38,7 @@ def kept(view: View, run: Run) -> Iterator[tuple[Event, str]]:
 
 
 def plain(step: Event) -> bool:
-    """Check whether an optimizer steps by itself: not with a closure, nor as one of a parameter server."""
+    """Check whether an optimizer steps without a closure or a parameter server."""
     call = step.node
     return isinstance(call, ast.Call) and (step.detail != "" or not call.args or step.mark.subject in call.args)
 
@@ -71,7 +71,7 @@ def together(one: Event, other: Event) -> bool:
 
 
 def wiped_early(view: View, run: Run) -> Iterator[tuple[Event, str]]:
-    """Yield the calls that clear the gradients in every turn of a loop that accumulates them."""
+    """Yield calls that clear the gradients in every iteration of an accumulating loop."""
     for found in accumulating(view, run):
         for zero in turn(run.events, found.loop, "zero"):
             if not any(isinstance(block, ArmBlock | LoopBlock) for block in zero.within(found.loop)):

@@ -52,7 +52,7 @@ def blocks(view: View, site: Site) -> bool:
 
 
 def of_pinned(view: View, run: Run, event: Event) -> bool:
-    """Check whether an event moves a part of a batch that may be pinned: of a training, or not held out."""
+    """Check whether an event moves part of a pinned batch that is not held out."""
     if view.on_cpu(event.mark.site) if event.mark.site is not None else False:
         return False
     if not event.loops or any(turns_off_gradients(block.node) for block in event.withs):
@@ -73,7 +73,7 @@ def counts(over: ast.expr | None) -> bool:
 
 
 def may_pin(view: View, loader: ast.expr, scope: Scope) -> bool:
-    """Check whether a loader is out of sight, or is not certainly made without pinned memory."""
+    """Check whether a loader is out of sight, or may pin its memory."""
     made = [call for call, _, full in view.origins.calls_of(loader, scope) if full.endswith("DataLoader")]
     return not made or any(
         has_star(call) or constant(argument(call, 7, "pin_memory") or ast.Constant(False)) is not False for call in made
@@ -82,7 +82,7 @@ def may_pin(view: View, loader: ast.expr, scope: Scope) -> bool:
 
 @kept
 def pins(module: Module) -> bool:
-    """Check whether a file pins memory: an argument, a key or a default is True, or true where there is a GPU."""
+    """Check whether a file pins memory, always or where there is a GPU."""
     if "pin_mem" not in module.text.lower():
         return False
     return any(
@@ -91,7 +91,7 @@ def pins(module: Module) -> bool:
 
 
 def settings(module: Module) -> Iterator[tuple[object, ast.expr | None]]:
-    """Yield what a file gives by a name: arguments, flags with their defaults, keys, variables, and parameters."""
+    """Yield the names and values that a file sets: arguments, flags, keys, variables, parameters."""
     for site in module.sites():
         call = site.call
         yield from ((item.arg, item.value) for item in call.keywords)
@@ -126,10 +126,10 @@ def is_on(value: ast.expr | None) -> bool:
 
 
 def has_workers(view: View, site: Site) -> bool:
-    """Check whether a loader has, or may have, workers, or is made for one batch alone."""
+    """Check whether a loader may have workers, or serves one batch alone."""
     value = argument(site.call, 5, "num_workers")
     if value is None:
-        return has_star(site.call) or "next(iter(" in ast.unparse(site.stmt)
+        return has_star(site.call) or ("next" in site.module.text and "next(iter(" in ast.unparse(site.stmt))
     found = view.origins.of(value, site.scope)
     return not found or any(constant(origin.node) != 0 for origin in found)
 

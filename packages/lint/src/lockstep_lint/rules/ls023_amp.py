@@ -45,7 +45,7 @@ def shards_in_half(view: View, site: Site) -> bool:
 
 
 def kind(view: View, site: Site) -> str:
-    """Return the type that an autocast certainly uses, "" if it is chosen at run time."""
+    """Return the type that an autocast certainly uses, "" if chosen at run time."""
     found = kinds(view, site)
     return next(iter(found)) if len(found) == 1 else ""
 

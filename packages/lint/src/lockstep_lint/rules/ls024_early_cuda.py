@@ -56,7 +56,7 @@ def early_group(view: View, scope: Scope, group: Site) -> Iterator[Found]:
 
 
 def tested(site: Site) -> bool:
-    """Check whether the function asks if a group exists, in a line before a call or in it."""
+    """Check whether the function asks if a group exists, before or in a call."""
     start = getattr(site.scope.node, "lineno", 1)
     return any("is_initialized" in text for text in site.module.lines[start - 1 : site.line])
 

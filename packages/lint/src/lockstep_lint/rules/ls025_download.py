@@ -56,7 +56,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def removes_given(event: Event) -> bool:
-    """Check whether a function removes the folder that its caller names: the callers decide which ranks come here."""
+    """Check whether a function removes its caller's folder. The callers decide which ranks do."""
     given = next(iter(event.node.args), None) if isinstance(event.node, ast.Call) else None
     return event.detail in ("remove", "take") and isinstance(given, ast.Name) and given.id in event.scope.params
 
@@ -68,7 +68,7 @@ def at_an_end(event: Event) -> bool:
 
 
 def helps(view: View, site: Site, event: Event) -> bool:
-    """Check whether a call is of a function of another file that makes the folder which it is given."""
+    """Check whether a call passes a folder to another file's function that makes it."""
     given = not {*event.scope.params}.isdisjoint(idents(event.node))
     return given and event.detail in ("make", "ask") and event.scope in view.calls.runs(site)
 
@@ -79,7 +79,7 @@ def by_all(view: View, site: Site) -> bool:
 
 
 def own(site: Site) -> bool:
-    """Check whether a call names a place of the process's own, or is given one by a name."""
+    """Check whether a call names a path of the process's own, or a variable does."""
     given = [node for node in walk(site.call) if isinstance(node, ast.Name | ast.Attribute)]
     owners = {node.value for node in given if isinstance(node, ast.Attribute)}
     given = [node for node in given if node not in owners]  # `args.data`, not what made `args`
@@ -89,7 +89,7 @@ def own(site: Site) -> bool:
 
 
 def in_turn(view: View, run: Run, event: Event) -> bool:
-    """Check whether one rank goes first: by a lock, a wait before, or the same work before."""
+    """Check whether one rank goes first: by a lock, a wait or an earlier call."""
     if any(LOCKS.search(last(block.node)) for block in event.withs):
         return True
     side = [ranks for _, ranks in sides(view, event)]
@@ -117,7 +117,7 @@ def given_alike(call: ast.Call) -> list[str]:
 
 
 def unwaited(view: View, fetch: Site) -> Iterator[Found]:
-    """Find what rank 0 downloads and all ranks then open in the same function, without a collective between."""
+    """Find downloads on rank 0 that all ranks open without a collective between."""
     scope, func = fetch.scope, ast.dump(fetch.call.func)
     for site in scope.named(fetch.name) if scope.module is view.module else ():
         if site.line <= fetch.line or ast.dump(site.call.func) != func or view.ranks.single(site.stmt, scope):
@@ -128,12 +128,5 @@ def unwaited(view: View, fetch: Site) -> Iterator[Found]:
             yield at(site, EARLY)
 
 
-RULE = Rule(
-    "LS025",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=frozenset({"lightning", "lockstep", "pytorch_lightning"}),
-    placed=True,
-)
+MOOT = frozenset({"lightning", "lockstep", "pytorch_lightning"})
+RULE = Rule("LS025", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT, placed=True)

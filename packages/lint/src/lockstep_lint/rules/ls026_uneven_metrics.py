@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from lockstep_lint.analysis.budget import kept
 from lockstep_lint.analysis.calls import passed
 from lockstep_lint.analysis.context import inside, loops
 from lockstep_lint.analysis.engines import PREPARING, is_shard, prepared
@@ -33,11 +34,13 @@ SCORE = Words(r"loss|acc(?!el|um)|top_?\d|prec|correct|(?<!para)meter|iou(?!s)|(
 PREDICTED = Words(r"pred|label|target|truth|reference|hypothes|output|answer|prob|logit|^y_", re.IGNORECASE)
 SCORES = Words(r"score|accuracy|f1|auc|bleu|rouge|report|recall|precision|kappa|confusion", re.IGNORECASE)
 ADDS = ("append", "extend")
+REDUCES = ("all_reduce", "reduce")
+GATHERS = ("all_gather", "gather", "all_gather_object")
 SHOWS = ("print", "info", "add_scalar", "log", "write", "debug", "warning", "add_scalars", "log_metrics")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find evaluations of a rank's own shard that average the ranks' means, or that no rank shares."""
+    """Find evaluations of shards that average the ranks' means, or keep them local."""
     every = [s for member in view.project.family(view.module) for s in member.sites("DistributedSampler")]
     samplers = [s for s in every if constant(keyword(s.call, "drop_last")) is not True]
     by_hand = [text for member in view.project.family(view.module) for text in parts(member)]
@@ -66,13 +69,13 @@ def unshared(view: View) -> Iterator[Found]:
         return
     for scope in view.scopes:
         for loop in (stmt for stmt in scope.stmts if isinstance(stmt, ast.For)):
-            if adds_up(view, loop, scope) and sharded(view, loop, scope) and not exchanges(view, scope, loop):
+            if sharded(view, loop, scope) and adds_up(view, loop, scope) and not exchanges(view, scope, loop):
                 yield Found(loop, ALONE)
                 break
 
 
 def adds_up(view: View, loop: ast.For, scope: Scope) -> bool:
-    """Check whether a loop that does not train adds up scores, which its function returns or shows."""
+    """Check whether a loop without training sums scores that its function reports."""
     within = view.effects.block(loop, scope)
     added = any(isinstance(s, ast.AugAssign) and inside(s, loop, scope.module) for s in scope.stmts)
     added = added or any(site.name in ("update", "append") and SCORE.search(last(site.receiver)) for site in within)
@@ -96,7 +99,7 @@ def sharded(view: View, loop: ast.For, scope: Scope) -> bool:
 
 
 def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
-    """Check whether an evaluation, what it calls or its callers may bring the ranks' values together."""
+    """Check whether an evaluation, its callees or callers may combine the ranks' values."""
     own = [site for site in scope.sites if EVALUATION.search(scope.name) or site.line >= loop.lineno]
     if any(EXCHANGE.search(site.name) and not in_sight(view, site) for site in view.effects.below(own)):
         return True
@@ -107,7 +110,7 @@ def exchanges(view: View, scope: Scope, loop: ast.For) -> bool:
 
 
 def in_sight(view: View, site: Site) -> bool:
-    """Check whether a call exchanges nothing itself: its own calls are in sight, or torch runs it on one rank."""
+    """Check whether a call itself exchanges nothing: it is the project's, or local in torch."""
     along = site.name == "gather" and isinstance(constant(next(iter(site.call.args), None)), int)  # `x.gather(1, y)`
     local = along or LOCAL.search(view.full(site)) or LOCAL.search(site.name)
     owner = view.names.definition(site.call.func, site.scope)
@@ -124,7 +127,7 @@ def passes_on(caller: Site, site: Site) -> bool:
 
 
 def held_out(view: View, site: Site) -> bool:
-    """Check whether a call is in an evaluating function or loop, or its argument is named after held-out data."""
+    """Check whether a call evaluates, by its function, loop or argument's name."""
     around = [loop.iter for loop in loops(site.stmt, site.module) if isinstance(loop, ast.For)]
     headers = [view.kinds.iterated(over, site.scope) for over in around]
     values = [*headers, *site.call.args[: 2 if "gather" in site.name else 1]]  # a gather fills its first
@@ -133,20 +136,25 @@ def held_out(view: View, site: Site) -> bool:
 
 def averages(view: View, site: Site) -> bool:
     """Check whether a call brings the ranks' values together and takes their mean."""
-    of_torch = view.full(site).startswith("torch.distributed")
-    if of_torch and site.name in ("all_reduce", "reduce"):
+    if site.name in (*REDUCES, *GATHERS) and view.full(site).startswith("torch.distributed"):
+        if site.name in GATHERS:
+            return averages_list(site)
         return averages_self(site) or any(divides(s, target(site)) for s in site.scope.stmts if s.lineno >= site.line)
-    if of_torch and site.name in ("all_gather", "gather", "all_gather_object"):
-        return averages_list(site)
-    return any(is_averaging(view, function) for function in view.calls.runs(site))
+    functions = view.calls.runs(site)
+    return bool(functions) and any(is_averaging(view, function) for function in functions)
 
 
+@kept
 def is_averaging(view: View, function: Scope) -> bool:
-    """Check whether a short function reduces and divides by the number of ranks, or averages what it gathers."""
+    """Check whether a short function averages over ranks what it reduces or gathers."""
+    if len(function.stmts) > 15:
+        return False
     gathers = [s for s in function.named("all_gather") if view.full(s).startswith("torch.distributed")]
-    reduces = [s for s in function.sites if s.name in ("all_reduce", "reduce")]
-    divided = any(map(averages_self, reduces)) or any(divides(stmt, "") for stmt in function.stmts)
-    return len(function.stmts) <= 15 and (any(map(averages_list, gathers)) or (bool(reduces) and divided))
+    reduces = [s for s in function.sites if s.name in REDUCES]
+    if any(map(averages_list, gathers)):
+        return True
+    divided = any(map(averages_self, reduces)) or any(divides(stmt, "") for stmt in function.stmts if reduces)
+    return bool(reduces) and divided
 
 
 def averages_self(site: Site) -> bool:
@@ -160,7 +168,7 @@ def target(site: Site) -> str:
 
 
 def averages_list(site: Site) -> bool:
-    """Check whether the mean of a gathered list is taken, of the list or of its stack."""
+    """Check whether the mean of a gathered list, or its stack, is taken."""
     names = {target(site)}
     for stmt in site.scope.stmts:
         if stmt.lineno > site.line and not isinstance(stmt, BLOCKS):

@@ -101,7 +101,7 @@ def prefixed(view: View, site: Site) -> bool:
 
 
 def names_rank(value: ast.expr) -> bool:
-    """Check whether an expression names the rank, in a name or at the start of a text."""
+    """Check whether an expression names the rank, or a text starts with it."""
     if any(RANK.search(name) or name == "get_rank" for name in idents(value)):
         return True
     texts = (constant(node) for node in walk(value))

@@ -14,7 +14,7 @@ from lockstep_lint.rules.base import Found, Rule, at, edit
 
 
 class Moved(NamedTuple):
-    """A row of the table: a full name, a word of its text, the advice, and the first torch that it is for."""
+    """A row of the table: the full name, its search word, advice and first torch."""
 
     name: str
     word: str
@@ -73,12 +73,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def applies(view: View, row: Moved) -> bool:
-    """Check whether the project's torch is new enough for a row, as far as it is known."""
+    """Check whether the project's torch is new enough for a row, if known."""
     return view.torch is None or view.torch >= row.since
 
 
 def names(view: View) -> Iterator[Found]:
-    """Find the uses of the table's names, and imports of dropped packages that the file does not use."""
+    """Find uses of the table's names, and unused imports of dropped packages."""
     module = view.module
     rows = [row for row in NAMES if row.word in module.text and applies(view, row)]
     advised: set[str] = set()
@@ -103,17 +103,26 @@ def row_of(full: str, rows: list[Moved]) -> Moved | None:
 
 
 def candidates(view: View, rows: list[Moved]) -> Iterator[tuple[ast.stmt, Scope]]:
-    """Yield the statements, with their scopes, that mention a name which may lead to one of a row."""
+    """Yield the statements, with scopes, whose names may lead to a row."""
     module = view.module
-    for name, places in module.named.items():
-        for stmt, scope in places:
-            full = view.names.qualify_name(name, scope)
-            if full and any(f"{row.name}.".startswith(f"{full}.") or row_of(full, [row]) for row in rows):
+    for name, uses in module.named.items():
+        if not (name in module.imports or module.stars or name in module.renames):
+            continue
+        leading: dict[Scope, bool] = {}
+        for stmt, scope in uses:
+            if scope not in leading:
+                leading[scope] = leads(view.names.qualify_name(name, scope), rows)
+            if leading[scope]:
                 yield stmt, scope
 
 
+def leads(full: str, rows: list[Moved]) -> bool:
+    """Check whether a full name is one of a row, or begins or continues one."""
+    return full != "" and any(f"{row.name}.".startswith(f"{full}.") or row_of(full, [row]) for row in rows)
+
+
 def expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
-    """Yield the expressions of a statement, without the statements in it; of a function or class its decorators."""
+    """Yield a statement's own expressions; of a function or class, its decorators."""
     if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield from stmt.decorator_list
         return
@@ -123,12 +132,13 @@ def expressions(stmt: ast.stmt) -> Iterator[ast.AST]:
 
 
 def chains(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the longest chains of names and attributes that an expression uses; a test of a type uses nothing."""
+    """Yield the longest chains of names that an expression uses. A type test uses nothing."""
     stack = [node]
     while stack:
         item = stack.pop()
-        asks = isinstance(item, ast.Call) and isinstance(item.func, ast.Name) and item.func.id.startswith("is")
-        if isinstance(item, ast.Compare) or asks:
+        if isinstance(item, (ast.Constant, ast.Compare)):
+            continue
+        if isinstance(item, ast.Call) and isinstance(item.func, ast.Name) and item.func.id.startswith("is"):
             continue
         if isinstance(item, REFERENCES) and isinstance(item.ctx, ast.Load):
             yield item
@@ -148,7 +158,7 @@ def imported(stmt: ast.stmt) -> Iterator[str]:
 
 
 def by_version(stmt: ast.stmt, node: ast.AST, module: Module) -> bool:
-    """Check whether torch's version decides if a name is used, or the new name is missing there."""
+    """Check whether a test of torch's version decides, or the new name is missing."""
     around = above(stmt, module)
     tests = [each.test for each, _ in around if isinstance(each, ast.If)]
     choices = (part for part in walk(stmt) if isinstance(part, ast.IfExp))
@@ -161,7 +171,7 @@ def by_version(stmt: ast.stmt, node: ast.AST, module: Module) -> bool:
 
 
 def modern(view: View, scope: Scope, stmt: ast.stmt, node: ast.AST, full: str) -> Edit | None:
-    """Return the call in torch.amp, where torch is imported and no positional argument would change its meaning."""
+    """Return the call in torch.amp, if torch is imported and keyword arguments suffice."""
     name = full.rpartition(".")[2]
     call = next((part for part in walk(stmt) if isinstance(part, ast.Call) and part.func is node), None)
     if not full.startswith(("torch.cuda.amp.", "torch.cpu.amp.")) or name not in ("GradScaler", "autocast"):
@@ -191,7 +201,7 @@ def is_read(view: View, name: str) -> bool:
 
 
 def needs_flag(view: View) -> bool:
-    """Check whether a program reads LOCAL_RANK, spawns its processes, or has a launcher that passes the flag."""
+    """Check whether a program reads LOCAL_RANK, spawns, or has a launcher that passes the flag."""
     reads = any("LOCAL_RANK" in member.text for member in view.project.family(view.module))
     spawns = view.ranks.programs.spawned(view.module) is not None
     return reads or spawns or bool(view.frameworks & {"deepspeed", "colossalai", "megatron"})

@@ -88,13 +88,6 @@ def steps(view: View, module: Module) -> bool:
     return any(view.steps.steps_optimizer(site) for site in module.sites("step"))
 
 
-RULE = Rule(
-    "LS031",
-    Severity.ERROR,
-    Confidence.MEDIUM,
-    check,
-    fix="unsafe",
-    moot=TRAINERS
-    | {"accelerate", "colossalai", "deepspeed", "horovod", "lightning_fabric", "megatron", "ray", "transformers"},
-    placed=True,
-)
+MOOT = TRAINERS | {"accelerate", "colossalai", "deepspeed", "horovod", "lightning_fabric"}
+MOOT |= {"megatron", "ray", "transformers"}
+RULE = Rule("LS031", Severity.ERROR, Confidence.MEDIUM, check, fix="unsafe", moot=MOOT, placed=True)

@@ -43,12 +43,5 @@ def reads(view: View, event: Event) -> bool:
     return False
 
 
-RULE = Rule(
-    "LS033",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=(TRAINERS - {"trl"}) | {"accelerate"},
-    placed=True,
-)
+MOOT = (TRAINERS - {"trl"}) | {"accelerate"}
+RULE = Rule("LS033", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT, placed=True)

@@ -24,7 +24,7 @@ QUIET = {"seed", "get_state", "set_state", "default_rng", "RandomState", "Genera
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for numpy's generators in the items of data sets whose loaders have workers and no worker_init_fn."""
+    """Find numpy generators in data sets whose loader workers get no worker_init_fn."""
     family = view.project.family(view.module)
     if view.effects.mentioned(view.module, "worker_seed") or any(map(SEEDS_WORKERS.search, texts(family))):
         return
@@ -100,7 +100,7 @@ def brings(key: ast.expr | None, value: ast.expr) -> bool:
 
 
 def draws(view: View, site: Site) -> bool:
-    """Check whether a call draws from numpy's global generator, or from one that all workers have a copy of."""
+    """Check whether a call draws from numpy's global generator, or a copied one."""
     if shared(view, site):
         return site.name not in QUIET
     name = dotted(site.receiver)

@@ -16,7 +16,7 @@ SHAPES = {"view", "unsqueeze", "to", "bool", "expand"}
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find a softmax of queries times keys that is multiplied with values, and causal masks written out."""
+    """Find attention written out as softmax and products, and explicit causal masks."""
     for site in view.sites("scaled_dot_product_attention"):
         mask = argument(site.call, 3, "attn_mask")
         if mask is not None and keyword(site.call, "is_causal") is None and causal(view, mask, site.scope):
@@ -53,7 +53,7 @@ def is_triangle(node: ast.expr) -> bool:
 
 
 def is_attention(site: Site) -> bool:
-    """Check whether a softmax is of a product with a transposed factor, and is multiplied and never given back."""
+    """Check whether a softmax of a transposed product is multiplied, and never returned."""
     scope = site.scope
     names = {bind.key for bind in scope.bound(site.stmt)}
     multiplied = any(is_product(node) and site.call in walk(node) for node in walk(site.stmt))
@@ -74,7 +74,7 @@ def is_attention(site: Site) -> bool:
 
 
 def of_scores(site: Site) -> bool:
-    """Check whether a softmax is of a product with a transposed factor, also by way of names."""
+    """Check whether a softmax's input is a product with a transpose, also by names."""
     queue, seen = list[ast.AST]([*site.call.args[:1], *filter(None, [site.receiver])]), set[str]()
     while queue and len(seen) < 30:
         for node in walk(queue.pop()):

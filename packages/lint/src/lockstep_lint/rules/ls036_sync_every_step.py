@@ -21,7 +21,7 @@ TRACKERS = {"wandb", "run", "mlflow", "accelerator", "fabric", "experiment", "tr
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for values of the device that the host reads in every turn of a loop that steps."""
+    """Find device values that the host reads in every iteration of a stepping loop."""
     if not view.gpu or unit_test(view.module):
         return
     told: set[int] = set()

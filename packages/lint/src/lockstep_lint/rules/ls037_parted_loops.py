@@ -1,4 +1,4 @@
-"""LS037: a loop that the ranks leave at different times, or run a different number of times."""
+"""LS037: a loop with different ends or lengths on different ranks."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ TELLS = Words(
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find the loops with a collective that some ranks leave before others, or turn another number of times."""
+    """Find loops with a collective whose ends or lengths differ between ranks."""
     programs = [(run, waits) for run in runs(view) if (waits := waiting(view, run))]
     if not programs or view.hidden(TELLS):
         return
@@ -52,7 +52,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
-    """Return the loops of a run in which all ranks come to a collective, or exchange gradients."""
+    """Return the loops of a run with a collective or a gradient exchange."""
     wrapped = bool(view.wrappers.kinds(view.module) & {"ddp", "fsdp"} or {"deepspeed", "horovod"} & view.frameworks)
     exchanged = run.of("backward") if wrapped or view.ranks.programs.accelerated(view.module) else []
     found = {loop: None for event in exchanged for loop in event.loops}
@@ -62,7 +62,7 @@ def waiting(view: View, run: Run) -> dict[LoopBlock, None]:
 
 
 def apart(view: View, run: Run, event: Event, block: LoopBlock) -> str:
-    """Explain why ranks leave a loop apart: only some reach the exit, or each decides by itself."""
+    """Explain why ranks leave a loop apart: only some exit, or each decides itself."""
     loop, scope = block.node, block.scope
     assert isinstance(loop, Loop)
     tests = [test for test in event.within(block) if isinstance(test, ArmBlock) and test.scope is scope]
@@ -114,7 +114,7 @@ def names_in(node: ast.AST) -> list[str]:
 
 
 def own_score(view: View, stmts: list[ast.stmt], sites: list[Site], loop: Loop, scope: Scope) -> bool:
-    """Check whether a decision comes from a rank's own shard: added up in a loop over it, or by a function."""
+    """Check whether a decision uses a score of the rank's own shard."""
     for stmt in (s for s in stmts if isinstance(s, ast.Assign | ast.AugAssign) and not counts(s, loop, scope)):
         nest = loops(stmt, scope.module)
         within = nest[: nest.index(loop)] if loop in nest else []

@@ -22,7 +22,7 @@ BELOW = "counts parameters, but the exponent counts layers: below zero the rates
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find loops from a model's first layer to its last whose learning rates fall, or never stop rising."""
+    """Find per-layer learning rates that fall towards the output, or never stop rising."""
     text = view.module.text
     if "lr" not in text or "**" not in text or not COUNTED.search(text):
         return

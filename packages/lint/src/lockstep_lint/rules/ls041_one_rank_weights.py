@@ -24,7 +24,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def parted_at(view: View, event: Event) -> Site | None:
-    """Return the call under the test of the rank that brings an event about: its own, or that of a helper."""
+    """Return the rank-guarded call that causes an event, directly or through a helper."""
     parts = sides(view, event)
     after = event.within(parts[-1][0]) if parts else ()
     return next((block.site for block in after if isinstance(block, CallBlock)), event.mark.site)

@@ -32,7 +32,7 @@ def accumulates(view: View) -> bool:
 
 
 def first(run: Run, zero: Event, block: WithBlock) -> bool:
-    """Check whether gradients are cleared before they are computed in a `with`, and not after the step."""
+    """Check whether a `with` clears gradients before backward, not after the step."""
     kinds = [e.kind for e in run.of("zero", "backward", "step") if block in e.path]
     return "backward" in kinds and kinds[0] == "zero" and kinds[-1] != "zero" and kinds.count("zero") == 1
 

@@ -1,4 +1,4 @@
-"""LS043: data shuffled or split without a seed on each rank before it is divided among them."""
+"""LS043: data that each rank shuffles or splits unseeded before sharding."""
 
 import ast
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SPLIT = "each rank draws a split of its own: ranks train on what others test on;
 
 
 def check(view: View) -> Iterator[Found]:
-    """Look for unseeded shuffles and splits of what a statement after them divides among the ranks."""
+    """Find unseeded shuffles and splits of data that is sharded afterwards."""
     if not view.distributed and "accelerate" not in view.frameworks:
         return
     for run in runs(view):
@@ -57,7 +57,7 @@ def holds_out(event: Event) -> bool:
 
 
 def divided(view: View, event: Event) -> bool:
-    """Check whether a shuffled value is divided among the ranks, here or where it is returned."""
+    """Check whether a shuffled value is sharded, here or in a caller."""
     stmt, scope = event.mark.stmt, event.scope
     if not isinstance(stmt, ast.Assign | ast.Expr | ast.Return):
         return False

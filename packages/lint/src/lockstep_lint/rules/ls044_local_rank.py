@@ -30,7 +30,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def at_home(site: Site) -> bool:
-    """Check whether the ranks meet at this machine's own address, where a second node's cannot come."""
+    """Check whether the rendezvous is local to this machine, out of other nodes' reach."""
     if HOME.search(str(constant(argument(site.call, 1, "init_method")))):
         return True
     made = [stmt for stmt in site.scope.stmts if isinstance(stmt, ast.Assign) and "MASTER_ADDR" in strings(stmt)]
@@ -54,7 +54,7 @@ def is_local(view: View, rank: ast.expr, scope: Scope) -> bool:
 
 
 def of_node(view: View, count: ast.expr | None, scope: Scope) -> bool:
-    """Check whether a number of processes is that of one node: a script that is meant for one."""
+    """Check whether a number of processes is one node's, in a script for one."""
     if count is None:
         return False
     origins = view.origins.of(count, scope)

@@ -22,18 +22,12 @@ def check(view: View) -> Iterator[Found]:
 
 
 def sharded_after(view: View, run: Run, event: Event) -> Event | None:
-    """Return the wrapper of FSDP that a model gets after its optimizer, where it gets no other one then."""
+    """Return the FSDP wrapper that shards a model after its only optimizer was made."""
     wraps = [wrap for wrap in run.of("wrap") if wrap.place > event.place and wrap.detail in ("fsdp", "fsdp2")]
     found = [wrap for wrap in wraps if not apart(wrap, event) and same(view, wrap, event)]
     again = [other for other in run.of("optimizer") if found and other.place > found[0].place]
     return found[0] if found and event.mark.subject is not None and not again else None
 
 
-RULE = Rule(
-    "LS048",
-    Severity.ERROR,
-    Confidence.HIGH,
-    check,
-    fix="unsafe",
-    moot=(TRAINERS - {"trl"}) | {"accelerate", "lightning_fabric"},
-)
+MOOT = (TRAINERS - {"trl"}) | {"accelerate", "lightning_fabric"}
+RULE = Rule("LS048", Severity.ERROR, Confidence.HIGH, check, fix="unsafe", moot=MOOT)

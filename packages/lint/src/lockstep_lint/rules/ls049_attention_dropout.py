@@ -23,7 +23,7 @@ def check(view: View) -> Iterator[Found]:
 
 
 def is_rate(view: View, rate: ast.expr, scope: Scope) -> bool:
-    """Check whether a dropout is a number above zero, or an attribute that `__init__` gives one."""
+    """Check whether a dropout is a positive number, or an attribute set to one."""
     number = constant(rate)
     if isinstance(number, float | int):
         return number > 0

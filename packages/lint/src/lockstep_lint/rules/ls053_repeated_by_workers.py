@@ -53,7 +53,7 @@ def repeats(view: View, owner: Scope) -> bool:
 
 
 def fixed(view: View, node: ast.expr) -> bool:
-    """Check whether an expression is a sequence in sight: a literal, a file, a list of files."""
+    """Check whether an expression is a known sequence: a literal, or files."""
     name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
     name = name or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
     return isinstance(node, ast.List | ast.ListComp) or name in SEQUENCES

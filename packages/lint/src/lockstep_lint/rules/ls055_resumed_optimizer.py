@@ -24,14 +24,17 @@ OTHERWISE = Words(
     re.IGNORECASE,
 )
 # Whatever may give an optimizer its state.
-RESTORES = re.compile(
-    r"opt\w*(\[[^\]]*\])?\.load|load_optim|set_(optimizer_)?state_dict|load_state\(|restore_optim|optim_state_dict"
-    r"|(?<!torch\.)\b\w*(load|restore|resume)\w*\([^)\n]*\b(optim|opt\b(?!\.))|deepspeed|reset_optim"
+RESTORES = (
+    *("load_optim", "set_state_dict", "set_optimizer_state_dict", "load_state(", "restore_optim", "optim_state_dict"),
+    *("deepspeed", "reset_optim"),
 )
+# Two patterns, since a search for one fixed beginning is fast.
+LOADS = re.compile(r"opt\w*(\[[^\]]*\])?\.load")
+HANDS = re.compile(r"(?<!torch\.)\b\w*(load|restore|resume)\w*\([^)\n]*\b(optim|opt\b(?!\.))")
 
 
 def check(view: View) -> Iterator[Found]:
-    """Find runs that load a model's weights to resume, train from a later epoch, and load no optimizer's state."""
+    """Find resumed runs that load weights and train on, but load no optimizer state."""
     if "resum" not in view.module.text.lower() and "start_epoch" not in view.module.text:
         return
     if any(restores(view, member) for member in view.project.closure(view.module)):
@@ -48,7 +51,11 @@ def check(view: View) -> Iterator[Found]:
 def restores(view: View, module: Module) -> bool:
     """Check whether a file may give an optimizer its state."""
     others = (site for site in module.sites("load_state_dict") if not view.kinds.is_model(site.receiver, site.scope))
-    return RESTORES.search(module.bare) is not None or any(True for _ in others)
+    text = module.bare
+    if any(word in text for word in RESTORES) or LOADS.search(text):
+        return True
+    lines = (line for line in text.split("\n") if "opt" in line and "(" in line)
+    return any(map(HANDS.search, lines)) or any(True for _ in others)
 
 
 def resumes(view: View, event: Event) -> bool:
@@ -67,7 +74,7 @@ def resumes(view: View, event: Event) -> bool:
 
 
 def first_epochs(arm: ArmBlock) -> Iterator[str]:
-    """Yield the names that an arm binds to an epoch of a checkpoint (`start_epoch = state["epoch"] + 1`)."""
+    """Yield names that an arm sets to a checkpoint's epoch (`start_epoch = state["epoch"] + 1`)."""
     for key, binds in arm.scope.binds.items():
         for bind in binds:
             nodes = walk(bind.value) if bind.value is not None else ()
@@ -77,7 +84,7 @@ def first_epochs(arm: ArmBlock) -> Iterator[str]:
 
 
 def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
-    """Yield the words of an expression, and of the values of its names (`path = args.resume`)."""
+    """Yield the words of an expression and its names' values (`path = args.resume`)."""
     yield from (*idents(node), *strings(node))
     for name in idents(node):
         binds = scope.binds.get(name, [])
@@ -86,7 +93,7 @@ def meant(node: ast.expr, scope: Scope) -> Iterator[str]:
 
 
 def goes_on(view: View, run: Run, event: Event) -> bool:
-    """Check whether a run trains in later epochs, with an optimizer that keeps a state for long."""
+    """Check whether a run trains later epochs, with a stateful optimizer."""
     steps = [step for step in run.of("step") if step.place > event.place and not apart(step, event)]
     made = [each for each in run.of("optimizer") if not apart(each, event)]
     later = any(begins_later(view, loop) for step in steps for loop in step.loops)

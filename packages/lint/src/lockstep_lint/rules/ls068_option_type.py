@@ -51,7 +51,7 @@ def is_read(view: View, name: str) -> bool:
 
 
 def of_argparse(view: View, site: Site) -> bool:
-    """Check whether argparse reads the option, from the command line and as it does by default."""
+    """Check whether argparse reads the option from the command line, by its default parser."""
     texts = [member.text for member in view.project.family(site.module)]
     if any(word in text for text in texts for word in (*OTHER_PARSERS, "parse_args([]", "parse_args(args=[]")):
         return False
