@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask, printable
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.files import bytes_text, import_fsspec
+from lockstep.files import bytes_text, import_fsspec, limit_s3_tries
 
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
 
@@ -158,7 +158,7 @@ class Store:
                 aiohttp: Any = importlib.import_module("aiohttp")
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
                 options["client_kwargs"] = {"timeout": timeout}
-            return fsspec.filesystem(scheme, **options)
+            system = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise ConfigError(
                 f"lockstep.shards: {scheme}:// needs the package {error.name or 'of its store'}: install the "
@@ -168,6 +168,8 @@ class Store:
             raise ConfigError(
                 f"lockstep.shards: fsspec knows no store {scheme!r} ({mask(self._path)}); give https://, s3:// or gs://"
             ) from error
+        limit_s3_tries(system)
+        return system
 
     def info(self, path: str) -> tuple[int, str]:
         """Return a file's size in bytes, and its version as in `ShardFile.stamp`.
