@@ -683,7 +683,7 @@ def _is_torch(handler: object) -> bool:
 class _LoaderFailure:
     """An error from a loader process, which torch would wrap with a long traceback."""
 
-    def __init__(self, error: DataError) -> None:
+    def __init__(self, error: LockstepError) -> None:
         error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)).rstrip())
         self.error = error
 
@@ -697,7 +697,7 @@ class _KeyedDataset(Dataset[tuple[Key, Any, float]]):
     def __getitem__(self, key: Key) -> tuple[Key, Any, float]:
         try:
             return key, *self._fetch[key]
-        except DataError as error:
+        except LockstepError as error:
             return key, _LoaderFailure(error), 0
 
 

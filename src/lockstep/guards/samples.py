@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader, collate_draws, draws
 from lockstep.data.rows import rows_of
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import SampleError
+from lockstep.errors import SampleError, StorageError
 
 __all__ = ["RetryingDataset", "loading_failures"]
 
@@ -70,6 +70,7 @@ class RetryingDataset(Dataset[Any]):
 
         Raises:
             SampleError: it cannot be loaded, and no more samples may be skipped.
+            StorageError: its store does not answer.
         """
         while True:
             for attempt in range(self._retries + 1):
@@ -79,6 +80,8 @@ class RetryingDataset(Dataset[Any]):
                 seed(index)
                 try:
                     return self._inner[index]
+                except StorageError:  # asked again already, and no fault of this sample
+                    raise
                 except Exception as error:
                     failure = error
             self._leave_out(index, failure)
@@ -87,6 +90,8 @@ class RetryingDataset(Dataset[Any]):
     def _many(self, indices: list[int]) -> Any:
         try:
             return self._inner.__getitems__(indices)
+        except StorageError:
+            raise
         except Exception:  # find the failing one, one by one
             return [self[index] for index in indices]
 
