@@ -29,6 +29,7 @@ __all__ = [
     "create_file",
     "default_cache",
     "import_fsspec",
+    "limit_s3_tries",
     "replace_file",
     "retry_io",
     "storage_error",
@@ -50,6 +51,7 @@ T = TypeVar("T")
 
 _PAUSES = (0.5, 2.0, 5.0)  # seconds before each retry
 _TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # of the storage, not of a file
+_S3_TRIES = 3  # of one request
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 
 
@@ -87,6 +89,19 @@ def retry_io(action: Callable[[], T]) -> T:
 def import_fsspec() -> Any:
     """Import fsspec, through which object stores are reached: this file alone names the package."""
     return importlib.import_module("fsspec")
+
+
+def limit_s3_tries(system: Any) -> None:
+    """Limit the tries of a request to S3 within one of lockstep's: s3fs and botocore would make 25, with pauses.
+
+    Args:
+        system: a file system of fsspec, of any kind, before its first request.
+    """
+    if "s3" not in system.protocol:
+        return
+    system.retries = 1  # of s3fs, around botocore's
+    if "AWS_MAX_ATTEMPTS" not in os.environ:
+        system.config_kwargs = {"retries": {"total_max_attempts": _S3_TRIES}} | system.config_kwargs
 
 
 def default_cache() -> Path:

@@ -25,7 +25,7 @@ from lockstep.data.batches import Batches, Loading, StepPlan
 from lockstep.data.loader import check_dataset
 from lockstep.data.sampler import Shuffled
 from lockstep.distributed.world import World
-from lockstep.errors import ConfigError, DataError, SampleError
+from lockstep.errors import ConfigError, DataError, SampleError, StorageError
 from lockstep.guards.samples import RetryingDataset, loading_failures
 
 
@@ -152,6 +152,20 @@ def test_a_sample_that_cannot_be_loaded_is_one_line_from_a_process_too(workers):
         content(feed(guarded(Noisy(bad={3}, times=99), retries=0), workers=workers))
     wanted = r"rank 0: sample 3 \(3.png\) cannot be loaded: OSError[^\n]*--guards.bad-samples N"
     assert re.fullmatch(wanted, str(caught.value))
+
+
+class Unanswered(Noisy):
+    def __getitem__(self, index):
+        raise StorageError("the store does not answer")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_store_that_does_not_answer_is_no_bad_sample(workers):
+    dataset = guarded(Unanswered(), skips=5)
+    with pytest.raises(StorageError) as caught:
+        content(feed(dataset, workers=workers))
+    assert str(caught.value) == "the store does not answer"
+    assert dataset.counts.tolist() == [0, 0]
 
 
 class Killer(Noisy):

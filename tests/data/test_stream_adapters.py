@@ -18,6 +18,9 @@ from test_streams import Parts, play, resumed
 from torch.utils.data import IterableDataset, get_worker_info
 
 import lockstep
+from lockstep.adapters.hf_trainer.data import samples_of as trainer_samples
+from lockstep.adapters.lightning.data import taken_apart
+from lockstep.data.loader import check_dataset
 from lockstep.data.stream_adapters import is_stream, source_of
 from lockstep.data.streams import lanes_of
 from lockstep.errors import ConfigError, DataError
@@ -337,9 +340,16 @@ def test_what_is_a_stream_and_what_is_refused():
     with pytest.raises(DataError, match="parts = 0"):
         source_of(Parts([]))
     streaming = type("StreamingDataset", (Count,), {"__module__": "streaming.base.dataset"})(3)
-    streaming.streams = [SimpleNamespace(remote="s3://corpus", local="/tmp/corpus")]
-    with pytest.raises(DataError, match=r"lockstep.shards\('s3://corpus'\)"):
-        source_of(streaming)
+    streaming.streams = [SimpleNamespace(remote="s3://corpus", local="/tmp/corpus", split="train")]
+    for attempt in (
+        lambda: source_of(streaming),
+        lambda: check_dataset(streaming, "evaluation"),
+        lambda: check_dataset(torch.utils.data.Subset(streaming, [0]), "train"),  # of a rank's share
+        lambda: trainer_samples(None, streaming, "train_dataset"),
+        lambda: taken_apart(torch.utils.data.DataLoader(streaming), "train_dataloader"),
+    ):
+        with pytest.raises(DataError, match=r"StreamingDataset of MosaicML.*lockstep.shards\('s3://corpus/train'\)"):
+            attempt()
     with pytest.raises(ConfigError, match="parts is 0"):
         lockstep.stream(Count(3), parts=0)
     with pytest.raises(ConfigError, match="__iter__"):

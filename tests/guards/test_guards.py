@@ -460,11 +460,14 @@ def test_a_bad_sample_is_tried_again_then_named():
 
 
 def test_bad_samples_are_left_out_up_to_a_number():
-    dataset = RetryingDataset(Broken({4, 5}, 999), retries=0, skips=2, rank=0)
+    dataset = RetryingDataset(Broken({3, 4, 5}, 999), retries=0, skips=2, rank=0)
     assert dataset[4] == 0  # 5 is bad too: the one after takes the place
-    with pytest.raises(DataError, match="2 were skipped before"):
-        dataset[5]
+    assert [dataset[4], dataset[5]] == [0, 0]  # in another epoch they do not count again
+    with pytest.raises(DataError, match="sample 3 .*; 2 were skipped before"):
+        dataset[3]
     assert dataset.counts.tolist() == [0, 2]
+    with pytest.raises(DataError, match="5 were skipped before"):  # all are bad
+        RetryingDataset(Broken(set(range(6)), 999), retries=0, skips=99, rank=0)[4]
 
 
 def test_a_guarded_dataset_is_otherwise_the_same():

@@ -230,18 +230,24 @@ def test_folders_that_are_no_data_are_one_line(tmp_path):
         make(Config(task="images", model={"pretrained": True}), print)
 
 
+def cut_file(path):
+    """Cut an image in the middle; return what it was."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    return whole
+
+
 def test_corrupt_images_are_named_counted_and_bounded(tmp_path, capsys):
     folder = write_images(tmp_path / "shapes")
     task = make(Config(task="images", dataset_name=str(folder)), print)
     bad = [task.data.train.names[0], task.data.evaluation.names[0]]
-    whole = (folder / bad[0]).read_bytes()
-    (folder / bad[0]).write_bytes(whole[: len(whole) // 2])
+    whole = cut_file(folder / bad[0])
     settings = {"dataset_name": str(folder), "images": {"size": 8}, "batch_size": 8, "guards": {"retries": 0}}
     with pytest.raises(LockstepError, match=f"sample 0 .*{bad[0]}.* cannot be loaded: ImageError: ") as caught:
         lockstep.train(config(tmp_path, **settings))
     assert "\n" not in str(caught.value)
-    (folder / bad[1]).write_bytes(b"no image")
-    settings["guards"] |= {"bad_samples": 9}
+    cut_file(folder / bad[1])
+    settings["guards"] |= {"bad_samples": 2}
     result = lockstep.train(config(tmp_path, experiment_name="bounded", **settings))
     assert result.exit_code == 0
     log = (tmp_path / "bounded" / "logs" / "rank-00000.log").read_text()
@@ -249,8 +255,28 @@ def test_corrupt_images_are_named_counted_and_bounded(tmp_path, capsys):
     assert re.search(r"using sample \d+ instead", log)
     settings["guards"] |= {"bad_samples": 0}
     (folder / bad[0]).write_bytes(whole)
-    with pytest.raises(LockstepError, match=f"{bad[1]}.* cannot be loaded: ImageError: cannot identify image file"):
+    with pytest.raises(LockstepError, match=f"{bad[1]}.* cannot be loaded: ImageError: "):
         lockstep.train(config(tmp_path, experiment_name="evaluation", **settings))
+
+
+def test_what_no_decoder_knows_is_left_out_at_the_start(tmp_path):
+    folder = write_images(tmp_path / "shapes")
+    base = {"task": "images", "dataset_name": str(folder), "images": {"size": 8}}
+    (folder / "circle" / "000.png").write_bytes(b"")
+    (folder / "square" / "001.png").write_text("a text")
+    draw(0, 3).save(folder / "circle" / "icon.ico", "ICO")
+    (folder / "circle" / "icon.ico").rename(folder / "circle" / "002.png")  # a format that only pillow knows
+    with refuses(DataError, "2 of 24", "1 without content (circle/000.png)", "square/001.png", "--data.skip 0.09"):
+        make(Config(**base), print)
+    said = []
+    task = make(Config(**base, data={"skip": 0.09}), said.append)
+    assert names(said[0], "circle/000.png", "square/001.png")
+    read = [*task.data.train.names, *task.data.evaluation.names]
+    assert (len(read), "circle/002.png" in read) == (22, True)
+    for path in (folder / "circle").iterdir():
+        path.write_bytes(b"")
+    with refuses(DataError, "circle", "no images that can be read"):
+        make(Config(**base, data={"skip": 1}), print)
 
 
 def test_the_classes_lie_with_the_run_and_a_resume_with_others_is_refused(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 
@@ -188,6 +189,36 @@ def started(tmp_path_factory):
     folder = tmp_path_factory.mktemp("started")
     lockstep.train(config(folder, stop_at=3), Streamed())
     return folder
+
+
+class LateShuffle(Rows):
+    """A counter shuffles what comes after the samples that a start reads."""
+
+    def __init__(self):
+        super().__init__([200])
+        self.readings = 0
+
+    def iter(self, part, start):
+        self.readings += 1
+        rows = list(super().iter(part, 0))
+        late = rows[100:]
+        random.Random(self.readings).shuffle(late)
+        return iter([*rows[:100], *late][start:])
+
+
+class LatelyShuffled(Streamed):
+    def dataset(self, split):
+        return LateShuffle() if split == "train" else None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shuffle_by_a_counter_that_no_start_sees_ends_a_resume(tmp_path, workers):
+    changes = {"max_steps": 24, "data": {"workers": workers}}
+    lockstep.train(config(tmp_path, stop_at=6, **changes), LatelyShuffled())
+    lockstep.train(config(tmp_path, stop_at=20, **changes), LatelyShuffled())  # before the shuffle
+    with refuses(DataError, "LateShuffle", "sample 160 of part 0", "set_epoch") as caught:
+        lockstep.train(config(tmp_path, **changes), LatelyShuffled())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_longer_plan_goes_on_in_the_stream(tmp_path):

@@ -32,7 +32,7 @@ from lockstep.checkpoint.format import JSON_LIMIT, MANIFEST, Manifest, dump, rea
 from lockstep.checkpoint.store import path_of
 from lockstep.config.secrets import mask
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, StorageError
-from lockstep.files import bytes_text, import_fsspec, sync, write_whole
+from lockstep.files import bytes_text, import_fsspec, limit_s3_tries, sync, write_whole
 
 __all__ = ["RECORDS", "RemoteRun", "Say"]
 
@@ -48,8 +48,6 @@ T = TypeVar("T")
 _RANGE = 16 << 20  # bytes of one read
 _RANGES = 4  # reads at a time
 _PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
-# The tries of one request within a try of lockstep's: s3fs and botocore would make 25, with pauses between them.
-_S3_TRIES = 3
 _REPORT_SECONDS = 30.0  # between two lines about a long download
 
 # The store's own code of an error -> why, and the way out. A retry does not help.
@@ -123,11 +121,7 @@ class RemoteRun:
             raise self._error(f"the package {module} is not installed; pip install {module}") from error
         except Exception as error:
             raise self._explain(error) from error
-        if scheme in ("s3", "s3a"):
-            system.retries = 1  # of s3fs, around botocore's
-            if "AWS_MAX_ATTEMPTS" not in os.environ:
-                retries = {"retries": {"total_max_attempts": _S3_TRIES}}
-                system.config_kwargs = retries | system.config_kwargs  # read at the first request
+        limit_s3_tries(system)
         return system, path
 
     @property

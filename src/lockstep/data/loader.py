@@ -39,6 +39,7 @@ from lockstep.counts import check_count, describe_count, samples_in
 from lockstep.data.descriptors import check_connections, open_files, reopen
 from lockstep.data.rows import Rows, never_draws, rows_of
 from lockstep.data.shared_memory import no_room, shortage
+from lockstep.data.stream_types import refuse_divided
 from lockstep.distributed.launcher import OPENCV_THREADS
 from lockstep.distributed.progress import rank_label
 from lockstep.errors import ConfigError, DataError, LockstepError, SampleError, error_line
@@ -120,6 +121,7 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
             f"{source} returned a DataLoader; return its dataset, loader.dataset: --batch-size and --micro-batch-size "
             "set the batches, a collate_fn becomes the task's `collate`, a sampler its `order`"
         )
+    refuse_divided(dataset, source)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if isinstance(dataset, IterableDataset):
         missing = ["__len__", "__getitem__"]
@@ -681,7 +683,7 @@ def _is_torch(handler: object) -> bool:
 class _LoaderFailure:
     """An error from a loader process, which torch would wrap with a long traceback."""
 
-    def __init__(self, error: DataError) -> None:
+    def __init__(self, error: LockstepError) -> None:
         error.add_note("in a loader process:\n" + "".join(traceback.format_exception(error)).rstrip())
         self.error = error
 
@@ -695,7 +697,7 @@ class _KeyedDataset(Dataset[tuple[Key, Any, float]]):
     def __getitem__(self, key: Key) -> tuple[Key, Any, float]:
         try:
             return key, *self._fetch[key]
-        except DataError as error:
+        except LockstepError as error:
             return key, _LoaderFailure(error), 0
 
 

@@ -19,15 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import xxhash
 from filelock import FileLock, Timeout
 
 from lockstep.config.fields import is_url
 from lockstep.config.secrets import mask, printable
-from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.files import bytes_text, import_fsspec
+from lockstep.errors import ConfigError, DataError, LockstepError, StorageError
+from lockstep.files import bytes_text, import_fsspec, limit_s3_tries
 
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
 
@@ -158,7 +158,7 @@ class Store:
                 aiohttp: Any = importlib.import_module("aiohttp")
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
                 options["client_kwargs"] = {"timeout": timeout}
-            return fsspec.filesystem(scheme, **options)
+            system = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise ConfigError(
                 f"lockstep.shards: {scheme}:// needs the package {error.name or 'of its store'}: install the "
@@ -168,12 +168,15 @@ class Store:
             raise ConfigError(
                 f"lockstep.shards: fsspec knows no store {scheme!r} ({mask(self._path)}); give https://, s3:// or gs://"
             ) from error
+        limit_s3_tries(system)
+        return system
 
     def info(self, path: str) -> tuple[int, str]:
         """Return a file's size in bytes, and its version as in `ShardFile.stamp`.
 
         Raises:
-            DataError: it is missing, or the store does not answer.
+            DataError: it is missing.
+            StorageError: the store does not answer.
         """
         self.system.invalidate_cache()  # or the answer is the listing of the start
         found = self.reach(path, lambda: self.system.info(path))
@@ -192,7 +195,8 @@ class Store:
         A copy that is short or damaged is made again, like one that the store refuses for a moment.
 
         Raises:
-            DataError: it is missing, was changed, is damaged, or the store does not answer.
+            DataError: it is missing, was changed or is damaged.
+            StorageError: the store does not answer.
         """
         size, stamp = self.info(file.path)
         if size:  # some servers do not tell
@@ -210,7 +214,12 @@ class Store:
             time.sleep(pause)
 
     def reach(self, path: str, action: Callable[[], Any]) -> Any:
-        """Make a request. Raises DataError, in one line, if the file is missing or the store does not answer."""
+        """Make a request.
+
+        Raises:
+            DataError: the file is missing, or the store refuses.
+            StorageError: the store does not answer.
+        """
         try:
             return self._answer(action, path)
         except FileNotFoundError as error:
@@ -222,7 +231,8 @@ class Store:
         Raises:
             FileNotFoundError: there is no such file.
             OSError: this disk is full.
-            DataError: the store refuses, or did not answer in any attempt.
+            DataError: the store refuses.
+            StorageError: it did not answer in any attempt.
         """
         for pause in (*_PAUSES, None):
             try:
@@ -235,9 +245,10 @@ class Store:
                 if _is_final(error):
                     if isinstance(error, FileNotFoundError):
                         raise
-                    _refuse(path, error, "refuses")
+                    raise DataError(f"{_describe(path, error, 'refuses')}; start again when it does not") from error
                 if pause is None or self.is_local:
-                    _refuse(path, error, "does not answer")
+                    line = _describe(path, error, "does not answer")
+                    raise StorageError(f"{line}; start again when it does") from error
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
@@ -246,13 +257,11 @@ def _label(path: str) -> str:
     return printable(mask(path))
 
 
-def _refuse(path: str, error: Exception, what: str) -> NoReturn:
+def _describe(path: str, error: Exception, what: str) -> str:
     reason = (str(error).strip().splitlines() or [""])[0]
     status = _status_of(error)
     kind = f"{type(error).__name__}{f' {status}' if status else ''}"
-    raise DataError(
-        f"the store of {_label(path)} {what} ({kind}: {printable(mask(reason))}); start again when it does not"
-    ) from error
+    return f"the store of {_label(path)} {what} ({kind}: {printable(mask(reason))})"
 
 
 def _is_final(error: BaseException) -> bool:

@@ -298,7 +298,8 @@ class _Access:
         """Return the path of a shard, ready to be opened, and of the file that its format keeps beside it.
 
         Raises:
-            DataError: the shard is missing, was changed, is damaged, or its store does not answer.
+            DataError: the shard is missing, was changed or is damaged.
+            StorageError: its store does not answer.
         """
         with self.explained(file):
             return self._local(file)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.stream_mixture import MixtureSource
-from lockstep.data.stream_types import SplitStream, Stream, StreamMixture
+from lockstep.data.stream_types import SplitStream, Stream, StreamMixture, has_class, refuse_divided
 from lockstep.data.streams import Opened, StreamSource
 from lockstep.errors import DataError, error_line
 
@@ -69,28 +69,14 @@ def _source_of(dataset: Any) -> StreamSource:
 
 
 def _refuse(dataset: Any) -> None:
-    """Refuse what divides its samples between ranks and processes itself, with the line to write in its place."""
-    if _has_class(dataset, "streaming", "StreamingDataset"):
-        streams = list(getattr(dataset, "streams", []))
-        places = [str(getattr(each, "remote", None) or getattr(each, "local", "...")) for each in streams] or ["..."]
-        lines = [f"lockstep.shards({place!r})" for place in places]
-        line = lines[0] if len(lines) == 1 else f"lockstep.mixture of {', '.join(lines)}"
-        raise DataError(
-            "the task's dataset('train') returned a StreamingDataset of MosaicML, which divides its samples between "
-            f"ranks itself; its shards have an index: return {line} (with the split's folder), which reads them"
-        )
+    """Refuse what divides its samples between ranks or processes itself, with the line to write in its place."""
+    refuse_divided(dataset, "the task's dataset('train')")
     first = next(iter(getattr(dataset, "pipeline", None) or []), None)
     if isinstance(first, DataLoader):
         raise DataError(
             f"the task's dataset('train') returned {type(dataset).__name__}, a pipeline around a DataLoader; return "
             "the data set inside: --data.workers starts loader processes, --micro-batch-size makes batches"
         )
-
-
-def _has_class(dataset: Any, package: str, name: str) -> bool:
-    return any(
-        base.__name__ == name and str(base.__module__).partition(".")[0] == package for base in type(dataset).__mro__
-    )
 
 
 def _is_own(dataset: Any) -> bool:
@@ -469,4 +455,4 @@ def _sizes(urls: list[str]) -> list[int]:
 def _is_webdataset(dataset: Any) -> bool:
     """Whether the object is a pipeline of webdataset that begins with a list of shards."""
     pipeline = getattr(dataset, "pipeline", None)
-    return _has_class(dataset, "webdataset", "DataPipeline") and isinstance(pipeline, list) and len(pipeline) > 1
+    return has_class(dataset, "webdataset", "DataPipeline") and isinstance(pipeline, list) and len(pipeline) > 1

@@ -25,7 +25,7 @@ from lockstep.data.batches import Batches, MicroBatch, StepLoader, StepPlan
 from lockstep.data.loader import Drawing, Fetch, Key, Loader, Loading
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.data.stream_mixture import LaneMixture, MixtureSource, reader_of
-from lockstep.data.stream_trial import StreamTrial, preserve, sources_of
+from lockstep.data.stream_trial import StreamTrial, TrialPlace, preserve, sources_of
 from lockstep.data.streams import START, Cursor, Lanes, StreamSource
 from lockstep.distributed.balance import ShareSchedule
 from lockstep.distributed.exchange import NO_TURN, Turn
@@ -316,15 +316,24 @@ class StreamBatches(Batches):
         raise NotImplementedError("--guards.audit is refused for a stream")
 
     def try_reading(self, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]) -> None:
-        """Try seeks and a second epoch of each source, in the same kind of process as the run; see `try_source`.
+        """Try seeks, a second epoch and a checkpoint's place, in the kind of process that the run has.
 
         Raises:
             DataError: two readings differ.
         """
-        trial = StreamTrial(sources_of(self._source), self.lanes.seed, digest, alike)
+        trial = StreamTrial(sources_of(self._source), self.lanes.seed, digest, alike, self._place_in_part())
         loader = Loader(trial, Loading(min(self._loading.workers, 1), 1), self.rank, False)
         with preserve(self._source), closing(loader.stream(iter([_PADDING]))) as stream:
             next(stream)
+
+    def _place_in_part(self) -> TrialPlace | None:
+        """Return a place of the checkpoint that is within a part; None: there is none, or the stream is a mixture."""
+        if isinstance(self._source, MixtureSource):
+            return None
+        for lane, found in sorted(self.initial.cursors.items()):
+            if (cursor := Cursor(*found)).offset:
+                return TrialPlace(self.lanes, int(lane), self.initial.epoch, cursor)
+        return None
 
     def first_samples(self) -> Any:
         """Load the first samples of the stream, collated; the same on every rank."""

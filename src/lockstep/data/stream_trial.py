@@ -2,6 +2,7 @@
 
 with preserve(source):                          # in the training process: a trial leaves no mark
     try_source(source, seed, digest, alike)
+    try_place(source, place, digest, alike)     # before a resume
 """
 
 import random
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ from lockstep.data.streams import START, Cursor, LaneReader, Lanes, StreamSource
 from lockstep.errors import DataError
 from lockstep.object_state import ObjectState
 
-__all__ = ["StreamTrial", "preserve", "sources_of", "try_source"]
+__all__ = ["StreamTrial", "TrialPlace", "preserve", "sources_of", "try_place", "try_source"]
 
 _TRIAL_SAMPLES = 64  # samples of a reading, at most
 _TRIAL_SECONDS = 1.0  # after which a reading ends
 _NEXT_EPOCH_SAMPLES = 4  # samples of the next epoch
+_PLACE_SAMPLES = 4  # samples at the place of a checkpoint
+_READ_PAST = 10_000  # samples before it, at most, in a part that cannot seek
 
 
 def try_source(
@@ -72,6 +75,43 @@ def try_source(
                 "so a resume would lose or repeat samples: seed it where a reading begins, as by the argument of "
                 "set_epoch(epoch), or draw from torch, numpy or random"
             )
+
+
+class TrialPlace(NamedTuple):
+    """A place within a part, from which a checkpoint continues."""
+
+    lanes: Lanes
+    lane: int
+    epoch: int
+    cursor: Cursor
+
+
+def try_place(
+    source: StreamSource, place: TrialPlace, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]
+) -> None:
+    """Read the samples at a checkpoint's place twice: a shuffle may begin after those of `try_source`.
+
+    In a part that cannot seek they are at most `_READ_PAST` samples from its start. Arguments as `try_source`.
+
+    Raises:
+        DataError: the readings differ.
+    """
+    lanes, lane, epoch, cursor = place
+    if not source.seeks and cursor.state is None:
+        past = max(0, cursor.offset - _READ_PAST) // lanes.micro_size * lanes.micro_size
+        cursor = cursor._replace(number=cursor.number - past, offset=cursor.offset - past)
+    readings = []
+    for _ in range(2):
+        with closing(LaneReader(source, lanes)) as reader:
+            samples, _ = reader.read(lane, cursor.number, _PLACE_SAMPLES, epoch=epoch, cursor=cursor)
+        readings.append([digest(sample) for sample in samples])
+    first, again = readings
+    if len(first) != len(again) or not all(map(alike, first, again)):
+        raise DataError(
+            f"two readings of the stream {source.name} differ at sample {cursor.offset} of part "
+            f"{lanes.parts_of(epoch, lane)[cursor.place]}, so this resume would lose or repeat samples; give its "
+            "shuffles a seed that no reading changes, as by the argument of set_epoch(epoch), and start a new run"
+        )
 
 
 def _read_each(
@@ -162,12 +202,17 @@ def preserve(source: StreamSource | MixtureSource) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StreamTrial:
-    """Fetching that tries the sources of a stream and loads nothing; arguments as `try_source`."""
+    """Fetching that tries the sources of a stream and loads nothing; arguments as `try_source`.
+
+    Attributes:
+        place: of the checkpoint of a resume, in the only source; None: there is none.
+    """
 
     sources: list[StreamSource]
     seed: int
     digest: Callable[[Any], Any]
     alike: Callable[[Any, Any], bool]
+    place: TrialPlace | None = None
 
     def inherited(self) -> dict[str, Any]:
         """Return what loader processes inherit of the user's: name -> object."""
@@ -176,4 +221,6 @@ class StreamTrial:
     def __getitem__(self, key: Any) -> tuple[Any, float]:
         for each in self.sources:
             try_source(each, self.seed, self.digest, self.alike)
+            if self.place:
+                try_place(each, self.place, self.digest, self.alike)
         return None, 0

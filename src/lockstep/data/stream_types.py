@@ -6,15 +6,17 @@
 `data/streams.py` reads them.
 """
 
+import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, final, runtime_checkable
 
 import xxhash
+from torch.utils.data import Subset
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 
-__all__ = ["SplitStream", "Stream", "StreamMixture", "stream"]
+__all__ = ["SplitStream", "Stream", "StreamMixture", "has_class", "refuse_divided", "stream"]
 
 
 @runtime_checkable
@@ -81,3 +83,34 @@ def stream(dataset: Any, parts: int) -> SplitStream:
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(f"lockstep.stream: {type(dataset).__name__} has no `__iter__`; give an iterable dataset")
     return SplitStream(dataset, parts)
+
+
+def has_class(dataset: Any, package: str, name: str) -> bool:
+    """Whether an object is of a class of an optional package, which is not imported for the question."""
+    return any(
+        base.__name__ == name and str(base.__module__).partition(".")[0] == package for base in type(dataset).__mro__
+    )
+
+
+def refuse_divided(dataset: Any, source: str) -> None:
+    """Raise DataError for MosaicML's StreamingDataset, whose length and samples are a rank's share.
+
+    Args:
+        dataset: it, or a Subset of it.
+        source: where it was found, for the message.
+    """
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    if not has_class(dataset, "streaming", "StreamingDataset"):
+        return
+    streams = list(getattr(dataset, "streams", []))
+    folders = [
+        posixpath.join(str(getattr(each, "remote", None) or getattr(each, "local", "...")), getattr(each, "split", ""))
+        for each in streams
+    ] or ["..."]
+    lines = [f"lockstep.shards({folder.rstrip('/')!r})" for folder in folders]
+    line = lines[0] if len(lines) == 1 else f"lockstep.mixture of {', '.join(lines)}"
+    raise DataError(
+        f"{source} is a StreamingDataset of MosaicML, which divides its samples between ranks itself; its shards have "
+        f"an index: use {line} in its place"
+    )

@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader, collate_draws, draws
 from lockstep.data.rows import rows_of
 from lockstep.data.shared_memory import shared_zeros
 from lockstep.distributed.progress import rank_label
-from lockstep.errors import SampleError
+from lockstep.errors import SampleError, StorageError
 
 __all__ = ["RetryingDataset", "loading_failures"]
 
@@ -32,7 +32,7 @@ class RetryingDataset(Dataset[Any]):
     Args:
         inner: map-style.
         retries: number of retries of a sample.
-        skips: number of samples that each rank may skip in a start of the run.
+        skips: number of samples that each rank may skip in a start of the run, each in any number of epochs.
         rank: for messages.
 
     Attributes:
@@ -43,8 +43,10 @@ class RetryingDataset(Dataset[Any]):
     """
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
-        self._inner, self._retries, self._skips, self._rank = inner, retries, skips, rank
+        self._inner, self._retries, self._rank = inner, retries, rank
+        self._skips = min(skips, max(0, len(inner) - 1))  # one must be left to replace the others
         self.counts: Tensor = shared_zeros(2)
+        self._skipped: Tensor = shared_zeros(max(1, self._skips))  # samples, each + 1
         self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many
@@ -68,6 +70,7 @@ class RetryingDataset(Dataset[Any]):
 
         Raises:
             SampleError: it cannot be loaded, and no more samples may be skipped.
+            StorageError: its store does not answer.
         """
         while True:
             for attempt in range(self._retries + 1):
@@ -77,6 +80,8 @@ class RetryingDataset(Dataset[Any]):
                 seed(index)
                 try:
                     return self._inner[index]
+                except StorageError:  # asked again already, and no fault of this sample
+                    raise
                 except Exception as error:
                     failure = error
             self._leave_out(index, failure)
@@ -85,6 +90,8 @@ class RetryingDataset(Dataset[Any]):
     def _many(self, indices: list[int]) -> Any:
         try:
             return self._inner.__getitems__(indices)
+        except StorageError:
+            raise
         except Exception:  # find the failing one, one by one
             return [self[index] for index in indices]
 
@@ -93,10 +100,13 @@ class RetryingDataset(Dataset[Any]):
         file = f" ({source})" if source else ""
         reason = (str(error).splitlines() or [""])[0]
         line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {reason}"
-        if int(self.counts[1]) >= self._skips:
-            more = f"; {self._skips} were skipped before" if self._skips else ""
-            raise SampleError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
-        self.counts[1] += 1
+        count = int(self.counts[1])
+        if index + 1 not in self._skipped[:count]:  # of an earlier epoch
+            if count >= self._skips:
+                more = f"; {self._skips} were skipped before" if self._skips else ""
+                raise SampleError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
+            self._skipped[count] = index + 1
+            self.counts[1] += 1
         _LOG.warning("%s; using sample %d instead", line, (index + 1) % len(self))
 
 

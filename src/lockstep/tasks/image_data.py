@@ -36,6 +36,7 @@ __all__ = [
 
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
+_HEADERS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"RIFF", b"II*\0", b"MM\0*", b"P2", b"P3", b"P5", b"P6")
 
 
 class ImageError(Exception):
@@ -209,14 +210,15 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
     evaluation_part = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
     classes = _classes(root / "train" if evaluation_part else root, flag)
-    train = _images(root, "train" if evaluation_part else "", classes, flag)
+    broken = dict[str, str]()  # file -> why no decoder reads it
+    train = _images(root, "train" if evaluation_part else "", classes, flag, broken)
     if evaluation_part:
         extra = sorted(set(_classes(root / evaluation_part, flag)) - set(classes))
         if extra:
             raise DataError(
                 f"{flag}: {evaluation_part}/ has the class '{extra[0]}', which train/ lacks; add its folder"
             )
-        evaluation = _images(root, evaluation_part, classes, flag)
+        evaluation = _images(root, evaluation_part, classes, flag, broken)
     else:
         if len(train) < 2:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
@@ -224,16 +226,20 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
         train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
     content = [(file, (root / file).stat().st_size, label) for file, label in (*train, *evaluation)]
     others = {part for part in _EVALUATION if evaluation_part and part != evaluation_part}
-    _account(root, {file: size for file, size, _ in content}, others, flag).check(config.data.skip, say)
+    sizes = {file: size for file, size, _ in content}
+    _account(root, sizes, broken, others, flag).check(config.data.skip, say)
     digest = xxhash.xxh3_128_hexdigest(repr((content, len(train))).encode())
     return ImageData(_Files(root, train), _Files(root, evaluation), tuple(classes), 3, digest)
 
 
-def _account(root: Path, read: Mapping[str, int], others: Container[str], flag: str) -> FoundFiles:
+def _account(
+    root: Path, read: Mapping[str, int], broken: Mapping[str, str], others: Container[str], flag: str
+) -> FoundFiles:
     """Account for each file below a folder of images.
 
     Args:
         read: the bytes of each file that is read.
+        broken: the reason for each file of a class that is not.
         others: folders of splits that are not asked for.
     """
     found = FoundFiles(flag)
@@ -253,7 +259,7 @@ def _account(root: Path, read: Mapping[str, int], others: Container[str], flag: 
             if not name.startswith(".") and file not in read:
                 is_image = Path(name).suffix.lower() in _SUFFIXES
                 reason = "outside the folders of the classes" if is_image else "without a suffix of an image"
-                found.leave_out(file, (root / file).lstat().st_size, reason)
+                found.leave_out(file, (root / file).lstat().st_size, broken.get(file, reason))
     return found
 
 
@@ -269,22 +275,45 @@ def _classes(root: Path, flag: str) -> list[str]:
     return names
 
 
-def _images(root: Path, part: str, classes: list[str], flag: str) -> list[tuple[str, int]]:
-    """List (path below `root`, label) of each image, nested folders included, by class and name."""
+def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[str, str]) -> list[tuple[str, int]]:
+    """List (path below `root`, label) of each image, nested folders included, by class and name.
+
+    Args:
+        broken: gets the files that are left out, with the reason.
+    """
     images = []
     for label, name in enumerate(classes):
         folder = root / part / name
         paths = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file()]
         files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
+        broken |= {file: reason for file in files if (reason := _fault(root / file))}
+        files = [file for file in files if file not in broken]
         if not files and (part in ("", "train")):
             raise DataError(
-                f"{flag}: {folder} has no images ({', '.join(sorted(_SUFFIXES))}); put those of '{name}' there, or "
-                "remove the folder"
+                f"{flag}: {folder} has no images that can be read ({', '.join(sorted(_SUFFIXES))}); put those of "
+                f"'{name}' there, or remove the folder"
             )
         images += [(file, label) for file in files]
     if not images:
         raise DataError(f"{flag}: {root / part} has no images")
     return images
+
+
+def _fault(path: Path) -> str:
+    """Return why no decoder reads a file, by its first bytes; "": one may, and only decoding it shows more."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(16)
+    except OSError:
+        return "that cannot be opened"
+    if not begin:
+        return "without content"
+    if not begin.startswith(_HEADERS):  # pillow has more decoders, and is slower
+        try:
+            _pillow("an image").Image.open(path).close()
+        except Exception:  # decoders may raise any exception on a damaged file
+            return "without the header of an image"
+    return ""
 
 
 @final
@@ -296,6 +325,8 @@ class _ImageColumn:
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
         value = self.rows[index][self.column]
+        if value is None:
+            raise ImageError("", "the row has no image")
         path = str(value.get("path") or "")
         return opened(value.get("bytes") or path, channels=channels, size=size, name=path)
 

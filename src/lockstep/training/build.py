@@ -834,7 +834,7 @@ def announce(built: RunParts) -> None:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.remote:
         each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
-        _LOG.info("the run's folder is %s, uploaded to %s%s", built.folder.path, built.remote.url, each)
+        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, each)
     factor_now = built.lr_factor(built.start)
     if factor_now is not None and (
         line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)

@@ -480,7 +480,7 @@ class RunRecorder:
                     "records": built.folder.metrics,
                     "log": built.folder.path / "logs",
                     **({"report": built.folder.path / "report.html"} if built.config.report and not code else {}),
-                    **({"uploaded to": built.remote.url} if built.remote else {}),
+                    **({"store": built.remote.url} if built.remote else {}),
                 },
                 "waits": name_settings(
                     waits(self._meter.seconds, workers=built.config.data.workers, ranks=built.world.size)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from lockstep.data.sampler import EpochOrder
+from lockstep.data.stream_types import refuse_divided
 from lockstep.errors import ConfigError
 from lockstep.tasks.regression import RowsMetric
 
@@ -44,6 +45,7 @@ def samples_of(trainer: Any, dataset: Any, name: str) -> Any:
     Raises:
         ConfigError: the dataset is iterable: samples must be accessible by index.
     """
+    refuse_divided(dataset, f"from_trainer: the Trainer's {name}")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"from_trainer: the Trainer's {name} is iterable ({type(dataset).__name__}), but samples must be "

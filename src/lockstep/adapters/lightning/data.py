@@ -39,6 +39,7 @@ from lockstep.data.groups import SampledGroups
 from lockstep.data.loader import collate_draws, draws, generators_kept, seed_everything, seeded_alike
 from lockstep.data.rows import rows_of
 from lockstep.data.sampler import EpochOrder, Sequential, within
+from lockstep.data.stream_types import refuse_divided
 from lockstep.distributed.world import World, on_all_ranks
 from lockstep.errors import ConfigError
 from lockstep.seeds import derive
@@ -170,6 +171,7 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
             f"from_lightning: {name} returned {type(loader).__name__}: return a torch.utils.data.DataLoader"
         )
     dataset = loader.dataset
+    refuse_divided(dataset, f"from_lightning: the dataset of {name}")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"from_lightning: the dataset of {name} is iterable ({type(dataset).__name__}), but samples must be "
