@@ -42,7 +42,7 @@ KINDS = {  # what happens, and what the line must say of it
     "sysexit": ({"do": "sysexit"}, r"sys\.exit\(1\)|code 1|SystemExit: 1"),
     "stop": ({"do": "stop"}, SILENT),
     "hang": ({"do": "sleep"}, SILENT),
-    "interrupt": ({"do": "raise", "error": "KeyboardInterrupt"}, "SIGINT|interrupt"),
+    "interrupt": ({"do": "raise", "error": "KeyboardInterrupt"}, "SIGINT|KeyboardInterrupt: planted"),
     "timeout": ({"do": "raise", "error": "TimeoutError"}, "TimeoutError: planted"),
 }
 SLOW = {"stop", "hang"}
@@ -155,7 +155,7 @@ def judge(engine: str, kind: str, moment: str, rank: int, folder: Path, right: s
     lines = [line for line in said.splitlines() if line.strip()]
     told = [line for line in lines if re.search("so all start again|; restarting|^finished on", line)]
     last = lines[-1] if lines else ""
-    line = (told[-1] if told else last) if code == 0 else last
+    line = ((told[-1] if told else last) if code == 0 else last).replace(str(folder), "FOLDER")  # it names the kind
     wrong = []
     if not (folder / "planted").exists():
         wrong.append("not reached")

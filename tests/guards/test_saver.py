@@ -1,7 +1,10 @@
 """Saving beside the training: what is saved is what was, and errors reach all ranks."""
 
 import gc
+import logging
 import mmap
+import platform
+import re
 import socket
 import threading
 import time
@@ -17,7 +20,7 @@ from toys import Ragged
 
 import lockstep
 from lockstep import checkpoint
-from lockstep.checkpoint import saver, write
+from lockstep.checkpoint import files, saver, write
 from lockstep.checkpoint import write as writing
 from lockstep.checkpoint.files import await_all_ranks
 from lockstep.checkpoint.layout import in_file_order, share_out
@@ -135,6 +138,38 @@ def test_the_threads_group_is_its_own_and_errors_reach_all_ranks(tmp_path, victi
     else:
         assert all(f"failed on rank 1 ({socket.gethostname()}): " in said for _, said in found)
         assert not checkpoint.list_steps(tmp_path)
+
+
+def hangs(world, folder, victim):
+    """What rank 0 logs of a save whose writing takes long on one rank."""
+    lines, real = [], writing.write_file
+    logging.getLogger("lockstep").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def slow(path, chunks):
+        time.sleep(1.0)
+        return real(path, chunks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_SIGN", 0.05)
+        patch.setattr(writing, "_SLOW", 0.3)
+        if world.rank == victim:
+            patch.setattr(writing, "write_file", slow)
+        checkpoint.save(folder, 5, {"model/a": torch.arange(40.0), "model/b": torch.ones(7)}, {}, world, engine="t")
+    logging.getLogger("lockstep").removeHandler(handler)
+    return lines
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 1)])
+def test_a_save_that_takes_long_is_reported_once_with_rank_host_and_folder(tmp_path, ranks, victim):
+    lines, *others = run(hangs, ranks, tmp_path, victim)
+    assert others == [[]] * (ranks - 1)
+    (line,) = lines
+    place = re.escape(str(checkpoint.path_of(tmp_path, 5)))
+    host = re.escape(platform.node())
+    assert re.match(
+        f"the save after step 5 has been writing to {place} for [01] s and waits for rank {victim} on {host};", line
+    )
 
 
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):

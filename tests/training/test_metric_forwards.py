@@ -7,6 +7,7 @@ from small_runs import config
 from torch import nn
 
 import lockstep
+from lockstep.engines.fsdp.forwards import equal_forwards
 
 WIDTH = 4
 
@@ -46,3 +47,22 @@ def test_the_numbers_are_those_of_one_process(tmp_path):
     assert wanted["forwards"] > 1
     for found in run(evaluated, 2, tmp_path, "fsdp", Searching()):
         assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def ends(world, error):
+    """Return the class of what ends each rank, where rank 1 fails before its first forward."""
+    model = nn.Linear(WIDTH, WIDTH)
+    model.unshard = None  # counts as sharded
+    try:
+        with equal_forwards(model, world):
+            if world.rank == 1:
+                raise error
+            model(torch.ones(WIDTH))
+    except BaseException as caught:
+        return type(caught).__name__
+    return ""
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_rank_that_fails_before_its_first_forward_has_its_own_error(error):
+    assert run(ends, 2, error) == ["PeerError", error.__name__]

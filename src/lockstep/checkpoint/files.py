@@ -210,6 +210,7 @@ def await_all_ranks(
     *,
     progress: Callable[[], int] = lambda: 0,
     on_progress: Callable[[list[int]], None] = lambda counts: None,
+    on_wait: Callable[[list[int]], None] = lambda ranks: None,
 ) -> T:
     """Run `action` on every rank, and return its result once all have succeeded. Collective.
 
@@ -218,6 +219,7 @@ def await_all_ranks(
     Args:
         progress: returns how much of the action is done, in any unit; called in another thread.
         on_progress: called with every rank's `progress` at each sign of life, in another thread.
+        on_wait: called with the ranks that have not ended, then and there too.
 
     Raises:
         CheckpointError: the file system refused `action` on this rank.
@@ -225,7 +227,7 @@ def await_all_ranks(
         PeerError: it failed on another rank, which is named, or a rank was lost.
     """
     box: list[T] = []
-    _gather_outcomes(world, lambda: box.append(action()), progress, on_progress)  # collective
+    _gather_outcomes(world, lambda: box.append(action()), progress, on_progress, on_wait)  # collective
     return box[0]
 
 
@@ -235,9 +237,10 @@ def await_results(
     *,
     progress: Callable[[], int] = lambda: 0,
     on_progress: Callable[[list[int]], None] = lambda counts: None,
+    on_wait: Callable[[list[int]], None] = lambda ranks: None,
 ) -> list[Any]:
     """Run `action` as `await_all_ranks`, and return all ranks' results, JSON values, in rank order. Collective."""
-    return _gather_outcomes(world, action, progress, on_progress)  # collective
+    return _gather_outcomes(world, action, progress, on_progress, on_wait)  # collective
 
 
 def _gather_outcomes(
@@ -245,8 +248,9 @@ def _gather_outcomes(
     action: Callable[[], Any],
     progress: Callable[[], int],
     on_progress: Callable[[list[int]], None],
+    on_wait: Callable[[list[int]], None],
 ) -> list[Any]:
-    signs = _LifeSigns(world, progress, on_progress) if world.size > 1 else None
+    signs = _LifeSigns(world, progress, on_progress, on_wait)
     error: Exception | None = None
     value: Any = None
     try:
@@ -257,11 +261,9 @@ def _gather_outcomes(
     except Exception as caught:  # a bug on one rank must not leave the others waiting
         error = caught
     except BaseException:  # Ctrl-C: this rank leaves, and the others notice by the timeout
-        if signs:
-            signs.leave()
+        signs.leave()
         raise
-    own = outcome(value, error)
-    outcomes = signs.wait(own) if signs else [own]
+    outcomes = signs.wait(outcome(value, error))
     if isinstance(outcomes, LockstepError):
         raise error or outcomes
     return results(outcomes, error)
@@ -270,8 +272,14 @@ def _gather_outcomes(
 class _LifeSigns:
     """A thread that sends the other ranks signs of life until all have ended, and then the outcome."""
 
-    def __init__(self, world: World, progress: Callable[[], int], on_progress: Callable[[list[int]], None]) -> None:
-        self._world, self._progress, self._on_progress = world, progress, on_progress
+    def __init__(
+        self,
+        world: World,
+        progress: Callable[[], int],
+        on_progress: Callable[[list[int]], None],
+        on_wait: Callable[[list[int]], None],
+    ) -> None:
+        self._world, self._progress, self._on_progress, self._on_wait = world, progress, on_progress, on_wait
         self._ended = threading.Event()
         self._is_silent = False
         self._own: list[Any] = []
@@ -308,8 +316,10 @@ class _LifeSigns:
                 own = self._own if ended else None
                 replies = self._world.gather([self._progress(), own])  # collective
                 self._on_progress([count for count, _ in replies])
-                if all(each for _, each in replies):
+                waits_for = [rank for rank, (_, each) in enumerate(replies) if not each]
+                if not waits_for:
                     self._outcomes = [each for _, each in replies]
                     return
+                self._on_wait(waits_for)
         except LockstepError as error:
             self._outcomes = error

@@ -14,6 +14,7 @@ import logging
 import math
 import mmap
 import os
+import platform
 import secrets
 import shutil
 import sys
@@ -57,6 +58,7 @@ _LOG = logging.getLogger("lockstep")
 _PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
 _SEGMENT = 512 * 2**20  # bytes per lock: kernel launches wait for the driver meanwhile
 _THREADS = 4  # threads that touch pages: one alone reaches a fraction of the memory's bandwidth
+_SLOW = 60.0  # seconds of a save after which it is reported
 
 _BufferForm = list[tuple[torch.dtype, torch.Size, bool]]  # dtype, shape, whether it comes from a CUDA device
 
@@ -285,16 +287,20 @@ def write_share(
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
     tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
-    shares = world.gather([{**share.summary, "step": step}, size, not_finite(tensors)])  # collective
-    compare("set of tensors to save", [summary for summary, _, _ in shares])
+    own = [{**share.summary, "step": step}, size, not_finite(tensors), platform.node()]
+    shares = world.gather(own)  # collective
+    compare("set of tensors to save", [summary for summary, *_ in shares])
     leads = world.leads or (0,) * world.size
-    total = sum(size for (_, size, _), lead in zip(shares, leads, strict=True) if lead == leads[world.rank])
-    bad = sorted({name for _, _, names in shares for name in names})
+    total = sum(size for (_, size, *_), lead in zip(shares, leads, strict=True) if lead == leads[world.rank])
+    bad = sorted({name for _, _, names, _ in shares for name in names})
+    watch = _SaveWatch(final, step, [host for *_, host in shares], world)
     begin = partial(_begin, final, state, total, replace=bool(world.leads))
-    names = await_results(world, lambda: begin() if world.leads_folder else None)  # collective
+    names = await_results(  # collective
+        world, lambda: begin() if world.leads_folder else None, on_wait=watch.report
+    )
     temporary = names[leads[world.rank]]
     if temporary is not None:
-        _write_new(final, temporary, step, share, state, world, engine, bad)  # collective
+        _write_new(watch, temporary, share, state, world, engine, bad)  # collective
     if bad:  # on every rank
         error = CheckpointError(
             f"{not_finite_line(bad)}: a resume will skip this checkpoint; lower --lr, or check what updates that tensor"
@@ -304,9 +310,8 @@ def write_share(
 
 
 def _write_new(
-    final: Path,
+    watch: "_SaveWatch",
     name: str,
-    step: int,
     share: Share,
     state: dict[str, Any],
     world: World,
@@ -314,13 +319,16 @@ def _write_new(
     bad: list[str],
 ) -> None:
     """Write to the temporary folder `name`, and rename it. Collective."""
+    final = watch.final
     temporary = final.parent / name
     try:
         shares = await_results(  # collective
-            world, lambda: [_write_share(temporary, share, world.rank), len(share.pieces), share.aliases]
+            world,
+            lambda: [_write_share(temporary, share, world.rank), len(share.pieces), share.aliases],
+            on_wait=watch.report,
         )
         files = {file: entry for each, _, _ in shares for file, entry in each.items()}
-        manifest = Manifest(step, world.size, engine, int(time.time()), files, not_finite=bad)
+        manifest = Manifest(watch.step, world.size, engine, int(time.time()), files, not_finite=bad)
         leads = world.leads or (0,) * world.size
         visible = [name for (each, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in each]
 
@@ -329,15 +337,48 @@ def _write_new(
             index = _index(share, aliases, [count for _, count, _ in shares])
             return _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index}, visible)
 
-        documents = await_all_ranks(world, lambda: finish() if world.is_main else {})  # collective
+        documents = await_all_ranks(  # collective
+            world, lambda: finish() if world.is_main else {}, on_wait=watch.report
+        )
         if world.leads:
             documents = world.broadcast(documents)  # collective
             copies = world.leads_folder and not world.is_main
-            await_all_ranks(world, lambda: _finish_copy(temporary, final, documents) if copies else None)  # collective
+            copy = partial(_finish_copy, temporary, final, documents)
+            await_all_ranks(world, lambda: copy() if copies else None, on_wait=watch.report)  # collective
     except BaseException:  # also Ctrl-C: half a checkpoint is useless
         if world.leads_folder:
             remove(temporary)
         raise
+
+
+class _SaveWatch:
+    """Report a save that takes long, once, on rank 0: the others wait for its writers without a limit.
+
+    Args:
+        hosts: names by rank.
+
+    Attributes:
+        final: the checkpoint's folder.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, final: Path, step: int, hosts: list[str], world: World) -> None:
+        self.final, self.step, self._hosts, self._is_main = final, step, hosts, world.is_main
+        self._began, self._is_reported = time.monotonic(), False
+
+    def report(self, ranks: list[int]) -> None:
+        """Report the ranks that are still writing, if it is time."""
+        seconds = time.monotonic() - self._began
+        if not self._is_main or self._is_reported or seconds < _SLOW:
+            return
+        self._is_reported = True
+        writers = " and ".join(f"{rank_label(rank)} on {self._hosts[rank]}" for rank in ranks[:8])
+        message = f"the save after step {self.step} has been writing to {self.final.absolute()} for {seconds:.0f} s"
+        _LOG.warning(
+            "%s and waits for %s; the next save, or the end of the run, waits for it: check the storage there",
+            message,
+            writers,
+        )
 
 
 def _begin(final: Path, state: dict[str, Any], size: int, *, replace: bool) -> str | None:

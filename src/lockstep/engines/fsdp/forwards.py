@@ -42,7 +42,7 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
     handle = model.register_forward_pre_hook(forwards.announce, prepend=True, with_kwargs=True)
     try:
         yield
-    except Exception:
+    except BaseException:  # also sys.exit and a KeyboardInterrupt of the task
         forwards.has_failed = True
         raise
     finally:  # also after an error of this rank: the others may be in a forward
