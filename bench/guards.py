@@ -11,8 +11,8 @@ Of an audit: what audited steps take more than others, and what the others take 
 turn; both with deterministic kernels. A quarter of the steps is audited, so that there are enough to time. --cpu counts
 processor time, for a machine that has other work.
 
-Of a save: what runs with a save every 20 steps and no comparison take longer than their ordinary steps would, and what a
-comparison of the same tensors takes.
+Of a save: what runs with a save every 20 steps and no comparison take longer than their ordinary steps would, and what
+a comparison of the same tensors takes.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def seconds(guards, steps, world=None, now=time.perf_counter, save_every=0):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         folder = world.gather(folder)[0] if world else folder
         config = Config(
-            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH, ckpt_freq=save_every,
-            log_freq=100, optim=Optim(), guards=guards,
+            save_dir=folder, max_steps=10**6, batch_size=8, micro_batch_size=MICRO, seq_len=LENGTH,
+            ckpt_freq=save_every, log_freq=100, optim=Optim(), guards=guards,
         )  # fmt: skip
         times = []
         for step in lockstep.Run(config, Task(), world):
