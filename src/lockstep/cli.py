@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: command and flags; None: the process's arguments.
     """
-    atexit.register(gc.freeze)  # otherwise Python visits all of torch's objects once more at exit, for half a second
+    # Otherwise Python visits all of torch's objects once more at exit, for half a second
+    atexit.register(gc.freeze)
     end_with_launcher()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
@@ -120,17 +121,23 @@ def dispatch(argv: list[str]) -> int:
     Raises:
         UsageError: the command is unknown.
     """
-    if argv and argv[0].startswith("--local_rank="):  # the deepspeed launcher adds it; LOCAL_RANK has the same value
+    # The deepspeed launcher adds it; LOCAL_RANK has the same value
+    if argv and argv[0].startswith("--local_rank="):
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
-        return 0 if argv else 2
+        if argv:
+            return 0
+        return 2
     if argv[0] == "--version":
         print(f"lockstep {importlib.import_module('lockstep').__version__}")
         return 0
     if argv[0] not in COMMANDS:
         close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else "`lockstep --help` lists the commands"
+        if close:
+            hint = f"did you mean '{close[0]}'?"
+        else:
+            hint = "`lockstep --help` lists the commands"
         raise UsageError(f"unknown command '{argv[0]}': {hint}")
     module, function, _ = COMMANDS[argv[0]]
     code: int = getattr(importlib.import_module(module), function)(argv[1:])

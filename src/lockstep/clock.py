@@ -68,7 +68,9 @@ class HostClock:
 
     def __init__(self, ranks: int = 1) -> None:
         self._sums: dict[str, float] = {}
-        self._alone, self._ranks = 0, ranks  # backwards of this window without an exchange
+        # backwards of this window without an exchange
+        self._alone = 0
+        self._ranks = ranks
         self._before: dict[str, float] = {}  # until the last reading
         self.steps = self._read = 0  # total, and up to the last reading
         self._last = 0.0
@@ -89,7 +91,9 @@ class HostClock:
     def read(self) -> dict[str, float]:
         self._before = self.spent()
         times = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
-        self._sums, self._read, self._alone = {}, self.steps, 0
+        self._sums = {}
+        self._read = self.steps
+        self._alone = 0
         return times
 
 
@@ -104,8 +108,11 @@ class DeviceClock:
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        self._alone, self._ranks = 0, ranks  # as in HostClock
-        self._pending: deque[_Marks] = deque()  # one list per step, its start first; the last is the current step's
+        # as in HostClock
+        self._alone = 0
+        self._ranks = ranks
+        # One list per step, its start first; the last is the current step's
+        self._pending: deque[_Marks] = deque()
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}  # until the last reading
         self._sums: dict[str, float] = {}
@@ -114,7 +121,8 @@ class DeviceClock:
 
     def start(self) -> None:
         self._collect(len(self._pending))
-        if self._pending and len(self._pending[-1]) == 1:  # a start without laps, after the last step
+        # A start without laps, after the last step
+        if self._pending and len(self._pending[-1]) == 1:
             self._free.append(self._pending.pop()[0][1])
         self._pending.append([])
         self.lap("")
@@ -137,7 +145,9 @@ class DeviceClock:
         if self.steps > self._read:
             self._before = _add_sums(self._before, self._sums)
             self._times = _by_step(self._sums, self.steps - self._read, self._alone if self._ranks > 1 else 0)
-            self._sums, self._read, self._alone = {}, self.steps, 0
+            self._sums = {}
+            self._read = self.steps
+            self._alone = 0
         return dict(self._times)
 
     def _collect(self, count: int) -> None:
@@ -145,7 +155,8 @@ class DeviceClock:
         while count > 0 and len(self._pending[0]) > 1:
             if not self._pending[0][-1][1].query():  # type: ignore[no-untyped-call]
                 return
-            marks, count = self._pending.popleft(), count - 1
+            marks = self._pending.popleft()
+            count = count - 1
             for (_, before), (name, after) in pairwise(marks):
                 self._sums[name] = self._sums.get(name, 0.0) + 1e-3 * before.elapsed_time(after)
                 self._alone += name == _ALONE
@@ -177,10 +188,13 @@ class StepMarks:
     def __init__(self) -> None:
         self._number = 0  # the step to mark next; 0: none
         self._part, self._mark, self._whole = "", _Mark(), _Mark()
-        self._ran, self._waited, self._began = 0.0, 0.0, 0.0
+        self._ran = 0.0
+        self._waited = 0.0
+        self._began = 0.0
         self.cpu_seconds: dict[str, float] = {}
         self.queue_seconds: dict[str, float] = {}
-        self._schedstat: int | None = None  # file descriptor, if the system has it
+        # File descriptor, if the system has it
+        self._schedstat: int | None = None
         self.untraced: deque[float] = deque(maxlen=_UNTRACED)
 
     def trace(self, number: int) -> None:
@@ -189,8 +203,14 @@ class StepMarks:
         Args:
             number: of the next step, counted from 1.
         """
-        self._schedstat = self._schedstat if self._schedstat is not None else _open_queue()
-        self._number, self._began, self.cpu_seconds, self.queue_seconds = number, 0.0, {}, {}
+        if self._schedstat is not None:
+            self._schedstat = self._schedstat
+        else:
+            self._schedstat = _open_queue()
+        self._number = number
+        self._began = 0.0
+        self.cpu_seconds = {}
+        self.queue_seconds = {}
 
     def end(self) -> None:
         """End the marked step, and mark no further ones."""
@@ -258,7 +278,8 @@ class MarkingClock(StepMarks):
             return
         part = self._part
         self.leave()
-        if name == "data" and part in ("exchange", "told"):  # after sending to the other ranks, and receiving from them
+        # After sending to the other ranks, and receiving from them
+        if name == "data" and part in ("exchange", "told"):
             if part == "exchange":
                 self.enter("update")
         else:
@@ -291,7 +312,9 @@ def _open_queue() -> int | None:
 
 def _read_queue(schedstat: int | None) -> float:
     try:
-        return 1e-9 * int(os.pread(schedstat, 100, 0).split()[1]) if schedstat is not None else 0.0
+        if schedstat is not None:
+            return 1e-9 * int(os.pread(schedstat, 100, 0).split()[1])
+        return 0.0
     except (OSError, IndexError, ValueError):
         return 0.0
 
@@ -317,7 +340,9 @@ _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 def trace_mark(part: str) -> AbstractContextManager[Any]:
     """Return a context that marks a part in the trace of a running profiler."""
-    return record_function(f"lockstep:{part}") if torch._C._autograd._profiler_enabled() else _NO_MARK
+    if torch._C._autograd._profiler_enabled():
+        return record_function(f"lockstep:{part}")
+    return _NO_MARK
 
 
 def _add_sums(before: dict[str, float], sums: dict[str, float]) -> dict[str, float]:
@@ -342,4 +367,6 @@ def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, flo
 
 def make_clock(device: torch.device, ranks: int = 1) -> Clock:
     """Make the clock for a device, in a world of `ranks` ranks."""
-    return DeviceClock(ranks) if device.type == "cuda" else HostClock(ranks)
+    if device.type == "cuda":
+        return DeviceClock(ranks)
+    return HostClock(ranks)

@@ -46,7 +46,9 @@ def check_count(value: Any) -> int | float | None:
         The number, an int if it is whole; None if it is not a finite number from 0 to 2**53.
     """
     if type(value) is int:  # the fast path: each micro-batch is counted
-        return value if 0 <= value <= _MAX_COUNT else None
+        if 0 <= value <= _MAX_COUNT:
+            return value
+        return None
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if math.prod(value.shape) != 1:
             return None
@@ -54,7 +56,9 @@ def check_count(value: Any) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     count = float(value)
-    return number(count) if 0 <= count <= _MAX_COUNT else None
+    if 0 <= count <= _MAX_COUNT:
+        return number(count)
+    return None
 
 
 def number(value: Exact) -> int | float:
@@ -62,14 +66,18 @@ def number(value: Exact) -> int | float:
     if isinstance(value, int):
         return value
     rounded = float(value)
-    return int(rounded) if rounded.is_integer() else rounded
+    if rounded.is_integer():
+        return int(rounded)
+    return rounded
 
 
 def total(counts: Iterable[int | float]) -> int | Fraction:
     """Add counts up without rounding."""
     numbers = list(counts)
     whole = sum(numbers)
-    return whole if isinstance(whole, int) else sum(map(Fraction, numbers), start=0)
+    if isinstance(whole, int):
+        return whole
+    return sum(map(Fraction, numbers), start=0)
 
 
 def parts(exact: Exact) -> list[float]:
@@ -81,7 +89,10 @@ def parts(exact: Exact) -> list[float]:
     numbers = []
     for _ in range(PARTS):
         numbers.append(float(exact))
-        exact = Fraction(exact) - Fraction(numbers[-1]) if exact != numbers[-1] else 0
+        if exact != numbers[-1]:
+            exact = Fraction(exact) - Fraction(numbers[-1])
+        else:
+            exact = 0
     if exact:
         raise DataError(
             f"the counts of a step cannot be added exactly: the largest is {numbers[0]:.3g}, another 2**100 times "
@@ -96,13 +107,17 @@ def describe_count(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.item()
-    return repr(value) if value is None or isinstance(value, PlainNumber) else f"a {type(value).__name__}"
+    if value is None or isinstance(value, PlainNumber):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def first_length(batch: Any) -> int | None:
     """Count the samples of a batch by its first tensor, graphs by `num_graphs`; None: it has none."""
     graphs = _graphs(batch)
-    return next(_lengths(batch, frozenset()), None) if graphs is None else graphs
+    if graphs is None:
+        return next(_lengths(batch, frozenset()), None)
+    return graphs
 
 
 def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) -> int | None:
@@ -128,13 +143,17 @@ def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) 
     lengths = set(_lengths(batch, frozenset(_ids_inside(samples))))
     if len(lengths) == 1:
         return lengths.pop()
-    return expected if expected in lengths else None
+    if expected in lengths:
+        return expected
+    return None
 
 
 def _graphs(batch: Any) -> int | None:
     """Return the number of graphs in a batch of them, whose tensors have nodes and edges; None: it is no such batch."""
     graphs = getattr(batch, "num_graphs", None)
-    return graphs if type(graphs) is int else None
+    if type(graphs) is int:
+        return graphs
+    return None
 
 
 def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
@@ -161,7 +180,9 @@ def _fields(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, list | tuple):
         return value
-    return () if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, type):
+        return ()
+    return getattr(value, "__dict__", {}).values()
 
 
 def _ids_inside(value: Any, deep: int = 0) -> Iterator[int]:

@@ -88,7 +88,9 @@ def error_origin(error: BaseException) -> str:
     Libraries raise a plain RuntimeError for many things; its origin distinguishes them, whatever the wording.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}" if frames else ""
+    if frames:
+        return f"{frames[-1].f_globals.get('__name__', '')}:{frames[-1].f_code.co_name}"
+    return ""
 
 
 def error_line(error: BaseException) -> str:
@@ -111,9 +113,14 @@ def user_location(error: BaseException) -> str:
     """Return the user's last line of code in the traceback: " (cnn.py:20)"; without one, the last line of all."""
     frames = traceback.extract_tb(error.__traceback__)
     generated = ("<string>", "__init__")  # of a dataclass
-    own = [each for each in frames if not _is_library(each.filename) and (each.filename, each.name) != generated]
+    own = []
+    for each in frames:
+        if not _is_library(each.filename) and (each.filename, each.name) != generated:
+            own.append(each)
     last = (own or frames)[-1:]
-    return f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    if last:
+        return f" ({Path(last[0].filename).name}:{last[0].lineno})"
+    return ""
 
 
 def passed_here(error: BaseException) -> bool:
@@ -134,7 +141,9 @@ def user_traceback(error: BaseException) -> str:
 
 def _own(error: BaseException) -> BaseException:
     """Return the user's StopIteration in place of the RuntimeError that Python makes of it in a generator of ours."""
-    return error.__cause__ if type(error) is RuntimeError and isinstance(error.__cause__, StopIteration) else error
+    if type(error) is RuntimeError and isinstance(error.__cause__, StopIteration):
+        return error.__cause__
+    return error
 
 
 def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:

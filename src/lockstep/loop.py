@@ -57,10 +57,12 @@ def steps(
         try:
             losses = passes.first(step, micro, items)
         except torch.OutOfMemoryError as error:
-            raise StepOutOfMemory(*error.args) from error  # the update has not begun
+            # The update has not begun
+            raise StepOutOfMemory(*error.args) from error
         numbers = passes.numbers(step)
         control.audit.compare(step)
-        exchange.send(step)  # overlaps the optimizer step; loads the next step if items must be counted
+        # Overlaps the optimizer step; loads the next step if items must be counted
+        exchange.send(step)
         clock.lap("data")
         factor = control.factor(step)
         limit = control.limit(step)
@@ -71,7 +73,8 @@ def steps(
         exchange.engine_steps, rate = step + 1, control.rate()
         control.after_update(step + 1)
         if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
-            losses.append(result.penalty * items)  # on one rank only, so that it counts once
+            # On one rank only, so that it counts once
+            losses.append(result.penalty * items)
         clock.lap("update")
         stop_agreed = exchange.receive()
         clock.lap("data")

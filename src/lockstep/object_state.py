@@ -75,7 +75,8 @@ class _Place:
     __slots__ = ("link", "parent")
 
     def __init__(self, parent: "_Place | None", link: str) -> None:
-        self.parent, self.link = parent, link
+        self.parent = parent
+        self.link = link
 
     def path(self) -> str:
         """Return the path as a user writes it: `task.callbacks[0]`."""
@@ -151,7 +152,9 @@ class ObjectState:
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which large tensors are copied before they are written; see `late`."""
-        return _CopiesAtWrites(self._late) if self._late else contextlib.nullcontext()
+        if self._late:
+            return _CopiesAtWrites(self._late)
+        return contextlib.nullcontext()
 
     def changes(self) -> list[str]:
         """Return the paths of what has changed; tensors come last. Waits for the device."""
@@ -187,7 +190,8 @@ class ObjectState:
         if type(before) is not type(now):
             return False
         if type(before) in _NUMBERS:
-            return bool(before == now) or (before != before and now != now)  # NaN
+            # NaN
+            return bool(before == now) or (before != before and now != now)
         record = self._by_id.get(id(before))
         if isinstance(record, _TensorValues):
             kept = record.kept
@@ -197,7 +201,10 @@ class ObjectState:
         if isinstance(before, types.MethodType):
             return before.__self__ is now.__self__ and before.__func__ is now.__func__
         if depth < _MAX_DEPTH and (isinstance(record, _Elements | _Items) or isinstance(before, tuple)):
-            saved = record.saved if isinstance(record, _Elements | _Items) else before
+            if isinstance(record, _Elements | _Items):
+                saved = record.saved
+            else:
+                saved = before
             present = _pairs(now) if isinstance(record, _Items) else list(now)
             return len(saved) == len(present) <= _MAX_FOLLOWED and all(
                 self.is_same(old, new, depth + 1) for old, new in zip(saved, present, strict=True)
@@ -213,7 +220,8 @@ class ObjectState:
         starts = {id(root) for root in roots.values()}
         while self._queue:
             owner, place, of_data = self._queue.popleft()
-            with contextlib.suppress(Exception):  # an odd object of the user is passed over
+            # An odd object of the user is passed over
+            with contextlib.suppress(Exception):
                 self._follow(owner, place, of_data, is_root=id(owner) in starts)
 
     def _push(self, value: Any, parent: _Place, link: str, of_data: bool) -> None:
@@ -266,7 +274,8 @@ class ObjectState:
         self._follow_attributes(owner, place, of_data, _NO_NAMES)
 
     def _follow_container(self, owner: Any, place: _Place, of_data: bool) -> None:
-        kind, size = type(owner), len(owner)
+        kind = type(owner)
+        size = len(owner)
         if of_data and size > _MAX_OF_DATA:
             return
         record: _Record | None = None
@@ -329,7 +338,8 @@ class ObjectState:
 
     def _holder(self, record: "_TensorValues") -> Any:
         """Return the tensor, or the outermost container that has it."""
-        place, path = record.place, record.place.attribute()
+        place = record.place
+        path = record.place.attribute()
         if place.path() == path:
             return record.tensor
         for each in self._records:
@@ -390,7 +400,8 @@ class _Attributes:
         return [name for name in present if name not in saved and name not in _UNSAVED]
 
     def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
-        present, saved = self.present or {}, self.saved or {}
+        present = self.present or {}
+        saved = self.saved or {}
         for name, value in saved.items():
             now = present.get(name, _MISSING)
             if now is not value and not state.is_same(value, now):
@@ -422,7 +433,9 @@ class _Attributes:
 
 
 def _present(value: Any) -> Any:
-    return None if value is _MISSING else value
+    if value is _MISSING:
+        return None
+    return value
 
 
 def _dict_of(owner: Any) -> dict[str, Any] | None:
@@ -430,7 +443,9 @@ def _dict_of(owner: Any) -> dict[str, Any] | None:
         attributes = object.__getattribute__(owner, "__dict__")
     except Exception:
         return None
-    return attributes if type(attributes) is dict else None
+    if type(attributes) is dict:
+        return attributes
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -474,7 +489,9 @@ class _Items:
     __slots__ = ("members", "owner", "place", "saved")
 
     def __init__(self, owner: Any, place: _Place, *, members: bool = False) -> None:
-        self.owner, self.place, self.members = owner, place, members
+        self.owner = owner
+        self.place = place
+        self.members = members
         self.saved = _pairs(owner)
 
     def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
@@ -510,7 +527,8 @@ class _Elements:
     __slots__ = ("owner", "place", "saved")
 
     def __init__(self, owner: Any, place: _Place) -> None:
-        self.owner, self.place = owner, place
+        self.owner = owner
+        self.place = place
         self.saved = self._present()
 
     def _base(self) -> Any:
@@ -579,7 +597,10 @@ def _is_left_alone(kind: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_wrapper(kind: type) -> bool:
     """Whether a module's class is only torch's, around the user's; FSDP's classes have the user's as their base."""
-    own = [base for base in kind.__mro__ if base is not object and base.__module__ != nn.Module.__module__]
+    own = []
+    for base in kind.__mro__:
+        if base is not object and base.__module__ != nn.Module.__module__:
+            own.append(base)
     return bool(own) and all(_comes_from(base, (*_LEFT_ALONE, "abc", "typing")) for base in own)
 
 
@@ -648,9 +669,11 @@ class _Generator:
     __slots__ = ("owner", "place", "read", "state", "write")
 
     def __init__(self, owner: Any, place: _Place) -> None:
-        self.owner, self.place = owner, place
+        self.owner = owner
+        self.place = place
         self.read, self.write = next(how for kind, how in _GENERATORS.items() if isinstance(owner, kind))
-        self.state = pickle.dumps(self.read(owner))  # a dict of NumPy's may hold arrays
+        # A dict of NumPy's may hold arrays
+        self.state = pickle.dumps(self.read(owner))
 
     def _is_same(self) -> bool:
         return pickle.dumps(self.read(self.owner)) == self.state
@@ -679,7 +702,8 @@ class _TensorValues:
     __slots__ = ("_alias", "_bytes", "_gradient", "_requires_grad", "_version", "place", "tensor", "values")
 
     def __init__(self, tensor: Tensor, place: _Place) -> None:
-        self.tensor, self.place = tensor, place
+        self.tensor = tensor
+        self.place = place
         self.values: Tensor | None = None
         self._alias: Tensor | None = None
         self._bytes = 0
@@ -690,12 +714,16 @@ class _TensorValues:
     @property
     def kept(self) -> Tensor | None:
         """The values as they were; None: not known."""
-        return self._alias if self.values is None else self.values
+        if self.values is None:
+            return self._alias
+        return self.values
 
     @property
     def memory(self) -> int:
         """The address of the tensor's memory when it was kept."""
-        return _address(self._alias) if self._alias is not None else 0
+        if self._alias is not None:
+            return _address(self._alias)
+        return 0
 
     def keep(self) -> None:
         """Keep the memory and the form."""
@@ -718,7 +746,8 @@ class _TensorValues:
 
     def has_form(self) -> bool:
         """Whether shape, layout and memory are as they were."""
-        now, before = self.tensor, self._alias
+        now = self.tensor
+        before = self._alias
         if before is None or not _is_dense(now):
             return True
         return (
@@ -738,8 +767,11 @@ class _TensorValues:
             return True
         if self.values is None:
             return False
-        now, before = as_bytes(self.tensor), as_bytes(self.values)
-        return not torch.equal(now, before) if now.device.type == "cpu" else (now != before).any()
+        now = as_bytes(self.tensor)
+        before = as_bytes(self.values)
+        if now.device.type == "cpu":
+            return not torch.equal(now, before)
+        return (now != before).any()
 
     def restore(self) -> None:
         if self._alias is None:
@@ -783,7 +815,8 @@ class _CopiesAtWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        schema = func._schema  # private: only it tells which arguments an operation writes
+        # private: only it tells which arguments an operation writes
+        schema = func._schema
         if self._records and schema.is_mutable:
             for place, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -830,7 +863,8 @@ def _changed_tensors(records: list[_TensorValues]) -> list[_TensorValues]:
         elif difference:
             changed.append(record)
     for pairs in unknown.values():
-        flags = torch.stack([flag for _, flag in pairs]).tolist()  # waits for the device
+        # Waits for the device
+        flags = torch.stack([flag for _, flag in pairs]).tolist()
         changed += [record for (record, _), flag in zip(pairs, flags, strict=True) if flag]
     return changed
 
@@ -846,4 +880,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     """Return the number of writes to a tensor; of one without a count 0."""
-    return 0 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return 0
+    return tensor._version

@@ -201,7 +201,8 @@ class LoaderStep:
     def __iter__(self) -> Iterator[LoaderBatch]:
         for batch in self.micro:
             share = (batch.items if self._mean else batch.weight) / (self.items or 1)
-            last, items = batch is self.micro[-1], batch.items if batch.weight else 0
+            last = batch is self.micro[-1]
+            items = batch.items if batch.weight else 0
             data = batch.data
             self.seed(self.number, batch.index)
             yield LoaderBatch(data, share if batch.weight else 0.0, items, last)
@@ -239,10 +240,16 @@ class OwnLoopLoader:
         world: World,
         seed: int,
     ) -> None:
-        self._load_from, self._step_plan, self._epochs, self._world = load_from, plan, epochs, world
-        self._each, self._mean, self._done = items_of_a_sample(task), task.reduction == "mean", 0
+        self._load_from = load_from
+        self._step_plan = plan
+        self._epochs = epochs
+        self._world = world
+        self._each = items_of_a_sample(task)
+        self._mean = task.reduction == "mean"
+        self._done = 0
         self._reseed = seeder(seed, "micro", world.device)
-        self.micro_batches, self.steps = plan.micro_batches, plan.steps
+        self.micro_batches = plan.micro_batches
+        self.steps = plan.steps
         self._plan = {
             "batch_size": plan.size,
             "micro_batch_size": plan.micro_size,
@@ -279,9 +286,11 @@ class OwnLoopLoader:
                 exchange.receive()
 
     def _step(self, number: int, items: float, micro: list[MicroBatch]) -> LoaderStep:
-        start, is_last = number * self._step_plan.size, number + 1 == self.steps
+        start = number * self._step_plan.size
+        is_last = number + 1 == self.steps
         end = self._epochs.planned if is_last else start + self._step_plan.size
-        epoch, first = start // self._epochs.size, self._start[1]
+        epoch = start // self._epochs.size
+        first = self._start[1]
         return LoaderStep(
             number,
             epoch,
@@ -301,7 +310,9 @@ class OwnLoopLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raises ConfigError if data, sizes or seed differ."""
-        differing = [f"{name} ({state.get(name)} before, {now} now)" for name, now in self._plan.items()]
+        differing = []
+        for name, now in self._plan.items():
+            differing.append(f"{name} ({state.get(name)} before, {now} now)")
         differing = [
             line for line, name in zip(differing, self._plan, strict=True) if state.get(name) != self._plan[name]
         ]
@@ -310,7 +321,8 @@ class OwnLoopLoader:
                 f"lockstep.loader: different {', '.join(differing)}, so samples would repeat; use the same values"
             )
         self._done = min(int(state["done"]), self.steps)
-        self._begin_at(list(state.get("start", [0, 0])))  # earlier versions had one loader
+        # Earlier versions had one loader
+        self._begin_at(list(state.get("start", [0, 0])))
 
 
 class _LoaderTask(Task):
@@ -366,7 +378,10 @@ def gather_for_metrics(step: LoaderStep, values: Sequence[Any]) -> Any:
         raise UsageError("gather_for_metrics: give tensors of shape [rows, ...]; numbers have no rows")
     columns = []
     for rows in zip(*leaves, strict=True):
-        parts = [each.detach() for each, counts in zip(rows, step.counted, strict=True) if counts]
+        parts = []
+        for each, counts in zip(rows, step.counted, strict=True):
+            if counts:
+                parts.append(each.detach())
         columns.append(_gather_rows(torch.cat(parts) if parts else rows[0].detach()[:0], step.world))
     return pytree.tree_unflatten(columns, forms[0])
 
@@ -380,7 +395,9 @@ def _gather_rows(own: Tensor, world: World) -> Tensor:
     data = as_bytes(send)  # gloo does not support every dtype
     received = [torch.empty_like(data) for _ in lengths]
     collectives.all_gather(received, data)  # collective
-    parts = [from_bytes(each, own.dtype, send.shape)[:length] for each, length in zip(received, lengths, strict=True)]
+    parts = []
+    for each, length in zip(received, lengths, strict=True):
+        parts.append(from_bytes(each, own.dtype, send.shape)[:length])
     return torch.cat(parts)
 
 
@@ -441,7 +458,8 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
     if step < 0 or keep < 1:
         raise UsageError(f"lockstep.save_state: step ({step}) must be at least 0 and keep ({keep}) at least 1")
     path = _path_of(folder)
-    tensors, plain = dict[str, Tensor](), dict[str, Any]()
+    tensors = dict[str, Tensor]()
+    plain = dict[str, Any]()
     for name, each in what.items():
         state = each.state_dict()
         if name == _ENGINE:
@@ -489,7 +507,8 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     plain = state.get("own_loop")
     if not isinstance(plain, dict):
         raise CheckpointError(f"{path} was written by lockstep.train; use another folder")
-    objects, stored = {*what} - {_ENGINE}, {*plain}
+    objects = {*what} - {_ENGINE}
+    stored = {*plain}
     if objects != stored:
         expected, actual = (", ".join(sorted(names)) or "nothing" for names in (objects, stored))
         raise CheckpointError(f"{path} has {actual} besides an engine, not {expected}; pass the same objects")
@@ -519,8 +538,11 @@ def _scheduled_values(what: Mapping[str, Stateful]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, each in what.items():
         if isinstance(each, LRScheduler):
-            groups = [{key: group[key] for key in _SCHEDULED if key in group} for group in each.optimizer.param_groups]
-            groups = [pytree.tree_map_only(Tensor, float, group) for group in groups]  # waits for the device
+            groups = []
+            for group in each.optimizer.param_groups:
+                groups.append({key: group[key] for key in _SCHEDULED if key in group})
+            # Waits for the device
+            groups = [pytree.tree_map_only(Tensor, float, group) for group in groups]
             values[name] = _to_json(groups, f"{name}/", {})
     return values
 
@@ -579,7 +601,9 @@ def _from_json(stored: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {_from_json(key, tensors): _from_json(value, tensors) for key, value in content}
     values = [_from_json(each, tensors) for each in content]
-    return tuple(values) if kind == "tuple" else values
+    if kind == "tuple":
+        return tuple(values)
+    return values
 
 
 def step_backward(
@@ -613,7 +637,10 @@ def step_backward(
         raise UsageError("lockstep.step_backward: pass step_loss or step_loss_rows, not both")
     passes = WholeStepPasses(engine, _PassTask(outputs, step_loss, step_loss_rows), _control(step))
     losses = passes.first(step.number, step.micro, 1.0)
-    total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64, device=step.world.device)
+    if losses:
+        total = torch.stack(losses).sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=step.world.device)
     if step.world.size > 1:
         collectives.all_reduce(total)  # collective
     return total

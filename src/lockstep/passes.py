@@ -113,7 +113,9 @@ class LossWeights:
         """Return a loss times the step's items and its share, as records add losses up."""
         if self.reduction in UNDIVIDED:
             return loss.double() * self.items
-        return loss.double() * batch.items if self.reduction in AVERAGED else loss
+        if self.reduction in AVERAGED:
+            return loss.double() * batch.items
+        return loss
 
     def number(self, value: Any, batch: MicroBatch) -> Number:
         """Return a micro-batch's part of a number that the task returns with its loss."""
@@ -172,11 +174,16 @@ class Passes:
     """Passes over a rank's micro-batches, for a loss that sums over its items."""
 
     def __init__(self, engine: Engine, task: Task, control: StepControl) -> None:
-        self._engine, self._control, self._hooks = engine, control, task.hooks
+        self._engine = engine
+        self._control = control
+        self._hooks = task.hooks
         self._task, self._loss, self._reduction = task, _loss_function(task), task.reduction
         self._numbers = NumberCollector(control.world)
         # Looks at the graph of the first loss; manual optimization computes gradients by itself.
-        self._parameters = None if task.own_steps else LossParameters(engine.model, task)
+        if task.own_steps:
+            self._parameters = None
+        else:
+            self._parameters = LossParameters(engine.model, task)
 
     def first(self, step: int, micro: list[MicroBatch], items: float) -> list[Tensor]:
         """Compute forward and backward of each micro-batch, at the start of a step.
@@ -213,8 +220,14 @@ class Passes:
     def total(self, losses: list[Tensor], items: float) -> Tensor:
         """Return the step's loss over all ranks, 0-dim, the same on each. Collective."""
         own = torch.stack(losses).tolist() if losses else []  # waits for the device
-        every = [loss for part in self._control.world.gather(own) for loss in part]  # collective
-        like = losses[0] if losses else next(p for p in self._engine.model.parameters() if p.is_floating_point())
+        # collective
+        every = []
+        for part in self._control.world.gather(own):
+            every.extend(part)
+        if losses:
+            like = losses[0]
+        else:
+            like = next(p for p in self._engine.model.parameters() if p.is_floating_point())
         return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
 
     def evaluation(self, step: int, micro: list[MicroBatch], items: float, losses: list[Tensor]) -> "Evaluation":
@@ -249,7 +262,9 @@ class Passes:
         Returns:
             The losses of the micro-batches with weight, as records add them up.
         """
-        control, engine, clock = self._control, self._engine, self._control.clock
+        control = self._control
+        engine = self._engine
+        clock = self._control.clock
         audit = control.audit if counts else NO_AUDIT
         losses = []
         for slot, batch in enumerate(micro):
@@ -260,7 +275,8 @@ class Passes:
             control.seed(step, batch.index)
             last = batch is micro[-1]
             with engine.accumulate(last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
-                parameters, self._parameters = self._parameters, None
+                parameters = self._parameters
+                self._parameters = None
                 with control.kernels(step, batch.index), parameters.forward() if parameters else nullcontext():
                     loss, numbers = loss_function(engine.model, batch)
                     loss = observe(loss)
@@ -268,7 +284,8 @@ class Passes:
                     parameters.look(loss, batch.held)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * weights.share(batch))
-                clock.lap("backward" if last else "backward/alone")  # the last backward contains the all-reduce
+                # The last backward contains the all-reduce
+                clock.lap("backward" if last else "backward/alone")
             if counts and numbers is not None:
                 parts = {name: weights.number(value, batch) for name, value in numbers.items()}
                 self._numbers.add(step, batch.index, parts, counts=bool(batch.weight))
@@ -349,7 +366,9 @@ def check_scalar(loss: Any, method: str = "loss") -> Tensor:
             f"the task's `{method}` returned a tensor without a graph, so nothing is learned; compute it from the "
             "model's output, without detach() and no_grad()"
         )
-    return loss.reshape(()) if loss.ndim else loss
+    if loss.ndim:
+        return loss.reshape(())
+    return loss
 
 
 def seeder(seed: int, purpose: str, device: torch.device) -> Callable[[int, int], None]:

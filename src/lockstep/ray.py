@@ -115,7 +115,8 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         config = dataclasses.replace(config, save_dir=str(Path(config.save_dir).expanduser().absolute()))
     processes = size.processes_per_node or size.gpus_per_node or 1
     cores = size.cpus_per_node or processes
-    threads = 1 if config.exact else max(1, cores // processes)  # Ray would give all of them to each process
+    # Ray would give all of them to each process
+    threads = 1 if config.exact else max(1, cores // processes)
     job = _Job(
         command=command,
         settings=cli.to_toml(config, own_task=task is not None),
@@ -134,7 +135,10 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         if code in FINAL_CODES or attempt == size.restarts:
             break
         print(f"lockstep: {line}; restart {attempt + 1} of {size.restarts}", file=sys.stderr, flush=True)
-    again = "; the same call goes on from the newest checkpoint, if there is one" if command == "train" else ""
+    if command == "train":
+        again = "; the same call goes on from the newest checkpoint, if there is one"
+    else:
+        again = ""
     error = LockstepError(f"{line}{again}")
     error.exit_code = max(code, 1)
     raise error
@@ -180,7 +184,9 @@ def _task_name(task: type | str) -> str:
     """
     if isinstance(task, str):
         file, colon, name = task.rpartition(":")
-        return f"{Path(file).absolute()}{colon}{name}" if Path(file).is_file() else task
+        if Path(file).is_file():
+            return f"{Path(file).absolute()}{colon}{name}"
+        return task
     try:
         path = inspect.getsourcefile(task)
     except (TypeError, OSError):
@@ -218,7 +224,8 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
         ]
         return _follow(ray, job, actors, earlier)
     finally:
-        with contextlib.suppress(Exception):  # an actor that is gone needs no stop
+        # An actor that is gone needs no stop
+        with contextlib.suppress(Exception):
             ray.get([actor.stop.remote() for actor in actors], timeout=_KILL + 10)
         for actor in actors:
             ray.kill(actor)
@@ -226,7 +233,8 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
 
 
 def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
-    ready, until = group.ready(), time.monotonic() + _PATIENCE
+    ready = group.ready()
+    until = time.monotonic() + _PATIENCE
     while not ray.wait([ready], timeout=15.0)[0]:
         what = f"{job.nodes} nodes with {' and '.join(f'{amount:g} {name}' for name, amount in job.bundle.items())}"
         if time.monotonic() >= until:
@@ -242,16 +250,17 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
     try:
         places = ray.get([actor.place.remote() for actor in actors])
         host, port = places[0]
-        runs = [
-            actor.run.remote(job, [*_meeting(job, host, port), f"--node-rank={index}"], earlier)
-            for index, actor in enumerate(actors)
-        ]
+        runs = []
+        for index, actor in enumerate(actors):
+            runs.append(actor.run.remote(job, [*_meeting(job, host, port), f"--node-rank={index}"], earlier))
         pids = ray.get([actor.pid.remote() for actor in actors])
     except lost as error:
         return _LOST, f"a node of Ray was lost before the run began ({_last_line(str(error))})"
     earlier += pids
     nodes = {run: f"node {index} ({places[index][0]})" for index, run in enumerate(runs)}
-    waiting, ends, until = list(runs), list[tuple[int, str]](), 0.0
+    waiting = list(runs)
+    ends = list[tuple[int, str]]()
+    until = 0.0
     while waiting:
         done, waiting = ray.wait(waiting, timeout=1.0)
         for run in done:
@@ -322,7 +331,9 @@ class _Node:
         until = time.monotonic() + 2 * _KILL
         while self._launcher is None and time.monotonic() < until:
             time.sleep(0.05)
-        return self._launcher.pid if self._launcher else 0
+        if self._launcher:
+            return self._launcher.pid
+        return 0
 
     def stop(self) -> None:
         """Let the run save itself; kill what does not end."""

@@ -126,8 +126,11 @@ class Step:
         lr: float,
         read: "Callable[[Step], tuple[float, dict[str, float]]]",
     ) -> None:
-        self.record, self._epochs, self.lr = record, epochs, lr
-        self.global_step, self.items = record.step + 1, record.items
+        self.record = record
+        self._epochs = epochs
+        self.lr = lr
+        self.global_step = record.step + 1
+        self.items = record.items
         self.evaluation: EvaluationRecord | None = None
         self._read = read
         self._values: tuple[float, dict[str, float]] | None = None
@@ -162,13 +165,17 @@ class Step:
     def norm(self) -> float:
         """2-norm of the gradient before clipping. Waits for the device."""
         norm = self.record.norm
-        return math.nan if norm is None else float(norm)
+        if norm is None:
+            return math.nan
+        return float(norm)
 
     @property
     def applied(self) -> bool:
         """Whether the update was applied, not skipped by a guard or the loss scale. Waits for the device."""
         applied = self.record.applied
-        return self.norm < self.record.limit if applied is None else applied
+        if applied is None:
+            return self.norm < self.record.limit
+        return applied
 
     def __repr__(self) -> str:
         return f"Step(global_step={self.global_step}, epoch={self.epoch:.2f}, lr={self.lr:.3g})"
@@ -212,7 +219,9 @@ def describe_value(value: Any) -> str:
             return "a nested tensor"
         kind = f"{str(value.dtype).removeprefix('torch.')} {'' if value.layout is torch.strided else 'sparse '}tensor"
         return f"a {kind} of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"
 
 
 def is_number(value: Any) -> bool:
@@ -227,7 +236,8 @@ def is_number(value: Any) -> bool:
 
 def float_of(value: Any) -> float:
     """Return a checked number as a float; reading a tensor waits for the device."""
-    return float(value.item() if isinstance(value, Tensor | np.ndarray) else value)  # waits for the device
+    # Waits for the device
+    return float(value.item() if isinstance(value, Tensor | np.ndarray) else value)
 
 
 def check_numbers(numbers: Mapping[Any, Any], method: str = "loss") -> Mapping[str, Any]:
@@ -250,7 +260,10 @@ def check_numbers(numbers: Mapping[Any, Any], method: str = "loss") -> Mapping[s
             )
         pair = isinstance(value, tuple | list)
         if not (len(value) == 2 and all(map(is_number, value)) if pair else is_number(value)):
-            kind = f"({', '.join(map(describe_value, value))})" if pair else describe_value(value)
+            if pair:
+                kind = f"({', '.join(map(describe_value, value))})"
+            else:
+                kind = describe_value(value)
             raise ConfigError(
                 f"the task's `{method}` returned {kind} as the number '{name}': it must be one number, reduced like "
                 "the loss, or (sum, count)"
@@ -276,7 +289,10 @@ def _copy_number(value: Any) -> Tensor | float:
     if not isinstance(value, Tensor):
         return float_of(value)
     number = value.detach().reshape(())
-    return number.clone() if number.is_floating_point() else number.double()  # float32 would round an integer
+    # float32 would round an integer
+    if number.is_floating_point():
+        return number.clone()
+    return number.double()
 
 
 class NumberCollector:
@@ -284,7 +300,8 @@ class NumberCollector:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._names: dict[str, None] | None = None  # in the first rank's order; None: before the first micro-batch
+        # In the first rank's order; None: before the first micro-batch
+        self._names: dict[str, None] | None = None
         self._agreed = False
         self._parts: dict[str, list[Number]] = {}
 
@@ -328,7 +345,8 @@ class NumberCollector:
             self._agree(step)
         if not self._names:
             return {}
-        parts, self._parts = self._parts, {}
+        parts = self._parts
+        self._parts = {}
         return {name: parts.get(name, []) for name in self._names}
 
     def _agree(self, step: int) -> None:
@@ -338,14 +356,22 @@ class NumberCollector:
             if set(names) != set(named[0][1]):
                 place = f"{rank_label(rank)}, step {step + 1}"
                 raise LockstepError(_different_names(place, names, rank_label(named[0][0]), named[0][1]))
-        self._names, self._agreed = dict.fromkeys(named[0][1]) if named else {}, True
+        self._names = dict.fromkeys(named[0][1]) if named else {}
+        self._agreed = True
 
 
 def _different_names(place: str, names: Iterable[str], other: str, other_names: Iterable[str]) -> str:
-    first, second = dict.fromkeys(names), dict.fromkeys(other_names)
+    first = dict.fromkeys(names)
+    second = dict.fromkeys(other_names)
     extra = next((name for name in first if name not in second), None)
-    name = extra if extra is not None else next(name for name in second if name not in first)
-    verb = "returned a number" if extra is not None else "returned no number"
+    if extra is not None:
+        name = extra
+    else:
+        name = next(name for name in second if name not in first)
+    if extra is not None:
+        verb = "returned a number"
+    else:
+        verb = "returned no number"
     return (
         f"{place}: the task's loss {verb} '{name}', unlike {other}; return the same names each time, with (0, 0) if "
         "there is nothing to count"
@@ -357,7 +383,8 @@ def exact_sum(values: Iterable[float]) -> Sums:
 
     The first is the rounded sum. A sum that does not exist (inf - inf, or beyond a float) is NaN.
     """
-    remaining, parts = list(values), []
+    remaining = list(values)
+    parts = []
     try:
         for _ in _ZERO:
             parts.append(math.fsum(remaining))
@@ -435,5 +462,7 @@ def sum_and_count(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
     """
     part = number_of(value, items, items if mean else 1)
     if not isinstance(value, tuple | list) and mean:
-        return (part.value * items, items) if items else (0.0, 0.0)
+        if items:
+            return (part.value * items, items)
+        return (0.0, 0.0)
     return part.value, part.count

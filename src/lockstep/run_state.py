@@ -97,7 +97,9 @@ class BestEvaluation:
     @property
     def metric_value(self) -> float:
         """The value of `metric`."""
-        return self.loss if self.value is None else self.value
+        if self.value is None:
+            return self.loss
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +367,9 @@ class RunState:
     @property
     def global_step(self) -> int:
         """Steps trained; 0 for a new run."""
-        return self.place.global_step if self.place else 0
+        if self.place:
+            return self.place.global_step
+        return 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON values; the hooks' state is not copied."""
@@ -437,10 +441,13 @@ class _Key(NamedTuple):
 @functools.cache
 def _format_of(part: Hashable) -> dict[str, _Key]:
     """Return the JSON form of each field of a part."""
-    kinds, keys = get_type_hints(part), dict[str, _Key]()
+    kinds = get_type_hints(part)
+    keys = dict[str, _Key]()
     for each in dataclasses.fields(part):  # type: ignore[arg-type]
-        kind, metadata = kinds[each.name], each.metadata
-        flat = (get_args(kind) or (kind,))[0] if metadata.get("flat") else None  # `Position | None`: Position
+        kind = kinds[each.name]
+        metadata = each.metadata
+        # `Position | None`: Position
+        flat = (get_args(kind) or (kind,))[0] if metadata.get("flat") else None
         required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         keys[each.name] = _Key(metadata.get("key", each.name), kind, flat, metadata.get("absent"), required)
     return keys
@@ -451,7 +458,8 @@ class _MismatchError(Exception):
 
     def __init__(self, key: str, value: Any) -> None:
         super().__init__(key)
-        self.key, self.value = key, value
+        self.key = key
+        self.value = value
 
 
 def _read(part: type[_T], data: Mapping[str, Any], file: str, *, lenient: bool = False) -> _T:
@@ -493,7 +501,8 @@ def _decode_fields(part: Any, data: dict[str, Any], *, lenient: bool = False) ->
 
 def _decode(kind: Any, value: Any, key: str) -> Any:
     """Convert a JSON value to this type. Raises _MismatchError if it has another."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if kind is Any or (value is None and kind is types.NoneType):
         return value
     if origin is types.UnionType:

@@ -115,7 +115,9 @@ class _CurrentStep:
     """The step in which a task's `loss` is called; a user's own attribute of that name goes before it."""
 
     def __get__(self, task: Any, kind: type[Any]) -> int:
-        return int(vars(task).get(_STEP, 0)) if task is not None else 0
+        if task is not None:
+            return int(vars(task).get(_STEP, 0))
+        return 0
 
 
 class Task(ABC):
@@ -450,7 +452,8 @@ class _TaskInContext:
         return self._loss(self._inner.step_loss_rows, own, whole, first)
 
     def penalty(self, model: nn.Module) -> Any:
-        return self._loss(self._inner.penalty, model)  # a term of the loss, so a plain loop has it in the same context
+        # A term of the loss, so a plain loop has it in the same context
+        return self._loss(self._inner.penalty, model)
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
         with self._context():
@@ -483,7 +486,9 @@ def _itself(task: Task) -> Task:
 def _in_float32(value: Any) -> Any:
     """Convert tensors in half precision to float32, in plain tuples, lists and dicts too."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALVES else value
+        if value.dtype in HALVES:
+            return value.float()
+        return value
     if type(value) is dict:
         return {key: _in_float32(each) for key, each in value.items()}
     if type(value) in (tuple, list):
@@ -509,7 +514,9 @@ def in_context(
 
 def _inner(task: Any) -> Any:
     """Return the task within a context, or the task itself."""
-    return object.__getattribute__(task, "_inner") if type(task) is _TaskInContext else task
+    if type(task) is _TaskInContext:
+        return object.__getattribute__(task, "_inner")
+    return task
 
 
 def check_class(kind: type[Any]) -> None:
@@ -536,7 +543,8 @@ def as_task(task: Any) -> Task:
         if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {purpose}")
     result = task if isinstance(task, Task) else _WrappedTask(task)
-    if "_reduction_before" in vars(result):  # an earlier run detected it, perhaps with another micro-batch size
+    # An earlier run detected it, perhaps with another micro-batch size
+    if "_reduction_before" in vars(result):
         result.reduction = vars(result).pop("_reduction_before")
     set_step(result, 0)
     _check_loss(result, name)
@@ -611,7 +619,8 @@ def set_step(task: Task, step: int) -> None:
     vars(task)[_STEP] = vars(inner)[_STEP] = step
     own = user_task(inner)
     if own is not inner and (not hasattr(own, "step") or hasattr(own, _STEP)):
-        with contextlib.suppress(AttributeError):  # an object with slots has no room for it
+        # An object with slots has no room for it
+        with contextlib.suppress(AttributeError):
             setattr(own, _STEP, step)
             own.step = step
 
@@ -637,7 +646,9 @@ def inner_task(task: Task) -> Task:
 def user_task(task: Task) -> Any:
     """Return the user's own object."""
     task = _inner(task)
-    return task.original if isinstance(task, _WrappedTask) else task
+    if isinstance(task, _WrappedTask):
+        return task.original
+    return task
 
 
 def has_own(task: Task, method: str) -> bool:

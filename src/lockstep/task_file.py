@@ -29,18 +29,28 @@ def import_class(name: str, flag: str, methods: Iterable[str] = _METHODS) -> Cal
     """
     file, _, class_name = name.rpartition(":")
     if not file and Path(name).is_file():
-        file, class_name = name, ""
+        file = name
+        class_name = ""
     path = Path(file)
     if not file or not path.is_file():
         raise ConfigError(f"{flag} '{name}': no such file; give FILE.py:Class")
     module = _import_file(name, path, flag)
     kind: Callable[[], Any] | None = getattr(module, class_name, None) if class_name else None
     if kind is None:
-        problem = f"the file has no class {class_name}" if class_name else "no class is named"
+        if class_name:
+            problem = f"the file has no class {class_name}"
+        else:
+            problem = "no class is named"
         own = [key for key, value in vars(module).items() if _has_all(value, module, methods)]
         close = difflib.get_close_matches(class_name, own, n=1)
-        hint = f"did you mean {file}:{close[0]}?" if close else f"give {' or '.join(f'{file}:{key}' for key in own)}"
-        example = "a subclass of lockstep.Task that the file defines" if flag == "--task" else "a class of the file"
+        if close:
+            hint = f"did you mean {file}:{close[0]}?"
+        else:
+            hint = f"give {' or '.join(f'{file}:{key}' for key in own)}"
+        if flag == "--task":
+            example = "a subclass of lockstep.Task that the file defines"
+        else:
+            example = "a class of the file"
         hint = hint if own else f"give {file}:CLASS, {example}"
         raise ConfigError(f"{flag} '{name}': {problem}; {hint}")
     return kind
@@ -53,7 +63,8 @@ def _import_file(name: str, path: Path, flag: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{flag} '{name}' is not a Python file; give FILE.py:Class")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # so that its classes can be pickled for loader processes
+    # So that its classes can be pickled for loader processes
+    sys.modules[module_name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours
         sys.path.insert(0, folder)

@@ -86,7 +86,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if is_dtensor(tensor):
         with torch.no_grad():
             local = tensor.to_local()
-    return local.detach() if local.requires_grad else local  # called for each gradient in each step
+    # called for each gradient in each step
+    if local.requires_grad:
+        return local.detach()
+    return local
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,7 +142,9 @@ def copy_into(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def copy_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device through pinned memory, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 @torch.no_grad()
@@ -161,15 +166,19 @@ def _not_finite_on_one_device(tensors: Mapping[str, torch.Tensor], names: list[s
     # checked again.
     values = [_readable(tensors[name].detach()) for name in names]
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(values, 2)])
-    suspects = norms.isfinite().logical_not().nonzero().flatten().tolist()  # waits for the device
-    return [names[index] for index in suspects if not bool(values[index].isfinite().all())]  # waits for the device
+    # Waits for the device
+    suspects = norms.isfinite().logical_not().nonzero().flatten().tolist()
+    # Waits for the device
+    return [names[index] for index in suspects if not bool(values[index].isfinite().all())]
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """Convert to a dtype that has norms."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
-    return tensor.float() if tensor.itemsize == 1 else tensor
+    if tensor.itemsize == 1:
+        return tensor.float()
+    return tensor
 
 
 # NumPy makes an array of numbers of one exact type in a third of torch's time.
@@ -218,7 +227,8 @@ def _collate_dicts(samples: Sequence[Any]) -> Any:
 def _collate_other(samples: Any) -> Any:
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        batch = copy.copy(first)  # without `__post_init__`, which is for one sample
+        # Without `__post_init__`, which is for one sample
+        batch = copy.copy(first)
         for spec in dataclasses.fields(first):
             object.__setattr__(batch, spec.name, collate_samples([getattr(sample, spec.name) for sample in samples]))
         return batch

@@ -78,8 +78,11 @@ class WholeStep:
         micro_batches: int,
         sharing: ShareSchedule | None = None,
     ) -> None:
-        self._step_loss, self._rows, self._world = step_loss, rows, world
-        self._micro_batches, self._sharing = micro_batches, sharing
+        self._step_loss = step_loss
+        self._rows = rows
+        self._world = world
+        self._micro_batches = micro_batches
+        self._sharing = sharing
         self.samples = 0
         self.numbers: list[tuple[int, dict[str, Number], bool]] = []
         self._form: _OutputForm | None = None
@@ -100,11 +103,16 @@ class WholeStep:
             LockstepError: the outputs differ in form between the micro-batches.
             PeerError: a rank was lost.
         """
-        leaves = [(index, weight, self._leaves(index, outputs)) for index, weight, outputs in batches]
+        leaves = []
+        for index, weight, outputs in batches:
+            leaves.append((index, weight, self._leaves(index, outputs)))
         own = [(index, tensors) for index, weight, tensors in leaves if weight]
-        columns = [torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]) for k in range(self._width)]
+        columns = []
+        for k in range(self._width):
+            columns.append(torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]))
         whole, first = self._gather(columns)
-        self.samples, self.numbers = len(whole[0]), []
+        self.samples = len(whole[0])
+        self.numbers = []
         with torch.set_grad_enabled(gradient):
             inputs = [_leaf(column, gradient) for column in whole]
             if self._step_loss:
@@ -125,9 +133,18 @@ class WholeStep:
         """
         tensors = self._leaves(index, outputs)
         gradients = self._gradients.get(index)
-        if gradients is None:  # an empty slot: its backward runs, and counts nothing
-            gradients = [torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors]
-        pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
+        # An empty slot: its backward runs, and counts nothing
+        if gradients is None:
+            gradients = []
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    gradients.append(torch.ones_like(tensor))
+                else:
+                    gradients.append(None)
+        pairs = []
+        for t, g in zip(tensors, gradients, strict=True):
+            if g is not None and t.requires_grad:
+                pairs.append((t, g))
         if not pairs:
             raise ConfigError(
                 "the task's `step_loss` does not depend on the model; compute it from the outputs, without "
@@ -137,7 +154,9 @@ class WholeStep:
 
     @property
     def _width(self) -> int:
-        return len(self._form.rows) if self._form else 0
+        if self._form:
+            return len(self._form.rows)
+        return 0
 
     def _leaves(self, index: int, outputs: Any) -> list[Tensor]:
         """List the outputs' tensors, and check that their form is that of the first outputs."""
@@ -145,7 +164,8 @@ class WholeStep:
         form = _OutputForm(tree, tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors))
         self._form = self._form or form
         if form != self._form:
-            own, other = _describe_form(form), _describe_form(self._form)
+            own = _describe_form(form)
+            other = _describe_form(self._form)
             raise LockstepError(
                 f"{rank_label(self._world.rank)}: the task's `outputs` of micro-batch {index} are {own}, but those of "
                 f"another are {other}: only the number of samples may differ; pad them to one size"
@@ -160,7 +180,8 @@ class WholeStep:
         """
         if self._world.size == 1:
             return [column.detach() for column in columns], 0
-        size, rank = len(columns[0]), self._world.rank
+        size = len(columns[0])
+        rank = self._world.rank
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
         # As bytes: one collective for all dtypes, also those that a backend does not support.
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._first_form().rows]
@@ -168,16 +189,17 @@ class WholeStep:
         sizes = [int(count) for count in counts]
         send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
         if size:
-            parts = [as_bytes(column).view(size, width) for column, width in zip(columns, widths, strict=True)]
+            parts = []
+            for column, width in zip(columns, widths, strict=True):
+                parts.append(as_bytes(column).view(size, width))
             send[:size] = torch.cat(parts, dim=1)
         received = [torch.empty_like(send) for _ in sizes]
         collectives.all_gather(received, send)  # collective
         packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
         blocks = packed.split_with_sizes(widths, dim=1)
-        whole = [
-            from_bytes(block, dtype, (len(packed), *shape))
-            for block, (shape, dtype) in zip(blocks, self._first_form().rows, strict=True)
-        ]
+        whole = []
+        for block, (shape, dtype) in zip(blocks, self._first_form().rows, strict=True):
+            whole.append(from_bytes(block, dtype, (len(packed), *shape)))
         return whole, sum(sizes[:rank])
 
     def _at_once(
@@ -199,9 +221,13 @@ class WholeStep:
         """Compute the parts of this rank's micro-batches; sum gradients in the tree. Collective."""
         assert self._rows is not None
         gradient = torch.is_grad_enabled()
-        losses, row_gradients, sums = list[Tensor](), list[list[Tensor | None]](), list[Tensor]()
+        losses = list[Tensor]()
+        row_gradients = list[list[Tensor | None]]()
+        sums = list[Tensor]()
         for (index, tensors), begin in zip(own, _first_rows(own, first), strict=True):
-            rows = [_leaf(column.detach()[begin : begin + len(tensors[0])], gradient) for column in inputs]
+            rows = []
+            for column in inputs:
+                rows.append(_leaf(column.detach()[begin : begin + len(tensors[0])], gradient))
             loss, numbers = split_loss(self._rows(self._tree(rows), self._tree(inputs), begin), "step_loss_rows")
             self._keep_numbers(index, numbers, len(tensors[0]), counts=True)
             gradients = _gradients(loss, [*rows, *inputs])
@@ -221,13 +247,19 @@ class WholeStep:
 
     def _keep_numbers(self, index: int, numbers: Mapping[str, Any], samples: int, *, counts: bool) -> None:
         """Store the numbers of the loss, or of a part of it, weighted by samples."""
-        parts = {name: number_of(value, samples, self.samples) for name, value in numbers.items()}
+        parts = {}
+        for name, value in numbers.items():
+            parts[name] = number_of(value, samples, self.samples)
         self.numbers.append((index, parts, counts))
 
     def _sum(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """Sum over all micro-batches in the fixed tree, with the same bits on any ranks. Collective."""
-        shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
-        parts, ranks = Subtrees(self._micro_batches, self._world, shares), self._world.size
+        if self._sharing:
+            shares = self._sharing.now
+        else:
+            shares = equal_shares(self._micro_batches, self._world.size)
+        parts = Subtrees(self._micro_batches, self._world, shares)
+        ranks = self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
         padded = length + -length % ranks
         like = next((vector for vector in vectors), None)
@@ -274,7 +306,8 @@ class WholeStepPasses(Passes):
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
             self._backwards(step, micro, surrogate, SURROGATE, counts=counts)
-        return [loss.double() * items for loss in losses]  # since the record divides by the items
+        # Since the record divides by the items
+        return [loss.double() * items for loss in losses]
 
     def _collect_numbers(self, step: int, counts: bool) -> None:
         for index, parts, counted in self._whole.numbers if counts else ():
@@ -282,7 +315,8 @@ class WholeStepPasses(Passes):
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
         """Compute the outputs of a micro-batch without changing buffers; pass 2 changes them."""
-        control, engine = self._control, self._engine
+        control = self._control
+        engine = self._engine
         control.seed(step, batch.index)
         with engine.accumulate(False, False), empty_slot(not batch.weight), control.kernels(step, batch.index):
             outputs = pytree.tree_map_only(Tensor, Tensor.detach, self._task.outputs(engine.model, batch.data))
@@ -291,7 +325,8 @@ class WholeStepPasses(Passes):
 
     def _single_pass(self, step: int, batch: MicroBatch, counts: bool) -> list[Tensor]:
         """Run the pass of a rank with one micro-batch, keeping its graph."""
-        control, engine = self._control, self._engine
+        control = self._control
+        engine = self._engine
         if self._hooks:
             self._hooks.before_batch(step, batch.index, 0, 1, counts=bool(batch.weight))
         control.seed(step, batch.index)
@@ -306,7 +341,8 @@ class WholeStepPasses(Passes):
         return losses
 
     def _losses(self, step: int, batches: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
-        self._control.seed(step, WHOLE_LOSS)  # the same on every rank, whatever it drew before
+        # The same on every rank, whatever it drew before
+        self._control.seed(step, WHOLE_LOSS)
         return self._whole(batches)
 
 

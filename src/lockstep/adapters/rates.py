@@ -92,8 +92,12 @@ class Rates:
         caller: str = "from_lightning",
         shadow: Optimizer | None = None,
     ) -> None:
-        self._optimizer, self._shadow, self._schedulers, self._place = optimizer, shadow, schedulers, place
-        self._step, self._caller = step_scheduler or step_one, caller
+        self._optimizer = optimizer
+        self._shadow = shadow
+        self._schedulers = schedulers
+        self._place = place
+        self._step = step_scheduler or step_one
+        self._caller = caller
         self.watched = [each.monitor for each in schedulers if each.monitor]
         self.position, self.history = 0, list[tuple[int, str, float]]()
         self._initial_states = [_state_of(each.scheduler) for each in schedulers]
@@ -160,7 +164,8 @@ class Rates:
 
     def _begin(self) -> None:
         """Restore the schedulers and the groups as they were before the first step."""
-        self.position, self.history = 0, []
+        self.position = 0
+        self.history = []
         for each, state in zip(self._schedulers, self._initial_states, strict=True):
             _restore(each.scheduler, copy.deepcopy(state))
         for group, values in zip(self._optimizer.param_groups, self._initial_groups, strict=False):
@@ -169,7 +174,10 @@ class Rates:
     def _advance(self) -> None:
         place = self._place(self.position)
         self.position += 1
-        due = [each for each in self._schedulers if each.monitor is None and self._due(each, place)]
+        due = []
+        for each in self._schedulers:
+            if each.monitor is None and self._due(each, place):
+                due.append(each)
         if due:
             self._drive(due, None)
 

@@ -52,11 +52,15 @@ def turn_ranges(slot: int, slots: int, turns: int) -> tuple[range, range]:
     Each turn of a step begins and ends once, however many slots there are.
     """
     starts = [turn * slots // turns for turn in range(turns)]
-    ends = [max(start, (turn + 1) * slots // turns - 1) for turn, start in enumerate(starts)]
+    ends = []
+    for turn, start in enumerate(starts):
+        ends.append(max(start, (turn + 1) * slots // turns - 1))
     begin_turns = [turn for turn, start in enumerate(starts) if start == slot]
     end_turns = [turn for turn, end in enumerate(ends) if end == slot]
     return _as_range(begin_turns), _as_range(end_turns)
 
 
 def _as_range(turns: list[int]) -> range:
-    return range(turns[0], turns[-1] + 1) if turns else range(0)
+    if turns:
+        return range(turns[0], turns[-1] + 1)
+    return range(0)

@@ -63,7 +63,9 @@ class StoredTensor:
 
     def within(self, box: TensorBox) -> Iterable[SliceEntry]:
         """Return the slices that may overlap `box`; few, whatever the number of ranks that wrote."""
-        return self.entries.within(box) if isinstance(self.entries, GridSlices) else self.entries
+        if isinstance(self.entries, GridSlices):
+            return self.entries.within(box)
+        return self.entries
 
 
 class DataSource(Protocol):
@@ -136,7 +138,9 @@ def verify(path: Path) -> list[str]:
 def verify_data(path: Path) -> list[str]:
     """Return what is wrong with a checkpoint as `verify`; of one that is attached to a source, read all data there."""
     source = attached(path)
-    return source.verify() if source else verify(path)
+    if source:
+        return source.verify()
+    return verify(path)
 
 
 def resume_problems(path: Path, manifest: Manifest) -> list[str]:
@@ -164,10 +168,11 @@ def not_finite_line(names: list[str], place: str = "") -> str:
 
 def check_sizes(path: Path, manifest: Manifest) -> list[str]:
     """Find missing files and wrong kinds or sizes; only JSON files are read, and their checksums checked."""
-    problems = [
-        file_damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
-        for name, each in _sorted(manifest)
-    ]
+    problems = []
+    for name, each in _sorted(manifest):
+        problems.append(
+            file_damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
+        )
     return [problem for problem in problems if problem]
 
 
@@ -178,11 +183,10 @@ def find_damage(path: Path, manifest: Manifest, names: list[str], on_read: OnRea
         on_read: as in `file_damage`.
     """
     chosen = set(_here(path, names))
-    problems = [
-        file_damage(path / name, each["size"], each["xxh3_64"], on_read)
-        for name, each in _sorted(manifest)
-        if name in chosen
-    ]
+    problems = []
+    for name, each in _sorted(manifest):
+        if name in chosen:
+            problems.append(file_damage(path / name, each["size"], each["xxh3_64"], on_read))
     return [problem for problem in problems if problem]
 
 
@@ -209,7 +213,9 @@ def check_contents(path: Path, manifest: Manifest) -> None:
 
 def index_files(manifest: Manifest) -> list[str]:
     """Return the files that say which file has which slice: one, or one of each rank under format 1."""
-    return [INDEX] if manifest.format > 1 else sorted(name for name in manifest.files if _RANK_INDEX.fullmatch(name))
+    if manifest.format > 1:
+        return [INDEX]
+    return sorted(name for name in manifest.files if _RANK_INDEX.fullmatch(name))
 
 
 def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
@@ -224,12 +230,16 @@ def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
     if manifest.format == 1 or not names:
         return
     tensors, _ = read_index(path, manifest.files)
-    by_grid: dict[int, tuple[Grid, list[tuple[str, str]]]] = {}  # by identity: tensors cut alike share one
+    # By identity: tensors cut alike share one
+    by_grid: dict[int, tuple[Grid, list[tuple[str, str]]]] = {}
     for name, slices in tensors.items():
         by_grid.setdefault(id(slices.grid), (slices.grid, []))[1].append((name, slices.dtype))
-    places = [({file: local for file, _, local in grid.slices()}, named) for grid, named in by_grid.values()]
+    places = []
+    for grid, named in by_grid.values():
+        places.append(({file: local for file, _, local in grid.slices()}, named))
     for file in names:
-        header, number = read_header(path / file), rank_of(file)
+        header = read_header(path / file)
+        number = rank_of(file)
         expected = {
             name: stored_as(dtype, local[number]) for local, named in places if number in local for name, dtype in named
         }
@@ -262,7 +272,9 @@ def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """
     if manifest.format > 1:
         slices, names = read_index(path, manifest.files)
-        stored = {name: StoredTensor(each.dtype, each.grid.shape, each) for name, each in slices.items()}
+        stored = {}
+        for name, each in slices.items():
+            stored[name] = StoredTensor(each.dtype, each.grid.shape, each)
         return stored | _resolve_aliases(path, stored, names)
     return _read_rank_indexes(path, manifest)
 

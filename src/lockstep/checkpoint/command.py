@@ -49,7 +49,9 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
     with open_run(folder) as place:
         paths = _checkpoints(place, step)
         if action == "list":
-            return _list_json(paths) if as_json else _list(paths)
+            if as_json:
+                return _list_json(paths)
+            return _list(paths)
         if action == "verify":
             return _verify(paths)
         return _inspect(folder, paths, tensors)
@@ -78,7 +80,9 @@ def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str])
     with open_foreign(source) as weights:
         match = select_names(weights, prefix, drop)
         first: dict[str, Any] = {}
-        tensors = {f"model/{name}": first.setdefault(file, weights.read(file)) for name, file in match.source.items()}
+        tensors = {}
+        for name, file in match.source.items():
+            tensors[f"model/{name}"] = first.setdefault(file, weights.read(file))
         path = save(out, 0, tensors, {}, World(), engine="import")
     print(f"imported {weights.kind}: {match}, {bytes_text(read_manifest(path).size)}: {printable(str(out))}")
     return path
@@ -133,7 +137,9 @@ def _list_json(paths: list[Path]) -> int:
 
 
 def _yes(problems: list[str]) -> str:
-    return "no" if problems else "yes"
+    if problems:
+        return "no"
+    return "yes"
 
 
 def _row(path: Path) -> tuple[str, ...]:
@@ -154,13 +160,17 @@ def _epoch(path: Path) -> str:
         epoch = _epoch_of(path)
     except CheckpointError:
         return "?"
-    return "-" if epoch is None else str(epoch)
+    if epoch is None:
+        return "-"
+    return str(epoch)
 
 
 def _epoch_of(path: Path) -> int | None:
     """Return the run's epoch; None for a checkpoint of `lockstep.save_state`, which has none."""
     place = read_run_state(path).place
-    return place.epoch if place else None
+    if place:
+        return place.epoch
+    return None
 
 
 def _verify(paths: list[Path]) -> int:
@@ -169,7 +179,9 @@ def _verify(paths: list[Path]) -> int:
         problems = verify_data(path)
         damaged += bool(problems)
         print(f"{path.name}: {'; '.join(problems) if problems else 'whole'}")
-    return DifferenceError.exit_code if damaged else 0
+    if damaged:
+        return DifferenceError.exit_code
+    return 0
 
 
 def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:

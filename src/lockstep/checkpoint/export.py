@@ -83,13 +83,17 @@ def _write_hub(
         CheckpointError: transformers does not know the run's model.
         ConfigError: the hub's model is not available any more, or transformers is not installed.
     """
-    name = str(options.get("model_name", Config().model_name if options else ""))  # a missing option has its default
+    # A missing option has its default
+    name = str(options.get("model_name", Config().model_name if options else ""))
     if {"tokens.weight", "positions.weight"} <= shapes.keys() and (state.gpt or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
         return _as_gpt2
     if not name or name.startswith(("builtin:", "timm:")) or all(key in shapes for key in _TOP):
         task = str(options.get("task", Config().task))
-        model = f"model '{name}'" if kind_of(task) != OWN else f"model, of --task {task},"
+        if kind_of(task) != OWN:
+            model = f"model '{name}'"
+        else:
+            model = f"model, of --task {task},"
         raise CheckpointError(
             f"--format hf: the run's {model} is neither the built-in GPT nor one from transformers; "
             "use --format safetensors"
@@ -190,8 +194,12 @@ def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable
         raise CheckpointError(
             f"--format peft cannot store '{stray}', which the run has besides its adapters; use --format torch --merge"
         )
-    task, name = str(options.get("task", "")), str(options.get("model_name", Config().model_name))
-    base = name if task in _TYPES and not name.startswith("builtin:") else ""
+    task = str(options.get("task", ""))
+    name = str(options.get("model_name", Config().model_name))
+    if task in _TYPES and not name.startswith("builtin:"):
+        base = name
+    else:
+        base = ""
     write_config(adapters, folder, base, _TYPES[task] if base else "")
     return renamed
 
@@ -283,7 +291,10 @@ def export(
         with nullcontext(weights) if weights else open_tensors(path) as tensors:
             if not any(name.startswith("model/") for name in tensors.contents):
                 raise CheckpointError(f"{printable(path.name)} has no model to export")
-            source_tensors = tensors if weights else _weights_for_use(path, tensors, ema=ema)
+            if weights:
+                source_tensors = tensors
+            else:
+                source_tensors = _weights_for_use(path, tensors, ema=ema)
             source = ExportSource(path, source_tensors, _options_of(path), read_run_state(path), write_extras)
             out.parent.mkdir(parents=True, exist_ok=True)
             _check_room(out, source.tensors)
@@ -301,7 +312,10 @@ def _check_room(out: Path, tensors: FullTensors) -> None:
 
     torch.save and dcp report a full disk as errors of their own, after they have filled it.
     """
-    stored = {id(each): each for name, each in tensors.contents.items() if name.startswith("model/")}
+    stored = {}
+    for name, each in tensors.contents.items():
+        if name.startswith("model/"):
+            stored[id(each)] = each
     size = sum(torch.Size(each.shape).numel() * itemsize(each.dtype) for each in stored.values())
     if (free := shutil.disk_usage(out.parent).free) < size:
         raise ConfigError(
@@ -312,7 +326,10 @@ def _check_room(out: Path, tensors: FullTensors) -> None:
 
 def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | None:
     """Return the error for an `out` that cannot be written; None: the error is of another file."""
-    refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else None
+    if isinstance(error.filename, str | bytes | os.PathLike):
+        refused = Path(os.fsdecode(error.filename))
+    else:
+        refused = None
     if refused is None or not (temporary.is_relative_to(refused) or refused.is_relative_to(temporary)):
         return None
     reason = error.strerror or str(error)
@@ -449,7 +466,9 @@ def _peft(source: ExportSource, out: Path) -> None:
     names, _ = _weights(source.tensors)
     out.mkdir()
     renamed = _write_adapters(source.options, source.state, names, out)
-    outgoing = [each._replace(name=renamed[each.name]) for each in export_tensors(source, names)]
+    outgoing = []
+    for each in export_tensors(source, names):
+        outgoing.append(each._replace(name=renamed[each.name]))
     write_file(out / "adapter_model.safetensors", _safetensors_of(outgoing, {}))
 
 

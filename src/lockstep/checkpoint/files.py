@@ -51,14 +51,19 @@ def printable(text: str, limit: int = 300) -> str:
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text[: limit + 1]
     )
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    if len(line) <= limit:
+        return line
+    return line[: limit - 3] + "..."
 
 
 def refusal_error(error: OSError) -> LockstepError:
     """Return the error for a refusal of the file system: file, reason, way out."""
     if silent := storage_error(error):
         return silent
-    file = printable(str(error.filename)) if error.filename else "the checkpoint's folder"
+    if error.filename:
+        file = printable(str(error.filename))
+    else:
+        file = "the checkpoint's folder"
     return CheckpointError(
         f"{file}: {error.strerror or error}; check the free space and the permissions there, and that every node "
         "sees the same --save-dir"
@@ -78,7 +83,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
         OSError: the file exists, or the disk is full; the error's `filename` is set.
     """
     digest = xxhash.xxh3_64()
-    size, exists = 0, False
+    size = 0
+    exists = False
     try:
         with create_file(path, buffering=1 << 20) as file:
             exists = True
@@ -91,7 +97,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write's error does not name the file
+        # A write's error does not name the file
+        error.filename = error.filename or str(path)
         if exists:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -190,7 +197,8 @@ def _label(path: Path) -> str:
 
 def remove(path: Path) -> None:
     """Delete a folder, a file, or a link but not its target, where possible."""
-    with contextlib.suppress(OSError):  # a leftover is harmless; an error here would hide the real one
+    # A leftover is harmless; an error here would hide the real one
+    with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -279,7 +287,10 @@ class _LifeSigns:
         on_progress: Callable[[list[int]], None],
         on_wait: Callable[[list[int]], None],
     ) -> None:
-        self._world, self._progress, self._on_progress, self._on_wait = world, progress, on_progress, on_wait
+        self._world = world
+        self._progress = progress
+        self._on_progress = on_progress
+        self._on_wait = on_wait
         self._ended = threading.Event()
         self._is_silent = False
         self._own: list[Any] = []

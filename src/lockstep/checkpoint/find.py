@@ -65,7 +65,8 @@ def find_resume(
     steps, remote_steps = _steps(folder, world, remote)
     newest = _newest_stored if remote and world.leads else _newest
     path, downloaded = newest(folder, steps, world, say, remote, remote_steps)
-    at_risk = remote_steps if remote and world.leads else steps  # of nodes' parts alone no checkpoint can be made
+    # Of nodes' parts alone no checkpoint can be made
+    at_risk = remote_steps if remote and world.leads else steps
     if path is None and at_risk:  # a new start would overwrite them
         error = CheckpointError(
             f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
@@ -168,7 +169,9 @@ def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> 
     """Let all ranks read a checkpoint of the store; return whether rank 0's folder lacked it. Collective."""
 
     def copy() -> bool:
-        return _copy_documents(remote, folder, step) if world.leads_folder else False
+        if world.leads_folder:
+            return _copy_documents(remote, folder, step)
+        return False
 
     fresh: bool = await_results(world, copy)[0]  # collective
     path = path_of(folder, step)
@@ -180,7 +183,10 @@ def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:
     """Download what a folder lacks of a checkpoint's documents; return whether it had another one, or none."""
     path = path_of(folder, step)
     manifest = remote.manifest(step)
-    names = [*manifest.files] if manifest.format == 1 else [*index_files(manifest), STATE]
+    if manifest.format == 1:
+        names = [*manifest.files]
+    else:
+        names = [*index_files(manifest), STATE]
     with suppress(CheckpointError):
         if read_manifest(path) == manifest and not find_damage(path, manifest, names):
             return False
@@ -268,7 +274,8 @@ class _ReadProgress:
     """
 
     def __init__(self, path: Path, world: World, say: Say) -> None:
-        self._name, self._say = path.name, say if world.is_main else lambda line: None
+        self._name = path.name
+        self._say = say if world.is_main else lambda line: None
         self._total, self._last_report = 0, time.monotonic()
         self.bytes = 0
 

@@ -198,7 +198,8 @@ def _read_index(index: Path, suffix: str) -> tuple[dict[str, list[str]], dict[st
     Raises:
         CheckpointError: it is damaged, or a file is missing.
     """
-    folder, label = index.parent, printable(str(index.parent))
+    folder = index.parent
+    label = printable(str(index.parent))
     content = parse_json(read_file(index, JSON_LIMIT), index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -219,7 +220,8 @@ def _open_safetensors(
 ) -> ForeignWeights:
     """Open safetensors files; `notes` and their headers name second names of tied tensors."""
     folder = path if path.is_dir() else path.parent
-    tensors, opened = dict[str, TensorForm](), dict[str, Any]()
+    tensors = dict[str, TensorForm]()
+    opened = dict[str, Any]()
     for file, expected in shards.items():
         label = printable(f"{folder.name}/{file}")
         try:
@@ -235,7 +237,8 @@ def _open_safetensors(
                 raise CheckpointError(
                     f"{label}: {printable(name, 120)} has the dtype {view.get_dtype()}, which lockstep does not store"
                 )
-            tensors[name], opened[name] = TensorForm(_DTYPES[view.get_dtype()], tuple(view.get_shape())), reader
+            tensors[name] = TensorForm(_DTYPES[view.get_dtype()], tuple(view.get_shape()))
+            opened[name] = reader
         notes = notes | (reader.metadata() or {})
     aliases = {alias: str(name) for alias, name in notes.items() if name in tensors and alias not in tensors}
 
@@ -250,7 +253,10 @@ def _open_safetensors(
 def _open_bins(folder: Path) -> ForeignWeights:
     """Open the torch files of a folder of Hugging Face."""
     index = folder / _BIN_INDEX
-    files = sorted(_read_index(index, ".bin")[0]) if index.is_file() else [_BIN]
+    if index.is_file():
+        files = sorted(_read_index(index, ".bin")[0])
+    else:
+        files = [_BIN]
     parts = [_open_torch(folder / file) for file in files]
     owner = {name: part for part in parts for name in part.tensors}
     forms = {name: part.tensors[name] for name, part in owner.items()}
@@ -297,9 +303,15 @@ def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[
         return "a state dict", content, []
     if len(nested) != 1:
         keys = ", ".join(printable(key, 40) for key in (nested or list(content))[:5])
-        problem = f"has state dicts under {keys}" if nested else f"has no state dict; its keys are: {keys}"
+        if nested:
+            problem = f"has state dicts under {keys}"
+        else:
+            problem = f"has no state dict; its keys are: {keys}"
         raise CheckpointError(f"{label} {problem}; write the one to load: torch.save(content[KEY], FILE)")
-    kind = "a Lightning checkpoint" if "pytorch-lightning_version" in content else f"a torch file ({nested[0]!r})"
+    if "pytorch-lightning_version" in content:
+        kind = "a Lightning checkpoint"
+    else:
+        kind = f"a torch file ({nested[0]!r})"
     return kind, content[nested[0]], [key for key in content if key != nested[0]]
 
 
@@ -395,13 +407,17 @@ def _open_dcp(path: Path) -> ForeignWeights:
             pass
 
     def read_part(name: str, cut: tuple[slice, ...]) -> Tensor:
-        offsets, sizes = [each.start for each in cut], [each.stop - each.start for each in cut]
+        offsets = [each.start for each in cut]
+        sizes = [each.stop - each.start for each in cut]
         tensor = torch.empty(sizes, dtype=getattr(torch, forms[name].dtype))
         box = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         try:
             reader = Reader(path)
             reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
-            items = helpers.create_read_items_for_chunk_list(name, entries[name], [box]) if tensor.numel() else []
+            if tensor.numel():
+                items = helpers.create_read_items_for_chunk_list(name, entries[name], [box])
+            else:
+                items = []
             reader.read_data(dcp.planner.LoadPlan(items), Part(tensor)).wait()
         except (dcp.CheckpointException, RuntimeError, AssertionError, EOFError) as error:
             raise CheckpointError(f"{label}: {printable(name, 120)} cannot be read: its data is damaged") from error
@@ -458,7 +474,8 @@ def _prefixes(names: Mapping[str, str]) -> list[str]:
     """Return the prefixes that may be removed, the shortest first: "", "model.", "module.model.", ..."""
     found = {""}
     for name in names:
-        parts, prefix = name.split("."), ""
+        parts = name.split(".")
+        prefix = ""
         for part in parts[:-1]:
             if part not in _PREFIXES:
                 break
@@ -492,7 +509,8 @@ def match_names(
         CheckpointError: tensors are missing, ambiguous, left over in a part of the model, or have another shape or a
             narrower dtype; up to three of each are named.
     """
-    names, label = _plain_names(weights), printable(str(weights.path))
+    names = _plain_names(weights)
+    label = printable(str(weights.path))
     model = {name: tensor for name, tensor in model.items() if not leave(name)}
     missing_by = {prefix: _missing(names, model, ties, prefix) for prefix in _prefixes(names)}
     complete = [prefix for prefix, missing in missing_by.items() if not missing]
@@ -541,10 +559,12 @@ def _differences(
     extra: list[str],
 ) -> Differences:
     """Compare dtypes and shapes; a file may have a narrower dtype, all of whose values the model's has."""
-    forms, shapes = dict[str, str](), list[str]()
+    forms = dict[str, str]()
+    shapes = list[str]()
     for name in sorted(source):
         tensor = model[name]
-        form, wanted = weights.tensors[source[name]], TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
+        form = weights.tensors[source[name]]
+        wanted = TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape))
         if form.shape != wanted.shape or wanted.dtype not in (form.dtype, *_WIDER.get(form.dtype, ())):
             forms[name] = f"{form}, not {wanted}"
             shapes += [name] * (form.shape != wanted.shape)
@@ -566,7 +586,8 @@ def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mappin
     for second, first in ties.items():
         if second not in source or first not in source or source[second] == source[first]:
             continue
-        one, other = weights.read(source[first]), weights.read(source[second])
+        one = weights.read(source[first])
+        other = weights.read(source[second])
         if one.dtype != other.dtype or not torch.equal(as_bytes(one), as_bytes(other)):
             raise CheckpointError(
                 f"{printable(str(weights.path))}: {printable(first, 120)} and {printable(second, 120)} are "
@@ -600,9 +621,13 @@ def select_names(weights: ForeignWeights, prefix: str | None, drop: list[str]) -
     Raises:
         CheckpointError: no name has the prefix, or a pattern matches none.
     """
-    names, label = _plain_names(weights), printable(str(weights.path))
+    names = _plain_names(weights)
+    label = printable(str(weights.path))
     if prefix is None:
-        prefix = "module." if all(name.startswith("module.") for name in names) else ""
+        if all(name.startswith("module.") for name in names):
+            prefix = "module."
+        else:
+            prefix = ""
     source = {name.removeprefix(prefix): file for name, file in names.items() if name.startswith(prefix)}
     if not source:
         raise CheckpointError(f"--prefix {prefix}: no name in {label} begins with it; they begin with {min(names)}")

@@ -159,7 +159,9 @@ def step_of(name: str) -> int | None:
     if not _STEP.fullmatch(name):
         return None
     step = int(name.removeprefix("step-"))
-    return step if step_name(step) == name else None
+    if step_name(step) == name:
+        return step
+    return None
 
 
 def dump(value: Any, indent: int | None = 1) -> bytes:
@@ -227,7 +229,9 @@ def _manifest_problem(fields: dict[str, Any]) -> str | None:
             return f"the checksum of {name} is missing or malformed"
     if fields["format"] > 1 and INDEX not in fields["files"]:
         return f"it does not list {INDEX}"
-    return None if STATE in fields["files"] else f"it does not list {STATE}"
+    if STATE in fields["files"]:
+        return None
+    return f"it does not list {STATE}"
 
 
 def is_size(value: Any) -> bool:

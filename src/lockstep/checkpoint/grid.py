@@ -70,7 +70,9 @@ class Grid:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in runs: [size, count] of the cuts, [first, count, distance] of the files."""
-        cuts = [_runs([end - begin for begin, end in pairwise(edges)]) for edges in self.edges]
+        cuts = []
+        for edges in self.edges:
+            cuts.append(_runs([end - begin for begin, end in pairwise(edges)]))
         return {"cuts": cuts, "files": _progressions(self.files)}
 
     @classmethod
@@ -144,12 +146,14 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
             along the others.
     """
     axes: list[list[int]] = [[axis for axis, cut in shards.items() if cut == dim] for dim in range(len(shape))]
-    edges, kept = [], []
+    edges = []
+    kept = []
     for size, mine in zip(shape, axes, strict=True):
         sizes = [size]
         for axis in mine:
             sizes = [part for each in sizes for part in _chunks(each, mesh.shape[axis])]
-        kept.append([index for index, part in enumerate(sizes) if part])  # a rank without a row writes no slice
+        # A rank without a row writes no slice
+        kept.append([index for index, part in enumerate(sizes) if part])
         edges.append(tuple(accumulate((part for part in sizes if part), initial=0)))
     ranks = mesh.numpy()
     ranks = ranks[tuple(slice(None) if axis in shards else 0 for axis in range(ranks.ndim))]

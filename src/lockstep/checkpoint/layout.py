@@ -133,7 +133,10 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
     owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
     for name in (name for name in names if name not in aliases):
-        is_owner = owners[name] == world.rank if name in owners else _is_writer(tensors[name])
+        if name in owners:
+            is_owner = owners[name] == world.rank
+        else:
+            is_owner = _is_writer(tensors[name])
         block = block_of(tensors[name])
         if is_owner and block is not None:
             pieces.append(_piece(name, tensors[name], block))
@@ -170,7 +173,10 @@ class _Grids:
         placements: tuple[Any, ...] = tuple(tensor.placements)
         key = (mesh, placements, shape)
         if key not in self._grids:
-            shards = {axis: place.dim for axis, place in enumerate(placements) if _kind(place) == "Shard"}
+            shards = {}
+            for axis, place in enumerate(placements):
+                if _kind(place) == "Shard":
+                    shards[axis] = place.dim
             first = int(mesh.mesh.reshape(-1)[0])
             empty = tensor.numel() == 0
             self._grids[key] = Grid.whole(shape, first) if empty else grid_of(shape, mesh.mesh, shards)
@@ -246,10 +252,12 @@ def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in names:
-        tensor, local = tensors[name], local_of(tensors[name])
+        tensor = tensors[name]
+        local = local_of(tensors[name])
         if local.numel():
             placements = tensor.placements if is_dtensor(tensor) else None
-            lazily = local.is_conj(), local.is_neg()  # the same memory, but other values
+            # The same memory, but other values
+            lazily = local.is_conj(), local.is_neg()
             identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placements, lazily)
             original = first.setdefault(identity, name)
             if original != name:
@@ -272,7 +280,10 @@ def _is_writer(tensor: torch.Tensor) -> bool:
         return False
     if tensor.numel() == 0:  # no rank has a part; one must write the name
         return not any(coordinate)
-    copies = [at for at, place in zip(coordinate, tensor.placements, strict=True) if _kind(place) == "Replicate"]
+    copies = []
+    for at, place in zip(coordinate, tensor.placements, strict=True):
+        if _kind(place) == "Replicate":
+            copies.append(at)
     return not any(copies) and local_of(tensor).numel() > 0
 
 
@@ -295,7 +306,8 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
 
 
 def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
-    digest, placement = xxhash.xxh3_64(), xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
+    placement = xxhash.xxh3_64()
     places: dict[Any, bytes] = {}
     for name in names:
         tensor = tensors[name]
@@ -352,7 +364,9 @@ class GridSlices(Sequence[SliceEntry]):
     __slots__ = ("_dtype", "_grid", "_name")
 
     def __init__(self, name: str, dtype: str, grid: Grid) -> None:
-        self._name, self._dtype, self._grid = name, dtype, grid
+        self._name = name
+        self._dtype = dtype
+        self._grid = grid
 
     @property
     def dtype(self) -> str:
@@ -484,7 +498,9 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
         return f"unknown dtype {printable(fields['dtype'], 40)!r}"
     if not fields["file"].endswith(".safetensors") or fields["file"] not in files:
         return f"its file {printable(fields['file'], 80)!r} is not in the manifest"
-    shape, offsets, local = fields["shape"], fields["offsets"], fields["local"]
+    shape = fields["shape"]
+    offsets = fields["offsets"]
+    local = fields["local"]
     if not len(shape) == len(offsets) == len(local) <= _DIMENSIONS:
         return "its shape, offsets and local shape differ in length"
     if any(begin + count > size for begin, count, size in zip(offsets, local, shape, strict=True)):
@@ -522,7 +538,8 @@ def _header_text(path: Path, label: str) -> tuple[int, int, bytes]:
     size = path.lstat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(_HEADER_LIMIT, size - 8):  # also if the file is shorter than 8 bytes
+        # Also if the file is shorter than 8 bytes
+        if length > min(_HEADER_LIMIT, size - 8):
             raise CheckpointError(f"{label} is damaged: its header claims {length} bytes of a file of {size}")
         return size, length, file.read(length)
 
@@ -533,7 +550,8 @@ _SIZES = {code: itemsize(name) for name, code in CODES.items()}
 def _is_header_entry(fields: Any) -> bool:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         return False
-    shape, offsets = fields["shape"], fields["data_offsets"]
+    shape = fields["shape"]
+    offsets = fields["data_offsets"]
     if (
         not isinstance(shape, list)
         or not isinstance(offsets, list)

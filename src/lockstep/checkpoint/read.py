@@ -133,7 +133,10 @@ def _raise_damage(problems: list[str]) -> None:
 
 def _names_without_state(tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor]) -> list[str]:
     """Return the names of optimizer states that did not exist when the checkpoint was written."""
-    stepped = {name.rpartition("/")[0] for name in contents if name.startswith("optimizer/")}
+    stepped = set()
+    for name in contents:
+        if name.startswith("optimizer/"):
+            stepped.add(name.rpartition("/")[0])
     optimizer_names = [name for name in tensors if name.startswith("optimizer/")]
     return [name for name in optimizer_names if stepped and name.rpartition("/")[0] not in stepped]
 
@@ -165,10 +168,13 @@ def differences(
     """Compare names, dtypes and shapes with those of a checkpoint, of the groups that `tensors` has."""
     groups = {name.partition("/")[0] for name in tensors}
     names = {name for name in contents if name.partition("/")[0] in groups and not leave(name)}
-    forms, shapes = dict[str, str](), list[str]()
+    forms = dict[str, str]()
+    shapes = list[str]()
     for name in sorted(tensors.keys() & names):
-        source, tensor = contents[name], tensors[name]
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        source = contents[name]
+        tensor = tensors[name]
+        dtype = dtype_name(tensor.dtype)
+        shape = tuple(tensor.shape)
         if (source.dtype, source.shape) != (dtype, shape):
             forms[name] = f"{source.dtype} {list(source.shape)}, not {dtype} {list(shape)}"
             shapes += [name] * (source.shape != shape)
@@ -198,7 +204,9 @@ def advise_drop(found: Differences, count: int) -> str:
     Args:
         count: the model's tensors; if none would be loaded, no flag helps.
     """
-    names = [name.removeprefix("model/") for name in (*found.missing, *found.extra, *found.shapes)]
+    names = []
+    for name in (*found.missing, *found.extra, *found.shapes):
+        names.append(name.removeprefix("model/"))
     if len(found.missing) + len(found.shapes) >= count:
         return "give weights of this model"
     if not names:
@@ -224,7 +232,8 @@ def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[st
     own = sorted(total)[ranks.index(world.rank) :: len(ranks)]
 
     def fetch() -> None:
-        source, manifest = attached(path), read_manifest(path)
+        source = attached(path)
+        manifest = read_manifest(path)
         for name in own if source else ():
             if not (path / name).exists() or find_damage(path, manifest, [name]):
                 (path / name).unlink(missing_ok=True)
@@ -277,8 +286,13 @@ def _reader(path: Path, stack: ExitStack) -> Read:
         if file is None and source:
             tensor = source.read(entry, part)
         else:
-            tensor = file.get_tensor(entry.key) if is_full else file.get_slice(entry.key)[part]
-        return _to_complex(tensor, entry.dtype) if entry.dtype in PAIRS else tensor
+            if is_full:
+                tensor = file.get_tensor(entry.key)
+            else:
+                tensor = file.get_slice(entry.key)[part]
+        if entry.dtype in PAIRS:
+            return _to_complex(tensor, entry.dtype)
+        return tensor
 
     return read
 

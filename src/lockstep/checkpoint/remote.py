@@ -93,7 +93,10 @@ class RemoteRun:
     """
 
     def __init__(self, save_dir: str, experiment_name: str, flag: str = "--save-dir") -> None:
-        self.url = f"{save_dir.rstrip('/')}/{experiment_name}" if experiment_name else save_dir.rstrip("/")
+        if experiment_name:
+            self.url = f"{save_dir.rstrip('/')}/{experiment_name}"
+        else:
+            self.url = save_dir.rstrip("/")
         self._flag = flag
         self._pauses: tuple[float, ...] = _PAUSES
         self._abandoned = threading.Event()
@@ -108,7 +111,8 @@ class RemoteRun:
         """
         fsspec = import_fsspec()
         scheme = self.url.partition("://")[0]
-        if scheme not in {*fsspec.available_protocols(), *fsspec.registry}:  # the latter: what a program registers
+        # The latter: what a program registers
+        if scheme not in {*fsspec.available_protocols(), *fsspec.registry}:
             raise self._error(f"fsspec knows no store {scheme!r}; give s3://BUCKET/PATH, gs:// or az://")
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if scheme in ("file", "local"):
@@ -116,7 +120,8 @@ class RemoteRun:
         try:
             system, path = fsspec.url_to_fs(self.url, **options)
         except ImportError as error:
-            known: Any = sys.modules["fsspec.registry"].known_implementations  # `fsspec.registry` is a mapping
+            # `fsspec.registry` is a mapping
+            known: Any = sys.modules["fsspec.registry"].known_implementations
             module = str(known[scheme]["class"]).partition(".")[0]
             raise self._error(f"the package {module} is not installed; pip install {module}") from error
         except Exception as error:
@@ -140,7 +145,9 @@ class RemoteRun:
             ConfigError: a package, the bucket, credentials or permissions are missing; or clocks differ too much.
             StorageError: the store does not answer.
         """
-        name, self._pauses = f".probe-{secrets.token_hex(8)}", _PAUSES[:1]  # somebody waits for the answer
+        # somebody waits for the answer
+        name = f".probe-{secrets.token_hex(8)}"
+        self._pauses = _PAUSES[:1]
         self.write(name, b"lockstep")
         try:
             if self.read(name) != b"lockstep":
@@ -243,7 +250,8 @@ class RemoteRun:
             FileNotFoundError: the local checkpoint is gone.
             LockstepError: the store refuses, or does not answer.
         """
-        path, name = path_of(folder, step), f"checkpoints/{step_name(step)}"
+        path = path_of(folder, step)
+        name = f"checkpoints/{step_name(step)}"
         content = (path / MANIFEST).read_bytes()
         manifest = read_manifest(path)
         there = self._sizes(name)
@@ -275,7 +283,9 @@ class RemoteRun:
             FileNotFoundError: the local checkpoint is gone.
             LockstepError: the store refuses, or does not answer.
         """
-        path, name, notes = path_of(folder, step), f"checkpoints/{step_name(step)}", f"uploads/{step_name(step)}"
+        path = path_of(folder, step)
+        name = f"checkpoints/{step_name(step)}"
+        notes = f"uploads/{step_name(step)}"
         content = (path / MANIFEST).read_bytes()
         manifest = read_manifest(path)
         there = self._sizes(name)
@@ -283,10 +293,14 @@ class RemoteRun:
             if self.read(f"{name}/{MANIFEST}") == content:
                 return 0
             if not last:
-                return None  # rank 0's node removes it, before any of its files changes
+                # Rank 0's node removes it, before any of its files changes
+                return None
             self.discard_files([f"{name}/{MANIFEST}"])
         here = [each for each in sorted(manifest.files) if (path / each).is_file()]
-        own = here if last else [each for each in here if each.endswith(".safetensors")]
+        if last:
+            own = here
+        else:
+            own = [each for each in here if each.endswith(".safetensors")]
         note = dump({"manifest": manifest.checksum, "files": own})
         sent = 0
         if self.read(f"{notes}/{part}.json") != note:
@@ -297,7 +311,9 @@ class RemoteRun:
             sent = sum(int(manifest.files[each]["size"]) for each in own)
         if not last:
             return sent
-        return None if self._noted(notes, manifest) < manifest.files.keys() else self._finish(name, notes, manifest)
+        if self._noted(notes, manifest) < manifest.files.keys():
+            return None
+        return self._finish(name, notes, manifest)
 
     def _noted(self, notes: str, manifest: Manifest) -> set[str]:
         """Return the files that the nodes say are there, of this manifest."""
@@ -334,7 +350,8 @@ class RemoteRun:
             CheckpointError: it is incomplete or damaged in the store, or the local disk refused.
             StorageError: the store does not answer.
         """
-        final, manifest = path_of(folder, step), self.manifest(step)
+        final = path_of(folder, step)
+        manifest = self.manifest(step)
         files = {each: file for each, file in manifest.files.items() if names is None or each in names}
         size = sum(int(file["size"]) for file in files.values())
         if names is None:
@@ -406,7 +423,8 @@ class RemoteRun:
             CheckpointError: it is missing, or shorter.
         """
         system, root = self._store
-        path, label = f"{root}/checkpoints/{step_name(step)}/{name}", f"{step_name(step)}/{name}"
+        path = f"{root}/checkpoints/{step_name(step)}/{name}"
+        label = f"{step_name(step)}/{name}"
         parts = self._ranges(system, path, begins, ends, label)
         if any(len(part) != end - begin for part, begin, end in zip(parts, begins, ends, strict=True)):
             raise CheckpointError(f"{label} in {self.url} is shorter than its manifest says")
@@ -429,7 +447,8 @@ class RemoteRun:
             self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
             notes = f"uploads/{step_name(step)}"
             self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
-            if self.is_folder:  # the only stores with folders that stay when empty
+            # The only stores with folders that stay when empty
+            if self.is_folder:
                 system, root = self._store
                 for each in ("checkpoints", "uploads"):
                     with contextlib.suppress(OSError):
@@ -451,8 +470,12 @@ class RemoteRun:
             CheckpointError: after the last one, if its size or checksum is not the manifest's.
         """
         system, root = self._store
-        remote, label, size = f"{root}/checkpoints/{step_name(step)}/{name}", f"{step_name(step)}/{name}", file["size"]
-        digest, count, reported = xxhash.xxh3_64(), 0, time.monotonic()
+        remote = f"{root}/checkpoints/{step_name(step)}/{name}"
+        label = f"{step_name(step)}/{name}"
+        size = file["size"]
+        digest = xxhash.xxh3_64()
+        count = 0
+        reported = time.monotonic()
         starts = range(0, size, _RANGE)
         for first in range(0, len(starts), _RANGES):
             begins = [*starts[first : first + _RANGES]]
@@ -530,7 +553,10 @@ class RemoteRun:
     def _explain(self, error: Exception) -> LockstepError:
         """Return the error for a failed request: by the store's code, or by class."""
         chain = [error, *_causes(error)]
-        classes = {f"{kind.__module__}.{kind.__name__}" for each in chain for kind in type(each).__mro__}
+        classes = set()
+        for each in chain:
+            for kind in type(each).__mro__:
+                classes.add(f"{kind.__module__}.{kind.__name__}")
         code = _code_of(error)
         if code in _FINAL:
             return self._error(_FINAL[code])
@@ -543,7 +569,10 @@ class RemoteRun:
         reason = printable(mask((str(error).strip().splitlines() or [""])[0]), 200)
         if classes & _NO_ANSWER or isinstance(error, OSError):
             # With a code it did answer: a server that fails, or whose disk is full.
-            what = f"fails ({code}: {reason})" if code else f"does not answer ({type(error).__name__}: {reason})"
+            if code:
+                what = f"fails ({code}: {reason})"
+            else:
+                what = f"does not answer ({type(error).__name__}: {reason})"
             return StorageError(f"{self._flag} {self.url}: the store {what}; start again when it works")
         return self._error(f"{type(error).__name__}: {reason}")
 
@@ -565,9 +594,11 @@ def _code_of(error: BaseException) -> str:
     """Return the store's own code of an error, such as "AccessDenied"; "" without one."""
     for each in (error, *_causes(error)):
         response = getattr(each, "response", None)
-        fields = response.get("Error") if isinstance(response, dict) else None  # botocore
+        # Botocore
+        fields = response.get("Error") if isinstance(response, dict) else None
         code = fields.get("Code") if isinstance(fields, dict) else None
-        for value in (code, getattr(each, "error_code", None), getattr(each, "code", None)):  # Azure; GCS
+        # Azure; GCS
+        for value in (code, getattr(each, "error_code", None), getattr(each, "code", None)):
             if value is not None and _CODE.fullmatch(text := str(getattr(value, "value", value))):
                 return text
     return ""

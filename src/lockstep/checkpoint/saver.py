@@ -71,18 +71,23 @@ class Saver:
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._world = self._own = world
-        self._limit, self._on_failure = (1 if policy == "stop" else limit), on_failure
+        self._limit = 1 if policy == "stop" else limit
+        self._on_failure = on_failure
         self._background = background
         if background and world.size > 1:
             self._own = dataclasses.replace(world, control=world.new_group())  # collective
         # Separate: host tensors of a task may change shape between saves, and locking memory takes seconds.
-        self._pinned, self._pageable = HostBuffer(), HostBuffer()
-        self._peak = self._snapshot_bytes = 0  # device bytes: peak of the steps, and of the last save's snapshots
+        self._pinned = HostBuffer()
+        self._pageable = HostBuffer()
+        # Device bytes: peak of the steps, and of the last save's snapshots
+        self._peak = self._snapshot_bytes = 0
         self._stream: torch.cuda.Stream | None = None
         self._copy_event: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._pending, self._failures, self._step = False, 0, 0
+        self._pending = False
+        self._failures = 0
+        self._step = 0
         self._is_released = self._is_final = False
         self.blocked = self.writing = 0.0
 
@@ -113,13 +118,15 @@ class Saver:
             LockstepError: an earlier save failed, and the policy ends the run.
         """
         self.settle()
-        self._step, self._is_final = step, final
+        self._step = step
+        self._is_final = final
         began = time.perf_counter()
         share = share_out(tensors, self._world)
         if self._background:
             share, ready = self._copy(share, stable)
             self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")
-            self._thread.daemon = True  # a process that must exit does not wait for a disk
+            # A process that must exit does not wait for a disk
+            self._thread.daemon = True
             self._pending = True
             self._thread.start()
         else:
@@ -147,13 +154,20 @@ class Saver:
         error = self._error
         code = getattr(error, "exit_code", 1)
         where = [self._world.rank, socket.gethostname()]
-        report = [isinstance(error, PeerError), *where, str(error), code] if error else None
+        if error:
+            report = [isinstance(error, PeerError), *where, str(error), code]
+        else:
+            report = None
         problems = sorted(problem for problem in self._world.gather(report) if problem)  # collective
         self.blocked += time.perf_counter() - began
         self._failures = self._failures + 1 if problems else 0
         if problems and (last or self._failures >= self._limit):
-            many = f"{self._failures} saves in a row failed, the last" if self._failures > 1 else "the save"
-            _, rank, host, why, code = problems[0]  # a rank's own error comes before one relayed from another
+            if self._failures > 1:
+                many = f"{self._failures} saves in a row failed, the last"
+            else:
+                many = "the save"
+            # A rank's own error comes before one relayed from another
+            _, rank, host, why, code = problems[0]
             failed = "failed " if self._failures == 1 else ""
             place = f"after step {self._step} {failed}on {rank_label(rank)} ({host})"
             advice = "start again once that is fixed; the run resumes from the previous checkpoint, if there is one"
@@ -177,7 +191,8 @@ class Saver:
     def release_group(self) -> "dist.ProcessGroup | None":
         """Return the group after the loss of a rank, to be dropped by `World.drop_groups`. Does not wait."""
         group = self._own.control if self._own is not self._world else None
-        self._own, self._is_released = self._world, True
+        self._own = self._world
+        self._is_released = True
         return group
 
     def order(self) -> None:
@@ -193,7 +208,8 @@ class Saver:
             (the copy, the event after which it is complete; None: it is).
         """
         self.order()
-        pieces = in_file_order(share.pieces)  # so that the writer finds long contiguous runs
+        # So that the writer finds long contiguous runs
+        pieces = in_file_order(share.pieces)
         pinned = iter(self._pinned.places([piece.local for piece in pieces if piece.local.is_cuda]))
         pageable = iter(self._pageable.places([piece.local for piece in pieces if not piece.local.is_cuda]))
         copies: list[TensorPiece] = []
@@ -221,12 +237,14 @@ class Saver:
             The event after the last copy. An update need not wait for the copies of snapshots (`order`).
         """
         device = self._world.device
-        room, self._snapshot_bytes = self._room(), 0
+        room = self._room()
+        self._snapshot_bytes = 0
         snapshots, changing = self._snapshot(changing, room)
         more, stable = self._snapshot(stable, room - self._snapshot_bytes)
         snapshots += more
         for place, local in changing:
-            place.copy_(local, non_blocking=True)  # on the compute stream: before anything changes it
+            # On the compute stream: before anything changes it
+            place.copy_(local, non_blocking=True)
         stream = self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -284,14 +302,18 @@ class Saver:
         self._error = None
         try:
             if ready:
-                torch.cuda.set_device(self._world.device)  # a thread starts on device 0, and would use memory there
+                # A thread starts on device 0, and would use memory there
+                torch.cuda.set_device(self._world.device)
                 ready.synchronize()  # waits for the device, in this thread
             write(share, self._own)
         except Exception as error:
             self._error = error
             last = self._failures + 1 >= self._limit
             ends = last or self._is_final
-            after = "the run ends" if ends else "the run continues; earlier checkpoints are unchanged"
+            if ends:
+                after = "the run ends"
+            else:
+                after = "the run continues; earlier checkpoints are unchanged"
             # The loop reports the same error.
             once = self._is_released or self._is_final or isinstance(error, PeerError)
             _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra={"only_file": once})

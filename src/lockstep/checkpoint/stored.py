@@ -31,7 +31,9 @@ __all__ = ["DOCUMENTS", "StoredFiles", "open_run", "open_runs", "remote_of"]
 DOCUMENTS = (INDEX, STATE)  # of a checkpoint, besides its manifest
 
 _FIRST = 1 << 16  # bytes of a file's first read: most headers are shorter
-_RANGE, _RANGES = 16 << 20, 4  # bytes of a read, and reads at a time
+# bytes of a read, and reads at a time
+_RANGE = 16 << 20
+_RANGES = 4
 _NAMES = {code: name for name, code in CODES.items()}
 
 _Header = dict[str, tuple[str, tuple[int, ...], int]]  # key -> dtype code, shape, first byte
@@ -41,7 +43,9 @@ class StoredFiles:
     """The data files of a checkpoint in a store."""
 
     def __init__(self, remote: RemoteRun, step: int, manifest: Manifest) -> None:
-        self._remote, self._step, self._files = remote, step, manifest.files
+        self._remote = remote
+        self._step = step
+        self._files = manifest.files
         self._headers: dict[str, _Header] = {}
         self.problems = remote.size_problems(step, manifest)
 
@@ -62,7 +66,9 @@ class StoredFiles:
         rows = torch.empty((stop - begin, *shape[1:]) if shape else (), dtype=getattr(torch, _NAMES[code]))
         if data:
             rows.copy_(torch.frombuffer(data, dtype=rows.dtype).view(rows.shape))
-        return rows[(slice(None), *part[1:])] if part else rows
+        if part:
+            return rows[(slice(None), *part[1:])]
+        return rows
 
     def fetch(self, name: str, path: Path) -> None:
         """Download a file to `path`, and compare its checksum. Raises CheckpointError, StorageError, OSError."""
@@ -87,7 +93,10 @@ class StoredFiles:
         start = 8 + int.from_bytes(first[:8], "little")
         if start > size:
             raise CheckpointError(self._label(name, f"its header claims {start} bytes of {size}"))
-        text = first[8:start] if start <= len(first) else bytes(self._bytes(name, 8, start))
+        if start <= len(first):
+            text = first[8:start]
+        else:
+            text = bytes(self._bytes(name, 8, start))
         fields = parse_json(text, Path(step_name(self._step), name))
         try:
             fields.pop("__metadata__", None)
@@ -150,7 +159,10 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
     remote, step = remote_of(str(name), flag)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as place, _naming(place, remote.url):
         folder = Path(place).resolve() / remote.url.rpartition("/")[2]
-        steps = [each for each in remote.steps() if step in (None, each)] if weights else []
+        if weights:
+            steps = [each for each in remote.steps() if step in (None, each)]
+        else:
+            steps = []
         folder.joinpath("checkpoints").mkdir(parents=True)
         remote.download_records(folder, ["ended.json"])
         if not steps and (weights or not any(path.is_file() for path in folder.rglob("*"))):

@@ -69,24 +69,37 @@ class Uploader:
     def __init__(
         self, remote: RemoteRun, folder: Path, *, keep: int, every: int, beat: float = _BEAT, wait: float = math.inf
     ) -> None:
-        self._remote, self._folder, self._keep, self._every, self._beat = remote, folder, keep, every, beat
+        self._remote = remote
+        self._folder = folder
+        self._keep = keep
+        self._every = every
+        self._beat = beat
         self._wait = wait
-        self.token, self._count, self._owner, self._is_main = secrets.token_hex(8), 0, "", False
+        self.token = secrets.token_hex(8)
+        self._count = 0
+        self._owner = ""
+        self._is_main = False
         self.part = ""
         self._pending = False  # a checkpoint waits for another node
         self._best: int | None = None
         self._marked: dict[int, bool] = {}
-        self._uploaded: dict[int, str] = {}  # step -> checksum of its manifest: a rollback writes a step again
+        # Step -> checksum of its manifest: a rollback writes a step again
+        self._uploaded: dict[int, str] = {}
         self._there: set[int] = set()  # all whole ones in the store
         self._has_records = True
         self._warned: set[int] = set()
-        self._sent: dict[str, tuple[int, int]] = {}  # record -> modification time and size when it was uploaded
+        # Record -> modification time and size when it was uploaded
+        self._sent: dict[str, tuple[int, int]] = {}
         self._lost = False
         self._is_silent = False  # the store did not answer in the last round
-        self._has_given_up = False  # `settle` has: the thread makes no more requests
+        # `settle` has: the thread makes no more requests
+        self._has_given_up = False
         self._last_report = ""  # of `settle`: what is missing
-        self._requests, self._done = 0, 0  # rounds asked for, and made
-        self._change, self._ends = threading.Condition(), False
+        # rounds asked for, and made
+        self._requests = 0
+        self._done = 0
+        self._change = threading.Condition()
+        self._ends = False
         self._thread: threading.Thread | None = None
         self._beats = threading.Thread()
         self.sending: int | None = None
@@ -116,7 +129,8 @@ class Uploader:
 
     def own(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
         """Become the owner of the URL, as `claim`, without the thread: at most for the time of a beat."""
-        self._owner, self._is_main = owner, True
+        self._owner = owner
+        self._is_main = True
         self.token = secrets.token_hex(8)
         try:
             before = None if force else self._remote.read(OWNER)
@@ -135,7 +149,8 @@ class Uploader:
 
     def follow(self, token: str) -> None:
         """Upload this node's files for the run that owns the URL by `token`, and start the thread."""
-        self.token, self._is_main = token, False
+        self.token = token
+        self._is_main = False
         self._start()
 
     def _start(self) -> None:
@@ -187,7 +202,8 @@ class Uploader:
         Args:
             seconds: to wait at most, whatever the store takes.
         """
-        start, is_said = time.monotonic(), False
+        start = time.monotonic()
+        is_said = False
         with self._change:
             self._requests += 1
             target = self._requests
@@ -219,7 +235,10 @@ class Uploader:
         if self._thread is None:
             return
         told = "" if failed else self._last_report
-        missing = self._missing() if self._is_silent else self.settle(_END_SECONDS if failed else math.inf)
+        if self._is_silent:
+            missing = self._missing()
+        else:
+            missing = self.settle(_END_SECONDS if failed else math.inf)
         if missing and missing != told:
             _LOG.warning("%s", missing)
         with self._change:
@@ -240,10 +259,16 @@ class Uploader:
         steps = sorted(step for step in local & kept if not self._is_uploaded(step))
         if not steps and not self._lost and self._has_records:
             return ""
-        newest = f"the newest there is of step {max(there)}" if there else "there is none"
+        if there:
+            newest = f"the newest there is of step {max(there)}"
+        else:
+            newest = "there is none"
         what = ", ".join(path_of(self._folder, step).name for step in steps[-3:]) or "the last records"
         more = f" and {len(steps) - 3} more" if len(steps) > 3 else ""
-        why = f", which took nothing for {self._wait:g} s (--checkpoint.upload-wait)" if self._has_given_up else ""
+        if self._has_given_up:
+            why = f", which took nothing for {self._wait:g} s (--checkpoint.upload-wait)"
+        else:
+            why = ""
         return (
             f"not uploaded to {self._remote.url}{why}: {what}{more} ({newest}); they are in {self._folder}: to upload "
             "them, run the same command there"
@@ -266,7 +291,8 @@ class Uploader:
             with self._change:
                 pause = min(_POLL, self._beat) if self._pending else None
                 self._change.wait_for(lambda: self._requests > self._done or self._ends, pause)
-                target, ends = self._requests, self._ends
+                target = self._requests
+                ends = self._ends
             if ends:
                 self._release_at_end()
                 return
@@ -332,8 +358,10 @@ class Uploader:
         self._there = there
         # Of those that are there: what was not uploaded makes none of them go.
         stay = self._kept(there, self._is_marked)
-        gone, leftovers = sorted(there - stay), self._remote.leftovers()
-        local = set(list_steps(self._folder))  # read last: another node uploads only what rank 0 has published
+        gone = sorted(there - stay)
+        leftovers = self._remote.leftovers()
+        # Read last: another node uploads only what rank 0 has published
+        local = set(list_steps(self._folder))
         begun = local if self.part else set()
         self._remote.discard([*gone, *(step for step in leftovers if step not in stay | begun)])
         for step in gone:
@@ -354,7 +382,9 @@ class Uploader:
     def _is_marked_here(self, step: int) -> bool:
         """Return `_is_marked` as far as it is known without the store, which may hang."""
         path = path_of(self._folder, step)
-        return self._is_marked(step) if path.is_dir() else self._marked.get(step, False)
+        if path.is_dir():
+            return self._is_marked(step)
+        return self._marked.get(step, False)
 
     def _checksum(self, step: int) -> str:
         """Return the checksum of a local checkpoint's manifest; "" without one."""
@@ -372,11 +402,13 @@ class Uploader:
         if not checksum or self._uploaded.get(step) == checksum:
             return True
         self.sending = step
-        start, name = time.perf_counter(), path_of(self._folder, step).name
+        start = time.perf_counter()
+        name = path_of(self._folder, step).name
         try:
             size = self._send(step)
         except (LockstepError, OSError) as error:
-            if not path_of(self._folder, step).is_dir():  # the retention removed it
+            # The retention removed it
+            if not path_of(self._folder, step).is_dir():
                 return True
             self._warn(
                 step, f"{name} was not uploaded: {error}; it is in {self._folder}, and is tried again at the next save"
@@ -427,7 +459,9 @@ def _fields_of(data: bytes | None) -> dict[str, object]:
         fields = json.loads(data or b"{}")
     except (ValueError, RecursionError):
         return {}
-    return fields if isinstance(fields, dict) else {}
+    if isinstance(fields, dict):
+        return fields
+    return {}
 
 
 def _owner_of(data: bytes | None) -> str:

@@ -93,7 +93,8 @@ class HostBuffer:
         self._drop(form)
 
         def make() -> None:
-            with contextlib.suppress(Exception):  # `places` tries again, and raises in the caller
+            # `places` tries again, and raises in the caller
+            with contextlib.suppress(Exception):
                 torch.cuda.set_device(device)
                 self._make()
 
@@ -117,27 +118,34 @@ class HostBuffer:
 
     def _drop(self, form: _BufferForm) -> None:
         """Free the buffer before the next one is allocated: never two."""
-        self._form, self._places = form, None
+        self._form = form
+        self._places = None
         if self._release:
             self._release()
             self._release = None
 
     def _make(self) -> None:
-        starts, segments, end = [], [0], 0
+        starts = []
+        segments = [0]
+        end = 0
         for dtype, shape, _ in self._form:
             end = _up(end, dtype.itemsize)
-            if end - segments[-1] >= _SEGMENT:  # a gap, since neither a copy nor a run may span two segments
+            # A gap, since neither a copy nor a run may span two segments
+            if end - segments[-1] >= _SEGMENT:
                 end = _up(end + 1, mmap.PAGESIZE)
                 segments.append(end)
             starts.append(end)
             end += _size(dtype, shape)
         lock = any(on_device for _, _, on_device in self._form)
         flat = _memory(end) if lock else torch.empty(end, dtype=torch.uint8)
-        parts = [flat[start:stop] for start, stop in zip(segments, [*segments[1:], end], strict=True)]
+        parts = []
+        for start, stop in zip(segments, [*segments[1:], end], strict=True):
+            parts.append(flat[start:stop])
         locked: list[Tensor] = []
         runtime: Any = torch.cuda.cudart() if lock else None  # type: ignore[no-untyped-call]
         self._release = weakref.finalize(self, _unlock, runtime, locked)
-        self._release.atexit = False  # at exit the driver is gone, or frees it itself
+        # At exit the driver is gone, or frees it itself
+        self._release.atexit = False
         for part in (part for part in parts if part.nbytes and lock):
             _touch(part)
             if not _lock(runtime, part):
@@ -159,22 +167,27 @@ def contiguous_runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[
     Returns:
         Ranges of indices of `tensors`, all of them in order. One that is not dense host memory is a run by itself.
     """
-    begins, size = list[int](), 0
-    after: tuple[int, int] | None = None  # where the run would continue: the storage, and the byte in it
+    begins = list[int]()
+    size = 0
+    # Where the run would continue: the storage, and the byte in it
+    after: tuple[int, int] | None = None
     for index, tensor in enumerate(tensors):
-        storage, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.itemsize
+        storage = tensor.untyped_storage().data_ptr()
+        start = int(tensor.storage_offset()) * tensor.itemsize
         dense = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         if not dense or after != (storage, start) or size + tensor.nbytes > most:
             begins.append(index)
             size = 0
-        after, size = ((storage, start + tensor.nbytes) if dense else None), size + tensor.nbytes
+        after = (storage, start + tensor.nbytes) if dense else None
+        size = size + tensor.nbytes
     return [range(begin, stop) for begin, stop in pairwise([*begins, len(tensors)])]
 
 
 def span(run: Sequence[Tensor]) -> Tensor:
     """Return the memory of a run as one tensor of bytes."""
     first = run[0]
-    start, size = first.storage_offset() * first.itemsize, sum(tensor.nbytes for tensor in run)
+    start = first.storage_offset() * first.itemsize
+    size = sum(tensor.nbytes for tensor in run)
     return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,))
 
 
@@ -199,9 +212,11 @@ def _memory(nbytes: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(AttributeError, OSError):  # not on this system, and not needed
+        # Not on this system, and not needed
+        with contextlib.suppress(AttributeError, OSError):
             mapped.madvise(getattr(mmap, advice))
-    return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping alive
+    # Keeps the mapping alive
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _touch(part: Tensor) -> None:
@@ -219,7 +234,8 @@ def _lock(runtime: Any, part: Tensor) -> bool:
     if not code:
         return True
     with contextlib.suppress(RuntimeError, AssertionError):
-        torch.zeros(1, device="cuda")  # clears the error, which the next kernel would raise instead
+        # Clears the error, which the next kernel would raise instead
+        torch.zeros(1, device="cuda")
     _LOG.warning(
         "the driver did not page-lock %d bytes of memory (error %d): a save blocks the loop", part.nbytes, code
     )
@@ -286,7 +302,10 @@ def write_share(
     """Write a checkpoint of these shares, as `save`. Collective."""
     final = folder / "checkpoints" / step_name(step)
     size = sum(piece.local.nbytes for piece in share.pieces)
-    tensors = {piece.name: piece.local for piece in share.pieces if piece.name not in exempt}
+    tensors = {}
+    for piece in share.pieces:
+        if piece.name not in exempt:
+            tensors[piece.name] = piece.local
     own = [{**share.summary, "step": step}, size, not_finite(tensors), platform.node()]
     shares = world.gather(own)  # collective
     compare("set of tensors to save", [summary for summary, *_ in shares])
@@ -327,13 +346,19 @@ def _write_new(
             lambda: [_write_share(temporary, share, world.rank), len(share.pieces), share.aliases],
             on_wait=watch.report,
         )
-        files = {file: entry for each, _, _ in shares for file, entry in each.items()}
+        files = {}
+        for each, _, _ in shares:
+            for file, entry in each.items():
+                files[file] = entry
         manifest = Manifest(watch.step, world.size, engine, int(time.time()), files, not_finite=bad)
         leads = world.leads or (0,) * world.size
         visible = [name for (each, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in each]
 
         def finish() -> dict[str, str]:
-            aliases = {alias: name for _, _, each in shares for alias, name in each.items()}
+            aliases = {}
+            for _, _, each in shares:
+                for alias, name in each.items():
+                    aliases[alias] = name
             index = _index(share, aliases, [count for _, count, _ in shares])
             return _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index}, visible)
 
@@ -363,8 +388,12 @@ class _SaveWatch:
     """
 
     def __init__(self, final: Path, step: int, hosts: list[str], world: World) -> None:
-        self.final, self.step, self._hosts, self._is_main = final, step, hosts, world.is_main
-        self._began, self._is_reported = time.monotonic(), False
+        self.final = final
+        self.step = step
+        self._hosts = hosts
+        self._is_main = world.is_main
+        self._began = time.monotonic()
+        self._is_reported = False
 
     def report(self, ranks: list[int]) -> None:
         """Report the ranks that are still writing, if it is time."""
@@ -403,7 +432,8 @@ def _begin(final: Path, state: dict[str, Any], size: int, *, replace: bool) -> s
             f"{final.parent.parent} has {bytes_text(free)} free and a checkpoint takes {bytes_text(size)}; make room"
         )
     name = f".{final.name}.tmp-{secrets.token_hex(8)}"
-    (final.parent / name).mkdir(mode=0o700)  # exclusive: fails on anything that exists, also on a planted link
+    # exclusive: fails on anything that exists, also on a planted link
+    (final.parent / name).mkdir(mode=0o700)
     return name
 
 
@@ -430,7 +460,8 @@ def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
         CheckpointError: it has other numbers: a tensor is cut in a way that only its ranks know.
     """
     tensors = {name: each for name, each in share.index.items() if name not in aliases}
-    numbers = Counter(id(grid) for _, grid in tensors.values())  # most tensors are cut alike, and share their grid
+    # Most tensors are cut alike, and share their grid
+    numbers = Counter(id(grid) for _, grid in tensors.values())
     grids = {id(grid): grid for _, grid in tensors.values()}
     fields = {key: grid.to_json() for key, grid in grids.items()}
     expected = Counter[int]()
@@ -442,7 +473,9 @@ def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
                 f"{rank_label(rank)} wrote {count} slices of tensors, and by their meshes it has {expected[rank]}; "
                 "report this as a bug, with the engine and its options"
             )
-    rows = [{"name": name, "dtype": dtype, **fields[id(grid)]} for name, (dtype, grid) in tensors.items()]
+    rows = []
+    for name, (dtype, grid) in tensors.items():
+        rows.append({"name": name, "dtype": dtype, **fields[id(grid)]})
     return dump({"format": FORMAT, "tensors": rows, "aliases": aliases}, indent=None)
 
 
@@ -451,7 +484,8 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in pieces:
-        begin, end = end, end + piece.local.numel() * piece.local.itemsize
+        begin = end
+        end = end + piece.local.numel() * piece.local.itemsize
         code, shape = stored_as(dtype_name(piece.local.dtype), tuple(piece.local.shape))
         header[piece.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
@@ -459,7 +493,8 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little")
     yield text
     tensors = [piece.local for piece in pieces]
-    for run in contiguous_runs(tensors):  # a Saver's buffers form few runs: single pieces would take the GIL many times
+    # A Saver's buffers form few runs: single pieces would take the GIL many times
+    for run in contiguous_runs(tensors):
         part = tensors[run.start : run.stop]
         yield bytes_of(part[0] if len(part) == 1 else span(part))
 
@@ -502,7 +537,8 @@ def _finish_copy(temporary: Path, final: Path, documents: dict[str, str]) -> Non
 
 def _publish(temporary: Path, final: Path) -> None:
     """Give the folder its final name; a checkpoint that has it is removed."""
-    os.chmod(temporary, final.parent.stat().st_mode & 0o2777)  # readable by others only now
+    # Readable by others only now
+    os.chmod(temporary, final.parent.stat().st_mode & 0o2777)
     sync(temporary)
     aside = None
     if final.is_symlink() or final.exists():  # a damaged one

@@ -126,7 +126,8 @@ def run_attached(
         for number, handler in before.items():
             signal.signal(number, handler)
     code = code if code >= 0 else 128 - code
-    if interrupts and code == 1:  # torchrun's code after Ctrl-C, and that of a Python that was still starting
+    # torchrun's code after Ctrl-C, and that of a Python that was still starting
+    if interrupts and code == 1:
         code = 128 + signal.SIGINT
     return Exit(code, bool(interrupts) or code == 128 + signal.SIGINT)
 

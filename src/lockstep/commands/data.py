@@ -30,19 +30,23 @@ def command(argv: list[str]) -> int:
         args = _parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    return _inspect(args) if args.action == "inspect" else _prepare(args)
+    if args.action == "inspect":
+        return _inspect(args)
+    return _prepare(args)
 
 
 def _prepare(args: argparse.Namespace) -> int:
     for flag, least in (("processes", 0), ("shard_mib", 1), ("seq_len", 2)):
         if getattr(args, flag) < least:
-            value, name = getattr(args, flag), flag.replace("_", "-")
+            value = getattr(args, flag)
+            name = flag.replace("_", "-")
             raise ConfigError(f"--{name} is {value}: it must be at least {least}")
     if not 0.0 <= args.skip <= 1.0:
         raise ConfigError(f"--skip is {args.skip}: it must be from 0 to 1")
     if not 0.0 < args.evaluation < 1.0:
         raise ConfigError(f"--evaluation is {args.evaluation}: it must be above 0 and below 1")
-    prepare: Any = importlib.import_module("lockstep.tasks.prepare")  # loads torch
+    # Loads torch
+    prepare: Any = importlib.import_module("lockstep.tasks.prepare")
     hub: Any = importlib.import_module("lockstep.text.hub")
     store: Any = importlib.import_module("lockstep.text.token_store")
     files: Any = importlib.import_module("lockstep.files")
@@ -60,7 +64,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    prepare: Any = importlib.import_module("lockstep.tasks.prepare")  # loads torch
+    # Loads torch
+    prepare: Any = importlib.import_module("lockstep.tasks.prepare")
     folder = Path(args.folder).expanduser()
     index = prepare.read_index(folder)
     damage = list(prepare.check_shards(folder, index, contents=args.verify))
@@ -73,7 +78,9 @@ def _inspect(args: argparse.Namespace) -> int:
         print("\n".join(damage), end="\n" * bool(damage))
     if args.sample is not None and not damage:
         print(prepare.sample_text(folder, index, args.sample))
-    return 3 if damage else 0
+    if damage:
+        return 3
+    return 0
 
 
 def _say(line: str) -> None:

@@ -42,8 +42,10 @@ def doctor_command(argv: list[str]) -> int:
         args = _doctor_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    code: int = importlib.import_module("lockstep.diagnose.doctor.command").run(args)  # loads torch
-    hint = lint_hint([getattr(args, "task", None) or ""])  # a flag of train is absent if not given
+    # Loads torch
+    code: int = importlib.import_module("lockstep.diagnose.doctor.command").run(args)
+    # A flag of train is absent if not given
+    hint = lint_hint([getattr(args, "task", None) or ""])
     if hint and not args.json and os.environ.get("RANK", "0") == "0":
         print(f"lockstep doctor: {hint}", file=sys.stderr)
     return code
@@ -81,8 +83,10 @@ def plan_command(argv: list[str]) -> int:
         args = _plan_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of how it is traced
-    code: int = importlib.import_module("lockstep.diagnose.plan.command").run(args)  # loads torch
+    # DDP warns of how it is traced
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Loads torch
+    code: int = importlib.import_module("lockstep.diagnose.plan.command").run(args)
     return code
 
 
@@ -184,7 +188,10 @@ def scale_command(argv: list[str]) -> int:
     own, flags = _split(argv)
     try:
         args = _scale_parser().read(own)
-        extrapolate = ascending("--extrapolate", args.extrapolate) if args.extrapolate else ()
+        if args.extrapolate:
+            extrapolate = ascending("--extrapolate", args.extrapolate)
+        else:
+            extrapolate = ()
         if args.runs:
             return _of_runs(args, flags, extrapolate)
         if args.ranks_per_node:
@@ -232,7 +239,9 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _scale_parser() -> Parser:
-    elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *cli.option_list())}
+    elsewhere = {}
+    for name in (*FOREIGN, *cli.option_list()):
+        elsewhere[name.partition(".")[2] or name] = _ELSEWHERE
     parser = Parser(
         prog="lockstep scale",
         usage="lockstep scale --world-sizes 1,2,4 [flags] -- [flags of train]",

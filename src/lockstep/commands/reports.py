@@ -90,8 +90,12 @@ def _write_report(folders: list[Path], output: str) -> int:
         raise ConfigError(f"{name} is not a folder; give a run's folder: SAVE_DIR/EXPERIMENT_NAME")
     if len(folders) > 1 and not output:
         raise ConfigError("several runs need --output FILE, the page to write")
-    path = Path(output).expanduser() if output else folders[0] / "report.html"
-    page = importlib.import_module("lockstep.report.page")  # loads torch, for the fingerprints
+    if output:
+        path = Path(output).expanduser()
+    else:
+        path = folders[0] / "report.html"
+    # Loads torch, for the fingerprints
+    page = importlib.import_module("lockstep.report.page")
     try:
         page.write(folders, path)
     except OSError as error:
@@ -127,7 +131,8 @@ def runs_command(argv: list[str]) -> int:
         return int(end.code or 0)
     place: AbstractContextManager[Path] = nullcontext(Path(args.folder))
     if is_url(args.folder):
-        place = importlib.import_module("lockstep.checkpoint.stored").open_runs(args.folder)  # loads torch
+        # Loads torch
+        place = importlib.import_module("lockstep.checkpoint.stored").open_runs(args.folder)
     with place as folder:
         importlib.import_module("lockstep.training.runs").print_runs(folder, as_json=args.json)
     return 0

@@ -87,7 +87,10 @@ def script_command(name: str, argv: list[str]) -> int:
 
 
 def _parser(name: str) -> Parser:
-    flags = "[--out DIR] [--steps N] [--warmup N]" if name == "profile" else "[--out DIR]"
+    if name == "profile":
+        flags = "[--out DIR] [--steps N] [--warmup N]"
+    else:
+        flags = "[--out DIR]"
     flags += " [--json]" if name == "goodput" else ""
     parser = Parser(
         prog=f"lockstep {name}",
@@ -124,7 +127,8 @@ class _Traces:
     """
 
     def __init__(self, folder: Path, span: Sequence[int]) -> None:
-        self.span, self.folder = span, folder / "profile" / f"{span[0]}-{span[1]}"
+        self.span = span
+        self.folder = folder / "profile" / f"{span[0]}-{span[1]}"
         self.judged = False
         self._ranks = 0
 
@@ -192,7 +196,8 @@ def _profile(folder: Path, _: argparse.Namespace, traces: _Traces | None) -> str
     assert traces is not None
     if traces.judged:
         return ""
-    first, steps = traces.span[0], _steps(folder)
+    first = traces.span[0]
+    steps = _steps(folder)
     if not traces.folder.exists():
         if steps < first:
             return f"the command took {steps} steps, and the trace begins with step {first}: give a smaller --warmup"
@@ -212,7 +217,8 @@ def _goodput(folder: Path, args: argparse.Namespace, _: _Traces | None) -> str:
 def _report(folder: Path, _: argparse.Namespace, __: _Traces | None) -> str:
     path = folder / "report.html"
     try:
-        importlib.import_module("lockstep.report.page").write([folder], path)  # loads torch
+        # Loads torch
+        importlib.import_module("lockstep.report.page").write([folder], path)
     except OSError as error:
         return f"{printable(str(path))}: {error.strerror or error}"
     print(f"report: {printable(str(path))}")

@@ -57,7 +57,8 @@ def init_command(argv: list[str]) -> int:
         args = _init_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    folder, label = Path(args.dir), printable(args.dir)
+    folder = Path(args.dir)
+    label = printable(args.dir)
     texts = {name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in _FILES}
     try:
         _check_empty(folder, label)
@@ -86,7 +87,10 @@ def _write_files(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _check_empty(folder: Path, label: str) -> None:
-    existing = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if folder.exists():
+        existing = sorted(path.name for path in folder.iterdir())
+    else:
+        existing = []
     conflicts = [name for name in existing if name in _FILES]
     if conflicts:
         raise ConfigError(f"init {label}: {', '.join(conflicts)} would be overwritten; give a new folder")

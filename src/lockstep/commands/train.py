@@ -30,11 +30,13 @@ def command(argv: list[str]) -> int:
         UsageError: an invalid flag or combination; nothing was written.
         LockstepError: the run failed.
     """
-    if "torch" not in sys.modules:  # not later: once torch is imported, CUDA may be initialised
+    # Not later: once torch is imported, CUDA may be initialised
+    if "torch" not in sys.modules:
         os.environ.update(allocator_variables(os.environ))
     args = vars(_parser(argv).read(argv))
     options = cli.collect_options(args)
-    cli.build(cli.apply_preset(options))  # fail on a wrong value before torch is imported
+    # Fail on a wrong value before torch is imported
+    cli.build(cli.apply_preset(options))
     read_starter(os.environ)
     failures.note_interrupt("interrupted before the run began: this start saved nothing")
     script = flags.asked(args, options)
@@ -52,7 +54,8 @@ def command(argv: list[str]) -> int:
     if args["find_micro_batch"]:
         importlib.import_module("lockstep.training.tuning").print_sizes(config)
         return 0
-    if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):  # the rank that will lock the folder
+    # The rank that will lock the folder
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(MEMBER_VARIABLE):
         RunFolder(config.local_dir, config.experiment_name).check_free()
     run = import_training().Run(config, task)
     try:
@@ -124,4 +127,6 @@ def _code(code: int) -> int:
 
     The run's folder has the real exit code; `lockstep launch` receives and returns it.
     """
-    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else code
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    return code

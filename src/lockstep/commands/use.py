@@ -34,7 +34,8 @@ def evaluate_command(argv: list[str]) -> int:
         args = _evaluate_parser().read(argv)
     except SystemExit as end:  # --help
         return int(end.code or 0)
-    request_type = importlib.import_module("lockstep.training.inference").InferenceRequest  # loads torch
+    # Loads torch
+    request_type = importlib.import_module("lockstep.training.inference").InferenceRequest
     evaluate_run = importlib.import_module("lockstep.training.inference").evaluate_run
     request = request_type(args.run, _which(args), args.task, args.data, args.device, ema=args.ema)
     evaluate_run(request, as_json=args.json)
@@ -45,7 +46,9 @@ def _which(args: argparse.Namespace) -> str | int:
     """Return the checkpoint that --step or --best selects."""
     if args.best:
         return "best"
-    return "last" if args.step is None else int(args.step)
+    if args.step is None:
+        return "last"
+    return int(args.step)
 
 
 def _add_which(parser: Parser) -> None:
@@ -87,7 +90,8 @@ def export_command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     form = args.format or ("torch" if Path(args.out).suffix in _TORCH_ENDINGS else "safetensors")
-    exporting = importlib.import_module("lockstep.training.inference")  # loads torch
+    # Loads torch
+    exporting = importlib.import_module("lockstep.training.inference")
     request = exporting.ExportRequest(args.run, args.out, form, _which(args), args.merge, args.task, args.ema)
     path = exporting.export_run(request, lambda line: print(line, file=sys.stderr))
     print(f"{printable(path.name)} as {form}: {printable(args.out)}")
@@ -132,7 +136,8 @@ def generate_command(argv: list[str]) -> int:
         return int(end.code or 0)
     _check(args)
     prompts = args.prompt or _lines()
-    request_type = importlib.import_module("lockstep.training.inference").InferenceRequest  # loads torch
+    # Loads torch
+    request_type = importlib.import_module("lockstep.training.inference").InferenceRequest
     sampling = importlib.import_module("lockstep.tasks.language_model").Sampling
     generate_texts = importlib.import_module("lockstep.training.inference").generate_texts
     # torch.compile would recompile for each text length

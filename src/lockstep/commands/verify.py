@@ -36,7 +36,8 @@ def command(argv: list[str]) -> int:
     except SystemExit as end:  # --help
         return int(end.code or 0)
     args.engines, args.world_sizes = _names(args.engines), _sizes(args.world_sizes)
-    code: int = importlib.import_module("lockstep.verify.verification").run(args)  # loads torch
+    # Loads torch
+    code: int = importlib.import_module("lockstep.verify.verification").run(args)
     return code
 
 

@@ -83,14 +83,18 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown flag, with the nearest known one, or a value of the wrong type.
         """
-        SETTINGS.flags = True  # the user writes flags, so messages name settings by flag from here on
+        # The user writes flags, so messages name settings by flag from here on
+        SETTINGS.flags = True
         return self.parse_args([_with_dashes(word) for word in argv])
 
     def format_help(self) -> str:
         """Format the text of `--help`: the common flags and the examples, or all flags."""
         if not self.common:
             return super().format_help()
-        actions = {action.dest: action for action in self._actions if action.help != argparse.SUPPRESS}
+        actions = {}
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS:
+                actions[action.dest] = action
         groups = (self.own, ("common flags", self.common))
         shown = [(title, [actions[name] for name in names if name in actions]) for title, names in groups]
         formatter = self._get_formatter()
@@ -147,7 +151,9 @@ class _HelpAll(argparse.Action):
 
 def _with_dashes(word: str) -> str:
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    if word.startswith("--"):
+        return name.replace("_", "-") + equals + value
+    return word
 
 
 def _field_name(text: str) -> str:
@@ -161,7 +167,9 @@ def _flag(name: str) -> str:
 
 def _step_count(text: str) -> int | str:
     try:
-        return text if is_span(text) else _whole_number(text)
+        if is_span(text):
+            return text
+        return _whole_number(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error} or {SPAN}") from None
 
@@ -171,7 +179,8 @@ def _whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         value = _number(text, "a whole number")
-    if not value.is_integer() or abs(value) >= 2**53:  # larger floats skip whole numbers
+    # Larger floats skip whole numbers
+    if not value.is_integer() or abs(value) >= 2**53:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
     return int(value)
 
@@ -215,7 +224,8 @@ def apply_preset(values: dict[str, Any]) -> dict[str, Any]:
     """
     preset = values.get("preset", "auto")
     from_hub = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
-    from_hub = from_hub and not values.get("model.pretrained")  # the document's script begins from scratch
+    # The document's script begins from scratch
+    from_hub = from_hub and not values.get("model.pretrained")
     if preset == "auto" and from_hub and kind_of(str(values.get("task", ""))) == LANGUAGE:
         preset = "source"
     return {**effective(PRESETS.get(preset, {}), values), **values, "preset": preset}
@@ -288,7 +298,10 @@ def _task_in(argv: list[str]) -> str:
     task = ""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        task = (value if equals else following) if name == "--task" else task
+        if name == "--task":
+            task = value if equals else following
+        else:
+            task = task
     return task
 
 
@@ -320,12 +333,15 @@ def collect_options(args: dict[str, Any]) -> dict[str, Any]:
     path = values.pop("config", None)
     values = {**(read_toml(Path(path)) if path else {}), **values}
     file = read_json(str(values.get("engine_options.config", "")))
-    return merge_settings(values, file, int(os.environ.get("WORLD_SIZE", "1"))) if file else values
+    if file:
+        return merge_settings(values, file, int(os.environ.get("WORLD_SIZE", "1")))
+    return values
 
 
 def _set_lightning_task(values: dict[str, Any]) -> None:
     """Replace `--lightning` and `--datamodule` in `values` by the task that they name. Raises ConfigError."""
-    module, data = str(values.pop("lightning", "")), str(values.pop("datamodule", ""))
+    module = str(values.pop("lightning", ""))
+    data = str(values.pop("datamodule", ""))
     if data and not module:
         raise ConfigError(f"--datamodule {data} needs the LightningModule: add --lightning FILE.py:Module")
     if module and values.get("task"):
@@ -358,7 +374,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key.
     """
     try:
-        loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
+        # Editors of Windows write a BOM
+        loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -374,7 +391,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _check_key(name: str, path: Path) -> str:
-    key, known = name.replace("-", "_"), option_list()
+    key = name.replace("-", "_")
+    known = option_list()
     if key not in known:
         advice = hint(key, known) or "; `lockstep train --help-all` lists them"
         raise ConfigError(f"--config {path}: unknown key '{name}'{advice}")
@@ -411,7 +429,8 @@ def flatten(config: Config, *, own_task: bool = False) -> dict[str, Any]:
 
 def to_toml(config: Config, *, own_task: bool = False) -> str:
     """Format the configuration as a file that `--config` reads back; `own_task` as for `flatten`."""
-    lines, last = [], ""
+    lines = []
+    last = ""
     for name, value in flatten(config, own_task=own_task).items():
         section, _, key = name.rpartition(".")
         if section != last:
@@ -423,7 +442,9 @@ def to_toml(config: Config, *, own_task: bool = False) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
-        return "true" if value else "false"
+        if value:
+            return "true"
+        return "false"
     if isinstance(value, str):
         escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
         return f'"{escaped}"'
@@ -502,9 +523,11 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
 
 def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskSpec | None) -> None:
     """Add one option's flag, with the help of `task`; None hides it."""
-    text, default = spec.metadata["help"], spec.default
+    text = spec.metadata["help"]
+    default = spec.default
     if task:
-        text, default = task.helps.get(name, text), task.defaults.get(name, default)
+        text = task.helps.get(name, text)
+        default = task.defaults.get(name, default)
     auto = bool(spec.metadata.get("auto"))
     has_own = task is not None and name in task.defaults
     if auto or default != "":
@@ -527,7 +550,9 @@ def _metavar(spec: "dataclasses.Field[Any]", kind: type) -> str:
         return "|".join(metadata["choices"])
     if metadata.get("share"):
         return "BATCHES|10%"
-    return "STEPS|5%|1epoch" if metadata.get("span") else kind.__name__.upper()
+    if metadata.get("span"):
+        return "STEPS|5%|1epoch"
+    return kind.__name__.upper()
 
 
 class _BooleanFlag(argparse.BooleanOptionalAction):
@@ -542,7 +567,8 @@ class _AutoSwitch(_BooleanFlag):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.nargs, self.metavar = "?", "auto"
+        self.nargs = "?"
+        self.metavar = "auto"
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None

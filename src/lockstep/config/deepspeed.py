@@ -114,7 +114,8 @@ def _settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Se
         ConfigError: an optimizer, a scheduler or a parameter that is not supported.
     """
     settings: Settings = {}
-    optimizer, scheduler = _section(content, "optimizer"), _section(content, "scheduler")
+    optimizer = _section(content, "optimizer")
+    scheduler = _section(content, "scheduler")
     if "type" in optimizer:
         settings |= _optimizer(str(optimizer["type"]), _section(optimizer, "params", "optimizer."))
     if "type" in scheduler:
@@ -132,7 +133,8 @@ def _settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Se
     if "batch_size" in settings and "micro_batch_size" not in settings and type(each) is int and each > 0:
         size, rest = divmod(int(settings["batch_size"][1]), each * ranks)
         if size and not rest:
-            settings["micro_batch_size"] = ("", size)  # the engine's `check_batches` compares it
+            # The engine's `check_batches` compares it
+            settings["micro_batch_size"] = ("", size)
     if _is_set(content, "gradient_clipping"):
         settings["optim.clip"] = ("gradient_clipping", float(content["gradient_clipping"]))
     for key, value in (("fp16", "fp16"), ("bf16", "bf16-true")):
@@ -188,7 +190,9 @@ def optimizer_name(kind: Any, params: Mapping[str, Any]) -> str:
     name = str(kind).lower()
     if name == "adam" and params.get("adam_w_mode") is not False:
         return "adamw"
-    return name if name in ("adam", "adamw", "sgd") else ""
+    if name in ("adam", "adamw", "sgd"):
+        return name
+    return ""
 
 
 def _optimizer(kind: str, params: Mapping[str, Any]) -> Settings:
@@ -248,7 +252,10 @@ def _scheduler(kind: str, params: Mapping[str, Any]) -> Settings:
             "--engine.config: scheduler.params.warmup_type is log, DeepSpeed's default, but the warm-up is linear; "
             'set "linear"'
         )
-    floor = params.get("cos_min_ratio", floor) if kind == "WarmupCosineLR" else floor
+    if kind == "WarmupCosineLR":
+        floor = params.get("cos_min_ratio", floor)
+    else:
+        floor = floor
     for key, name, value in (
         ("warmup_num_steps", "optim.warmup_steps", params.get("warmup_num_steps", 1000)),
         ("total_num_steps", "max_steps", params.get("total_num_steps", "auto")),

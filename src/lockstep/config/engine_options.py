@@ -190,7 +190,8 @@ def translate_launcher_flags(values: dict[str, Any]) -> None:
         ConfigError: they contradict each other.
     """
     values.pop("local_rank", None)  # the environment has it too
-    deepspeed, file = values.pop("deepspeed", False), values.pop("deepspeed_config", None)
+    deepspeed = values.pop("deepspeed", False)
+    file = values.pop("deepspeed_config", None)
     if (deepspeed or file) and values.setdefault("engine", "deepspeed") != "deepspeed":
         raise ConfigError(f"--deepspeed and --engine {values['engine']} contradict each other; remove one")
     if file and values.setdefault("engine_options.config", file) != file:

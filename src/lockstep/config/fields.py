@@ -70,7 +70,10 @@ def option(
         span: a number of steps; also allowed as epochs or a share of the plan, see `is_span`.
         share: a number of batches; also allowed as a share of all batches, see `is_share`.
     """
-    owners = tuple(tasks.split(", ")) if tasks else ("causal-lm",) if builtin else ()
+    if tasks:
+        owners = tuple(tasks.split(", "))
+    else:
+        owners = ("causal-lm",) if builtin else ()
     metadata = {"help": text, "choices": choices, "builtin": bool(owners), "tasks": owners}
     return field(default=default, metadata={**metadata, "span": span or share, "share": share})
 
@@ -156,7 +159,8 @@ def check_folder(save_dir: str) -> None:
     match = _URL.match(save_dir)
     problem = ""
     if not match:
-        if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):  # pathlib leaves one slash, or none
+        # Pathlib leaves one slash, or none
+        if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):
             problem = "a URL without its two slashes; give s3://BUCKET/PATH, or the path of a folder"
     elif set(match[2]) & {"?", "#"} or _has_secret(match[1].lower(), match[2].split("/")[0]):
         problem = (
@@ -257,8 +261,13 @@ def in_steps(value: int | str, *, steps: int, samples: int, batch_size: int) -> 
     if match is None:
         return int(value)
     number = float(match[1])
-    exact = number / 100 * steps if match[2] == "%" else number * samples / batch_size
-    return max(1, round(exact)) if number else 0
+    if match[2] == "%":
+        exact = number / 100 * steps
+    else:
+        exact = number * samples / batch_size
+    if number:
+        return max(1, round(exact))
+    return 0
 
 
 def is_share(value: object) -> bool:
@@ -274,5 +283,8 @@ def in_batches(value: int | str, whole: float) -> int:
         value: a number of batches, or a share; 0: all.
         whole: batches without the limit; may be a fraction.
     """
-    number = max(1, round(float(value[:-1]) / 100 * whole)) if isinstance(value, str) else value
+    if isinstance(value, str):
+        number = max(1, round(float(value[:-1]) / 100 * whole))
+    else:
+        number = value
     return number or math.ceil(whole)

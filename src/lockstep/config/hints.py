@@ -205,18 +205,24 @@ def hint(
         spell: converts a name for the message, for example to a flag.
         foreign: a name of other libraries -> the hint for it.
     """
-    names, (section, _, own) = list(known), name.rpartition(".")
+    names = list(known)
+    section, _, own = name.rpartition(".")
     if own in foreign:
         return _hint_text(foreign[own], spell)
     parts = [other for other in names if other.rpartition(".")[2] == own]
     begun = [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
-    parts += sorted(begun, key=lambda other: other.rpartition(".")[0] != section)  # its own section's first
+    # Its own section's first
+    parts += sorted(begun, key=lambda other: other.rpartition(".")[0] != section)
     close = parts or difflib.get_close_matches(name, names, n=1)
     if not close and (alike := difflib.get_close_matches(own, foreign, n=1, cutoff=0.85)):
         return _hint_text(foreign[alike[0]], spell)
-    return f": did you mean {spell(close[0])}?" if close else ""
+    if close:
+        return f": did you mean {spell(close[0])}?"
+    return ""
 
 
 def _hint_text(text: str, spell: Callable[[str], str]) -> str:
     message = re.sub(r"{([\w.]+)}", lambda match: spell(match[1]), text)
-    return f": here it is {message}" if text.startswith("{") else f": {message}"
+    if text.startswith("{"):
+        return f": here it is {message}"
+    return f": {message}"

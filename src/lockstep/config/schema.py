@@ -365,7 +365,8 @@ class Config:
                 raise FieldError(FieldName(name), f" is {value}: it must be {allowed}")
         for owner, prefix in sections(self):
             for spec in dataclasses.fields(owner):
-                choices, value = spec.metadata.get("choices"), getattr(owner, spec.name)
+                choices = spec.metadata.get("choices")
+                value = getattr(owner, spec.name)
                 if choices and value not in choices:
                     raise FieldError(
                         FieldName(prefix + spec.name), f" is '{value}': choose one of {', '.join(choices)}"
@@ -387,7 +388,8 @@ class Config:
         _check_tokens(self.batch_tokens, self.micro_batch_tokens)
         _check_on_oom(self)
         if self.micro_batch_size > self.batch_size:
-            batch, micro_batch = FieldName("batch_size"), FieldName("micro_batch_size")
+            batch = FieldName("batch_size")
+            micro_batch = FieldName("micro_batch_size")
             advice = f" {self.batch_size}, the samples of a step; lower it, or remove it"
             raise FieldError(micro_batch, f" {self.micro_batch_size} is larger than ", batch, advice)
 
@@ -497,8 +499,10 @@ def is_auto(config: Config, name: str) -> bool:
     """Whether the option of this dotted name is "auto"."""
     if name not in _AUTO_VALUES:
         return False
-    value, marker = lookup(config, name), _AUTO_VALUES[name]
-    return type(value) is type(marker) and bool(value == marker)  # 16 is not AutoInt(16)
+    value = lookup(config, name)
+    marker = _AUTO_VALUES[name]
+    # 16 is not AutoInt(16)
+    return type(value) is type(marker) and bool(value == marker)
 
 
 def has_fixed_cut(config: Config) -> bool:
@@ -570,7 +574,8 @@ def nearest_divisor(batch_size: int, size: int) -> int:
 def _check_types(config: Config) -> None:
     for owner, prefix in sections(config):
         for spec in dataclasses.fields(owner):
-            value, kind = getattr(owner, spec.name), cast(type, spec.type)
+            value = getattr(owner, spec.name)
+            kind = cast(type, spec.type)
             if spec.metadata.get("span") and is_span(value):
                 continue
             if spec.metadata.get("auto") and (value == "auto" or value is spec.default):

@@ -89,7 +89,8 @@ def mask(text: str, environ: Mapping[str, str] | None = None) -> str:
         environ: the environment variables; None: of this process, now.
     """
     spans = sorted([*_environment_values(text, os.environ if environ is None else environ), *_pattern_matches(text)])
-    pieces, done = [], 0
+    pieces = []
+    done = 0
     for start, end in spans:
         if start >= done:
             pieces += [text[done:start], MASK]
@@ -99,7 +100,8 @@ def mask(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 def mask_args(argv: Iterable[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """Mask the arguments of a command; one after a flag that sounds secret (`--hub-token`) entirely."""
-    result, hide = [], False
+    result = []
+    hide = False
     for argument in argv:
         name, equals, _ = argument.partition("=")
         secret = is_secret_name(name) and re.fullmatch(r"[\w.-]+", name) is not None
@@ -137,7 +139,8 @@ def _escape(character: str) -> str:
 def _environment_values(text: str, environ: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     if len(text) < _MIN_LENGTH:
         return
-    for name in filter(is_secret_name, environ):  # the names first: to read all values takes longer than all else here
+    # The names first: to read all values takes longer than all else here
+    for name in filter(is_secret_name, environ):
         value = environ.get(name, "")
         if len(value) >= _MIN_LENGTH:
             # Also as quoted in a URL and as printed in a list.
@@ -149,7 +152,8 @@ def _environment_values(text: str, environ: Mapping[str, str]) -> Iterator[tuple
 
 
 def _pattern_matches(text: str) -> Iterator[tuple[int, int]]:
-    folded = text.lower() if text.isascii() else ""  # beyond ASCII there are letters that match as k, s and i
+    # Beyond ASCII there are letters that match as k, s and i
+    folded = text.lower() if text.isascii() else ""
     for words, pattern in _PATTERNS:
         if not folded or any(map(folded.__contains__, words)):
             for match in pattern.finditer(text):

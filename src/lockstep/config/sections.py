@@ -415,7 +415,8 @@ def check_unsaved(checkpoint: Checkpoint, guards: Guards) -> None:
 
 def effective(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `preset` that have an effect with `values`, which override it. Both by dotted name."""
-    both, result = {**preset, **values}, dict(preset)
+    both = {**preset, **values}
+    result = dict(preset)
     for (chooser, allowed), fields in _FIELDS_OF.items():
         if both.get(f"optim.{chooser}", getattr(_OPTIM, chooser)) not in allowed.split(" or "):
             result = {name: value for name, value in result.items() if name.removeprefix("optim.") not in fields}

@@ -152,7 +152,9 @@ IMAGE_OPTIONS = tuple(f"images.{spec.name}" for spec in dataclasses.fields(Image
 
 def kind_of(task: str) -> str:
     """Return the name of the built-in task that `task` names, or OWN."""
-    return task or LANGUAGE if task in ("", *TASKS) else OWN
+    if task in ("", *TASKS):
+        return task or LANGUAGE
+    return OWN
 
 
 def is_option_of(spec: "dataclasses.Field[Any]", kind: str) -> bool:
@@ -163,7 +165,10 @@ def is_option_of(spec: "dataclasses.Field[Any]", kind: str) -> bool:
 
 def with_task_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     """Add the defaults of the task to the arguments of a Config."""
-    entry = TASKS.get(task) if isinstance(task := fields.get("task", ""), str) else None
+    if isinstance(task := fields.get("task", ""), str):
+        entry = TASKS.get(task)
+    else:
+        entry = None
     result = dict(fields)
     for name, value in (entry.defaults if entry else {}).items():
         section, _, key = name.rpartition(".")
@@ -186,7 +191,10 @@ def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
     """
     if task not in ("", *TASKS) and ":" not in task and "." not in task and "/" not in task:
         close = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.5)
-        advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)},"
+        if close:
+            advice = f"did you mean {close[0]}?"
+        else:
+            advice = f"choose one of {', '.join(TASKS)},"
         if os.path.isfile(f"{task}.py"):
             advice = f"did you mean a class of {task}.py, {task}.py:CLASS?"
         raise FieldError(FieldName("task"), f" is '{task}': {advice} or give your own task, FILE.py:CLASS")

@@ -45,7 +45,8 @@ class ArrowShards(ShardFormat):
     def __init__(self, name: str, row_format: str) -> None:
         if row_format not in ROW_FORMATS:
             raise ConfigError(f"lockstep.shards: row_format is {row_format!r}: it must be one of {ROW_FORMATS}")
-        self.name, self._row_format = name, row_format
+        self.name = name
+        self._row_format = row_format
         self._arrow, self._datasets = _package("pyarrow"), _package("datasets")
 
     def prepared(self, file: ShardFile, path: Path | None) -> bool:
@@ -99,7 +100,9 @@ class ArrowShards(ShardFormat):
     def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
         """Return samples of several shards, all converted at once, which is faster than a shard at a time."""
         shards = [shard for shard, _ in parts if isinstance(shard, _ArrowShard)]
-        rows = [row for shard, (_, own) in zip(shards, parts, strict=True) for row in shard.slices(own)]
+        rows = []
+        for shard, (_, own) in zip(shards, parts, strict=True):
+            rows.extend(shard.slices(own))
         return shards[0].convert(rows)
 
 
@@ -114,7 +117,8 @@ class _ArrowShard(OpenShard):
 
     def slices(self, rows: list[int]) -> list[Any]:
         """Return a record batch of each row, without a copy."""
-        batches, starts = self._batches, self._starts
+        batches = self._batches
+        starts = self._starts
         if len(batches) == 1:
             only = batches[0].slice
             return [only(row, 1) for row in rows]

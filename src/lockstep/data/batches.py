@@ -77,8 +77,11 @@ class MicroBatch:
         """
         if self.move is None:
             return self.held
-        coming, following = self._coming, self._next
-        self._coming, self._next, self._used = None, None, True
+        coming = self._coming
+        following = self._next
+        self._coming = None
+        self._next = None
+        self._used = True
         data = self.move(self.held) if coming is None else coming()
         if following is not None:
             following.begin()
@@ -110,7 +113,9 @@ def slots(shares: Shares, rank: int, present: int) -> list[Slot]:
     Slots past the last of the `present` micro-batches repeat that one with weight 0. A short last step keeps its M
     slots, so that every rank still owns the same part of the exact tree.
     """
-    (start, _), each, last = shares.runs[rank], shares.slots[rank], present - 1
+    start, _ = shares.runs[rank]
+    each = shares.slots[rank]
+    last = present - 1
     return [Slot(min(place, last), float(place <= last)) for place in range(start, start + each)]
 
 
@@ -152,7 +157,9 @@ class StepPlan:
         place = position + (step - first) * self.size
         if 0 <= place <= self.total:
             return place
-        return 0 if place < 0 else self.total
+        if place < 0:
+            return 0
+        return self.total
 
     def samples(self, step: int) -> int:
         """Return the number of samples in `step`, over all ranks."""
@@ -172,7 +179,8 @@ class StepPlan:
 
     def positions(self, step: int, index: int) -> tuple[int, int]:
         """Return the first and past-the-last position of micro-batch `index` of `step`."""
-        start, end = self.start(step) + index * self.micro_size, self.start(step + 1)
+        start = self.start(step) + index * self.micro_size
+        end = self.start(step + 1)
         return min(start, end), min(start + self.micro_size, end)
 
 
@@ -234,8 +242,10 @@ class Batches:
         loading: Loading | None = None,
         sharing: ShareSchedule | None = None,
     ) -> None:
-        self._order, self.size = order, len(dataset)
-        self._mixture = order if isinstance(order, Sharing) else None  # asked once: it is slow
+        self._order = order
+        self.size = len(dataset)
+        # Asked once: it is slow
+        self._mixture = order if isinstance(order, Sharing) else None
         fetch = Fetch(dataset, task, seed, world.rank)
         self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
 
@@ -249,10 +259,14 @@ class Batches:
         sharing: ShareSchedule | None,
     ) -> None:
         """Set what batches of any kind of dataset have."""
-        self.task, self.step_plan, self.rank, self.world_size = task, step_plan, world.rank, world.size
+        self.task = task
+        self.step_plan = step_plan
+        self.rank = world.rank
+        self.world_size = world.size
         equal = equal_shares(step_plan.micro_batches, world.size)
         self.sharing = sharing or ShareSchedule(lambda step: equal)
-        self._fetch, self._loading = fetch, loading
+        self._fetch = fetch
+        self._loading = loading
         self.epoch_starts: EpochStarts | None = None
         self.move = mover(world.device)
         self.leads = isinstance(self.move, SideStream)
@@ -261,7 +275,9 @@ class Batches:
     def shares(self, first: int, last: int) -> dict[str, float]:
         """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
         start = self.step_plan.start(max(first, self.step_plan.origin.step))
-        return self._mixture.shares(start, self.step_plan.start(last)) if self._mixture else {}
+        if self._mixture:
+            return self._mixture.shares(start, self.step_plan.start(last))
+        return {}
 
     @property
     def slots(self) -> int:
@@ -429,25 +445,30 @@ class Batches:
 
         Looks up the samples of many steps at once, since a single look-up is slow.
         """
-        step_plan, size = self.step_plan, self.step_plan.micro_size
+        step_plan = self.step_plan
+        size = self.step_plan.micro_size
         block = max(1, 4096 // step_plan.size)
-        shares, full = None, list[Slot]()
+        shares = None
+        full = list[Slot]()
         for first in range(start, step_plan.steps, block):
             last = min(first + block, step_plan.steps)
             origin = step_plan.start(first)
             epochs, samples = self._order.at(origin, step_plan.start(last))
             end = origin
             for step in range(first, last):
-                begin, end = end, step_plan.start(step + 1)
+                begin = end
+                end = step_plan.start(step + 1)
                 if (now := self.sharing.at(step)) is not shares:
-                    shares, full = now, slots(now, self.rank, step_plan.micro_batches)
+                    shares = now
+                    full = slots(now, self.rank, step_plan.micro_batches)
                 short = end - begin < step_plan.size
                 own = slots(now, self.rank, step_plan.present(step)) if short else full
                 if not own:
                     continue
                 stop = min(begin + (own[-1].micro + 1) * size, end)
                 run = slice(begin - origin + own[0].micro * size, stop - origin)
-                own_epochs, own_samples = epochs[run].tolist(), samples[run].tolist()
+                own_epochs = epochs[run].tolist()
+                own_samples = samples[run].tolist()
                 for micro, weight in own:
                     a = (micro - own[0].micro) * size
                     yield Key(step, micro, weight, own_epochs[a : a + size], own_samples[a : a + size])
@@ -465,7 +486,9 @@ class StepLoader:
         self._stream = batches.trained(start, start)
         self._stream_end = start  # the step before which its data end
         self._steps = batches.step_plan.steps
-        self._slots_of, self._sharing, self._leads = batches.slots_of, batches.sharing, batches.leads
+        self._slots_of = batches.slots_of
+        self._sharing = batches.sharing
+        self._leads = batches.leads
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
@@ -494,7 +517,9 @@ class StepLoader:
     def readable_before(self) -> Callable[[int], int] | None:
         """Step -> the later step whose data must not be read before it is reached; None: there is none."""
         starts = self._source.epoch_starts
-        return None if starts is None else partial(starts.end, self._source.step_plan)
+        if starts is None:
+            return None
+        return partial(starts.end, self._source.step_plan)
 
     @property
     def present(self) -> list[MicroBatch]:
@@ -524,7 +549,8 @@ class StepLoader:
         if step >= self._steps:
             return False
         if step >= self._stream_end:
-            self._stream.close()  # its processes have the dataset of the epoch before
+            # Its processes have the dataset of the epoch before
+            self._stream.close()
             self._stream_end = self._source.start_epoch(step)
             self._stream = self._source.trained(step, self._stream_end)
         with trace_mark("load"):
@@ -557,7 +583,10 @@ class MicroBatchCosts:
     """
 
     def __init__(self, task: Task, dataset: Any, order: Order, step_plan: StepPlan) -> None:
-        self._task, self._dataset, self._order, self._plan = task, dataset, order, step_plan
+        self._task = task
+        self._dataset = dataset
+        self._order = order
+        self._plan = step_plan
         self._cache: dict[int, tuple[float, ...]] = {}
 
     def known(self) -> bool:
@@ -591,7 +620,9 @@ class MicroBatchCosts:
     def _estimate(self, samples: list[int], step: int) -> float | None:
         try:
             cost = self._task.work(self._dataset, samples)
-            return None if cost is None else float(cost)
+            if cost is None:
+                return None
+            return float(cost)
         except LockstepError:
             raise
         except Exception as error:

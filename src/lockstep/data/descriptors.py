@@ -60,7 +60,8 @@ def reopen(files: Mapping[int, int]) -> None:
     for descriptor, place in files.items():
         try:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-            own = os.open(_DESCRIPTORS / str(descriptor), flags)  # the same file, even where its name is gone
+            # The same file, even where its name is gone
+            own = os.open(_DESCRIPTORS / str(descriptor), flags)
         except OSError:  # closed at the fork, or its rights have changed
             continue
         try:
@@ -120,7 +121,8 @@ def _connection(kind: type) -> str:
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield (path, object) of all that hangs on the roots, the nearest first; calls no method of a user's object."""
-    waiting, seen = deque(roots.items()), set[int]()
+    waiting = deque(roots.items())
+    seen = set[int]()
     while waiting and len(seen) < _MAX_OBJECTS:
         path, owner = waiting.popleft()
         if id(owner) in seen or isinstance(owner, _ATOMS):
@@ -143,11 +145,14 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
         yield from ((path, cell.cell_contents) for cell in owner.__closure__ or () if _is_filled(cell))
     elif isinstance(owner, functools.partial):
         yield from ((path, each) for each in (owner.func, *owner.args, *owner.keywords.values()))
-    if str(type(owner).__module__).startswith(_PACKAGE):  # a wrapper of lockstep: only what it wraps
+    # A wrapper of lockstep: only what it wraps
+    if str(type(owner).__module__).startswith(_PACKAGE):
         yield from ((path, value) for name, value in _attributes(owner).items() if name in _WRAPPED)
         return
     names = getattr(type(owner), "__slots__", ())
-    slots = {name: _read(owner, name) for name in ((names,) if isinstance(names, str) else names)}
+    slots = {}
+    for name in (names,) if isinstance(names, str) else names:
+        slots[name] = _read(owner, name)
     yield from ((f"{path}.{name}", value) for name, value in (*_attributes(owner).items(), *slots.items()))
 
 
@@ -156,14 +161,18 @@ def _attributes(owner: Any) -> dict[str, Any]:
         attributes = object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return {}
-    return dict(attributes) if isinstance(attributes, dict) else {}
+    if isinstance(attributes, dict):
+        return dict(attributes)
+    return {}
 
 
 def _read(owner: Any, name: str) -> Any:
     """Read a slot, by its descriptor alone."""
     member = vars(type(owner)).get(name)
     try:
-        return member.__get__(owner, type(owner)) if isinstance(member, types.MemberDescriptorType) else None
+        if isinstance(member, types.MemberDescriptorType):
+            return member.__get__(owner, type(owner))
+        return None
     except AttributeError:  # empty
         return None
 

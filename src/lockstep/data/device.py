@@ -37,9 +37,12 @@ def mover(device: torch.device) -> Move | None:
         return value.to(device, non_blocking=True)
 
     def movable(value: Any) -> Any:
-        copied = copy.copy(value)  # `to` may change the object: keep the one on the host
+        # `to` may change the object: keep the one on the host
+        copied = copy.copy(value)
         result = copied.to(device)
-        return copied if result is None else result
+        if result is None:
+            return copied
+        return result
 
     return lambda value: _move_nested(value, tensor, movable)
 
@@ -61,7 +64,8 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._marks: deque[torch.cuda.Event] = deque()  # events at the start of each batch's computation
+        # Events at the start of each batch's computation
+        self._marks: deque[torch.cuda.Event] = deque()
 
     def __call__(self, batch: Any) -> Any:
         return self.begin(batch)()
@@ -76,7 +80,8 @@ class SideStream:
         computing, copies = torch.cuda.current_stream(self._device), list[Tensor]()
 
         def tensor(value: Tensor) -> Tensor:
-            if value.device.type != "cpu" or value.layout is not torch.strided:  # cannot be pinned
+            # Cannot be pinned
+            if value.device.type != "cpu" or value.layout is not torch.strided:
                 with torch.cuda.stream(computing):
                     return value.to(self._device, non_blocking=True)
             source = value if value.is_pinned() else value.pin_memory()
@@ -96,14 +101,16 @@ class SideStream:
             present = torch.cuda.current_stream(self._device)
             present.wait_event(event)
             for each in copies:
-                each.record_stream(present)  # its memory belongs to the side stream, and must outlive the computation
+                # Its memory belongs to the side stream, and must outlive the computation
+                each.record_stream(present)
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record(present)
             self._marks.append(mark)
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
             if len(self._marks) > AHEAD:
-                self._marks.popleft().synchronize()  # waits for the device, AHEAD batches behind
+                # Waits for the device, AHEAD batches behind
+                self._marks.popleft().synchronize()
             return data
 
         return finish
@@ -111,7 +118,8 @@ class SideStream:
 
 def _move_object(value: Any, device: torch.device) -> Any:
     """Move an object by its own `to`, if possible from pinned memory and without waiting."""
-    copied = copy.copy(value)  # `to` may change the object: keep the one on the host
+    # `to` may change the object: keep the one on the host
+    copied = copy.copy(value)
     if callable(getattr(copied, "pin_memory", None)):
         pinned = copied.pin_memory()
         copied = copied if pinned is None else pinned
@@ -120,8 +128,14 @@ def _move_object(value: Any, device: torch.device) -> Any:
             if isinstance(item, Tensor) and item.device.type == "cpu" and item.layout is torch.strided:
                 copied[key] = item.pin_memory()
     non_blocking = _accepts_non_blocking(getattr(type(copied), "to", None))
-    result = copied.to(device, non_blocking=True) if non_blocking else copied.to(device)  # waits for the device
-    return copied if result is None else result
+    # waits for the device
+    if non_blocking:
+        result = copied.to(device, non_blocking=True)
+    else:
+        result = copied.to(device)
+    if result is None:
+        return copied
+    return result
 
 
 @cache

@@ -47,9 +47,13 @@ class FoundFiles:
     """
 
     def __init__(self, label: str, flag: str = "--data.skip", kind: str = "files") -> None:
-        self._label, self._flag, self._kind = label, flag, kind
-        self._read, self._read_bytes = 0, 0
-        self._left: dict[str, list[tuple[str, int]]] = {}  # reason -> (name, bytes)
+        self._label = label
+        self._flag = flag
+        self._kind = kind
+        self._read = 0
+        self._read_bytes = 0
+        # Reason -> (name, bytes)
+        self._left: dict[str, list[tuple[str, int]]] = {}
 
     def add(self, size: int = 0) -> None:
         """Count a file of `size` bytes that is read."""
@@ -64,7 +68,9 @@ class FoundFiles:
     @property
     def share(self) -> float:
         """The share that is left out, of the files or of their bytes, whichever is more."""
-        left = [each for files in self._left.values() for each in files]
+        left = []
+        for files in self._left.values():
+            left.extend(files)
         size = sum(bytes_of for _, bytes_of in left)
         by_number = len(left) / max(1, len(left) + self._read)
         return max(by_number, size / max(1, size + self._read_bytes))
@@ -89,7 +95,10 @@ class FoundFiles:
         if self.share <= limit:
             say(f"{self._label}: {self.note}")
             return
-        allowed = f", or allow it with {self._flag} {math.ceil(100 * self.share) / 100}" if self._flag else ""
+        if self._flag:
+            allowed = f", or allow it with {self._flag} {math.ceil(100 * self.share) / 100}"
+        else:
+            allowed = ""
         raise DataError(f"{self._label}: {self.note}; convert, move or remove them{allowed}")
 
 
@@ -169,7 +178,8 @@ def unpack(path: Path, folder: Path, name: str) -> Path:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    with open_plain(path) as file:  # around the reading alone: an error of a full disk is another one
+    # Around the reading alone: an error of a full disk is another one
+    with open_plain(path) as file:
         while block := file.read(1 << 20):
             yield block
 
@@ -198,7 +208,8 @@ class _Forward(io.RawIOBase):
         target = offset + (self._place if whence == os.SEEK_CUR else 0)
         if target < self._place:
             self._file.close()
-            self._file, self._place = _zstandard(self._path), 0
+            self._file = _zstandard(self._path)
+            self._place = 0
         while self._place < target and (block := self._file.read(min(1 << 20, target - self._place))):
             self._place += len(block)
         return self._place

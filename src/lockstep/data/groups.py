@@ -83,24 +83,29 @@ class TokenGroups:
     def __init__(self, lengths: NDArray[Any], bound: int, seed: int) -> None:
         lengths = np.asarray(lengths, dtype=np.int64)
         if not len(lengths) or lengths.min() < 1:
-            empty = (
-                f"sample {int(lengths.argmin())} has length {lengths.min()}" if len(lengths) else "it has no samples"
-            )
+            if len(lengths):
+                empty = f"sample {int(lengths.argmin())} has length {lengths.min()}"
+            else:
+                empty = "it has no samples"
             raise DataError(f"--micro-batch-tokens: the training set cannot be grouped by length: {empty}")
         if lengths.max() > bound:
             raise DataError(
                 f"--micro-batch-tokens {bound}: sample {int(lengths.argmax())} has {lengths.max()} tokens; raise it, "
                 "or leave out or cut longer samples"
             )
-        self.longest, self.description = int(lengths.max()), f"at most {bound:,} tokens"
+        self.longest = int(lengths.max())
+        self.description = f"at most {bound:,} tokens"
         rounded = np.minimum(round_up(lengths), bound)
         self._sorted = np.argsort(-rounded, kind="stable")
         descending = rounded[self._sorted]
         changes = np.flatnonzero(np.diff(descending)) + 1
-        self._classes = np.concatenate([[0], changes, [len(lengths)]])  # where each rounded length begins
+        # Where each rounded length begins
+        self._classes = np.concatenate([[0], changes, [len(lengths)]])
         self._cuts = _cut(descending, bound)
         self.size, self.smallest = len(self._cuts) - 1, int(np.diff(self._cuts).min())
-        self.bound, self._seed, self._order = bound, seed, Shuffled(self.size, seed)
+        self.bound = bound
+        self._seed = seed
+        self._order = Shuffled(self.size, seed)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
@@ -111,7 +116,8 @@ class TokenGroups:
         places = np.arange(self._cuts[number], self._cuts[number + 1])
         classes = np.searchsorted(self._classes, places, side="right") - 1
         for each in np.unique(classes).tolist():
-            begin, size = int(self._classes[each]), int(self._classes[each + 1] - self._classes[each])
+            begin = int(self._classes[each])
+            size = int(self._classes[each + 1] - self._classes[each])
             own = classes == each
             places[own] = begin + permute(places[own] - begin, size, derive(self._seed, "group", epoch, each))
         return np.full(len(places), epoch), self._sorted[places]
@@ -136,14 +142,16 @@ class SampledGroups:
     """
 
     def __init__(self, sampler: Any, samples: int, seed: int, draws: Callable[[int], list[Any]] | None = None) -> None:
-        self._sampler, self._samples = sampler, samples
+        self._sampler = sampler
+        self._samples = samples
         self._draws = draws or partial(
             draw_seeded, sampler, seed, read=lambda sampler: [list(each) for each in sampler]
         )
         self._epochs: dict[int, _Lists] = {}
         self.description = f"the samples that {type(sampler).__name__} lists"
         self.size = sampler_length(sampler, lists=True)
-        first, again = self._draw(0), self._draw(0)
+        first = self._draw(0)
+        again = self._draw(0)
         if not (np.array_equal(first.indices, again.indices) and np.array_equal(first.starts, again.starts)):
             raise DataError(
                 f"the batch sampler {type(sampler).__name__} of `order` yields other lists under the same seed; draw "
@@ -180,7 +188,8 @@ class SampledGroups:
 
 
 def _copy_lists(sampler: Any) -> list[list[int]]:
-    return [list(each) for each in sampler]  # a sampler may fill one list again and again
+    # A sampler may fill one list again and again
+    return [list(each) for each in sampler]
 
 
 class _Lists(NamedTuple):
@@ -229,17 +238,23 @@ def grouped_order(
     """
     if bound:
         if has_own(task, "order") or shuffle_shards or hasattr(dataset, "order"):
-            other = (
-                f"--data.shuffle-shards {shuffle_shards}" if shuffle_shards else "the `order` of task or training set"
-            )
+            if shuffle_shards:
+                other = f"--data.shuffle-shards {shuffle_shards}"
+            else:
+                other = "the `order` of task or training set"
             raise ConfigError(f"--batch-tokens orders the samples itself; drop it, or {other}")
         return TokenGroups(lengths_of(task, dataset), bound, seed)
-    order = draw_order(task, len(dataset), seed) if has_own(task, "order") else None
+    if has_own(task, "order"):
+        order = draw_order(task, len(dataset), seed)
+    else:
+        order = None
     if order is None or not (isinstance(order, SampledGroups) or _lists(order, seed)):
         return None
     if shuffle_shards:
         raise ConfigError(f"--data.shuffle-shards {shuffle_shards}: the task's `order` is a batch sampler; drop one")
-    return order if isinstance(order, SampledGroups) else SampledGroups(order, len(dataset), seed)
+    if isinstance(order, SampledGroups):
+        return order
+    return SampledGroups(order, len(dataset), seed)
 
 
 def _lists(order: Any, seed: int) -> bool:
@@ -315,15 +330,22 @@ class GroupBatches(Batches):
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
         """Load slices of samples; see `Batches.parts`. They end with the plan."""
         first = self._first_key(step)
-        keys, ends = [first], len(first.samples)
+        keys = [first]
+        ends = len(first.samples)
         place = step * self.step_plan.micro_batches + first.micro
         while ends < max(b for _, b in cuts) and place + 1 < self.step_plan.steps * self.step_plan.micro_batches:
             place += 1
             keys.append(self._key(*divmod(place, self.step_plan.micro_batches)))
             ends += len(keys[-1].samples)
-        epochs = [epoch for key in keys for epoch in key.epochs]
-        samples = [sample for key in keys for sample in key.samples]
-        own = [first._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]) for a, b in cuts]
+        epochs = []
+        for key in keys:
+            epochs.extend(key.epochs)
+        samples = []
+        for key in keys:
+            samples.extend(key.samples)
+        own = []
+        for a, b in cuts:
+            own.append(first._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
         return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(own))]
 

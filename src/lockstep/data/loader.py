@@ -94,7 +94,9 @@ def draws(dataset: Any) -> bool:
     declared = getattr(dataset, "draws_random", None)
     if declared is None and type(dataset) is Subset:
         return draws(dataset.dataset)
-    return not never_draws(dataset) if declared is None else bool(declared)
+    if declared is None:
+        return not never_draws(dataset)
+    return bool(declared)
 
 
 def collate_draws(dataset: Any) -> bool:
@@ -115,7 +117,8 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         split: its argument.
         name: of the set, if the split has several.
     """
-    source, kind = f"the task's dataset('{split}')" + (f"['{name}']" if name else ""), type(dataset).__name__
+    source = f"the task's dataset('{split}')" + (f"['{name}']" if name else "")
+    kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
             f"{source} returned a DataLoader; return its dataset, loader.dataset: --batch-size and --micro-batch-size "
@@ -150,7 +153,10 @@ class Fetch:
     """
 
     def __init__(self, dataset: Any, task: Task, seed: int, rank: int = 0) -> None:
-        self._dataset, self._collate, self._seed, self._rank = dataset, task.collate, seed, rank
+        self._dataset = dataset
+        self._collate = task.collate
+        self._seed = seed
+        self._rank = rank
         self._count = task.count
         self._counts, self._collates = has_own(task, "count"), has_own(task, "collate")
         self._draws = draws(dataset)
@@ -180,13 +186,18 @@ class Fetch:
         if self._draws:
             return [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
         if self._rows:
-            with suppress(Exception):  # a sample cannot be read: the way below retries, skips or names it
+            # A sample cannot be read: the way below retries, skips or names it
+            with suppress(Exception):
                 if not self._collates and (batch := self._rows.batch(key.samples)) is not None:
                     return _Batch(batch)
                 if self._collates and (found := self._rows.samples(key.samples)) is not None:
                     return found
-        samples = self._many(key.samples) if self._many else [self._dataset[sample] for sample in key.samples]
-        if not self._collates and len(samples) != len(key.samples):  # the task's own `collate` may accept a whole batch
+        if self._many:
+            samples = self._many(key.samples)
+        else:
+            samples = [self._dataset[sample] for sample in key.samples]
+        # The task's own `collate` may accept a whole batch
+        if not self._collates and len(samples) != len(key.samples):
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
                 f"{self._location(key)}; drop samples in the task's `collate` instead"
@@ -275,7 +286,8 @@ class Drawing:
     """A Fetch that returns (batch, whether its collation drew random numbers) as the batch."""
 
     def __init__(self, fetch: Fetch) -> None:
-        self._fetch, self.inherited = fetch, fetch.inherited
+        self._fetch = fetch
+        self.inherited = fetch.inherited
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         loaded = self._fetch.load(key)
@@ -304,7 +316,8 @@ def failure(error: Exception) -> str:
 
 def seed_everything(key: int) -> None:
     """Seed the CPU generators that datasets draw from: torch's default one, numpy's and random's."""
-    torch.default_generator.manual_seed(key)  # torch.manual_seed costs a hundred times as much
+    # torch.manual_seed costs a hundred times as much
+    torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
 
@@ -391,7 +404,8 @@ def _end_with_parent() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent.pid:
-        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before prctl was called
+        # The parent ended before prctl was called
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_after(sentinel: int) -> None:
@@ -455,7 +469,10 @@ class Loader:
     """
 
     def __init__(self, fetch: Fetching, loading: Loading, rank: int, pinned: bool) -> None:
-        self._fetch, self._loading, self._rank, self._pinned = fetch, loading, rank, pinned
+        self._fetch = fetch
+        self._loading = loading
+        self._rank = rank
+        self._pinned = pinned
         self._deaths = self.restarts = 0
 
     def stream(self, keys: Iterator[Key]) -> Generator[tuple[Key, Any, float], None, None]:
@@ -468,7 +485,8 @@ class Loader:
             for key in keys:
                 yield key, *self._fetch[key]
             return
-        pending: deque[Key] = deque()  # sent to the processes, not delivered yet
+        # Sent to the processes, not delivered yet
+        pending: deque[Key] = deque()
         remaining: Iterator[Key] = keys
         tries = 1
         while True:
@@ -482,15 +500,20 @@ class Loader:
                     self._record_timeout(tries)
                     tries += 1
                 except (RuntimeError, OSError, EOFError) as error:
-                    if not processes.has_lost_one():  # the program's own error, from a live process
+                    # The program's own error, from a live process
+                    if not processes.has_lost_one():
                         raise
                     self._record_death(pending[0].step if pending else 0, error, processes.reason())
-            remaining, pending = chain(list(pending), remaining), deque()
+            remaining = chain(list(pending), remaining)
+            pending = deque()
 
     def _record_death(self, step: int, error: Exception, reason: str) -> None:
         if reason:  # another process would meet it again
             raise SampleError(f"{rank_label(self._rank)}, step {step + 1}: {reason}") from error
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if str(error):
+            line = str(error).splitlines()[0]
+        else:
+            line = type(error).__name__
         if self._deaths >= self._loading.retries:
             raise SampleError(
                 f"{rank_label(self._rank)}: a loader process died in step {step + 1}: {line}; lower --data.workers "
@@ -558,7 +581,9 @@ class _Processes:
     def __init__(
         self, fetch: Fetching, keys: Iterator[Key], pending: deque[Key], loading: Loading, pinned: bool, tries: int
     ) -> None:
-        self._pending, self._pinned, self._workers = pending, pinned, loading.workers
+        self._pending = pending
+        self._pinned = pinned
+        self._workers = loading.workers
         self._delivered = 0
         self._started: dict[int, int] = {}  # pids by process number
         self._reason = ""
@@ -572,9 +597,11 @@ class _Processes:
         self._handler = signal.getsignal(signal.SIGCHLD)
         # Open here at both ends, or it would close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
-        os.environ.setdefault(_TOKENIZER_THREADS, "true")  # else tokenizers warn in each process that is forked
+        # Else tokenizers warn in each process that is forked
+        os.environ.setdefault(_TOKENIZER_THREADS, "true")
         with _collections_paused() as collecting, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # see `_start`
+            # See `_start`
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
             loader = DataLoader(
                 _KeyedDataset(fetch),
                 sampler=_IteratorSampler(_track(keys, pending)),
@@ -638,7 +665,8 @@ class _Processes:
         """Return why a process ended, if it said so or the system did; "" if unknown."""
         self._read_reports()
         if not self._reason and any(child.exitcode == -signal.SIGBUS for child in self._children):
-            return no_room()  # a page of a shared file that the system could not provide
+            # A page of a shared file that the system could not provide
+            return no_room()
         return self._reason
 
     def has_lost_one(self) -> bool:
@@ -648,12 +676,15 @@ class _Processes:
     def close(self) -> None:
         """End the processes at once, and wait for them."""
         self._remove_torch_handler()
-        if not self._pinned:  # a pinning thread must not wait for the rest of a truncated message
+        # A pinning thread must not wait for the rest of a truncated message
+        if not self._pinned:
             self._kill_unstarted()
             for child in self._children:
                 child.terminate()
-        iterator, self._iterator = self._iterator, iter(())
-        shut_down = getattr(iterator, "_shutdown_workers", None)  # else dropping the iterator shuts them down
+        iterator = self._iterator
+        self._iterator = iter(())
+        # Else dropping the iterator shuts them down
+        shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
         del iterator
@@ -725,7 +756,8 @@ def _as_is(value: Any) -> Any:
 def _end_unsent(report: Connection, number: int, error: Exception, _: Any) -> None:
     """End this process, since a batch could not be sent: Python drops it, and the training would wait for it."""
     unsent = f"a loader process cannot send its batch: {error_line(error)}; return another one from `collate`"
-    report.send((number, (shortage(error) or unsent)[:_REPORT]))  # one atomic write
+    # One atomic write
+    report.send((number, (shortage(error) or unsent)[:_REPORT]))
     os._exit(1)
 
 
@@ -740,9 +772,11 @@ def _init_worker(collecting: bool, files: dict[int, int], report: Connection, nu
         torch.set_num_threads(1)
         # Not "true", even where the user set it: a forked process would wait for the threads that only its parent has.
         os.environ[_TOKENIZER_THREADS] = "false"
-        threadpoolctl.threadpool_limits(1)  # BLAS and OpenMP of numpy and other loaded libraries
+        # BLAS and OpenMP of numpy and other loaded libraries
+        threadpoolctl.threadpool_limits(1)
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")
-        if opencv == "1" and "cv2" in sys.modules:  # if not imported yet, it reads the variable later
+        # If not imported yet, it reads the variable later
+        if opencv == "1" and "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
     finally:  # torch sends an error in place of the first micro-batch
         report.send((number, os.getpid()))  # one atomic write

@@ -67,7 +67,9 @@ def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None)
         if not len(dataset):
             raise ConfigError(f"lockstep.mixture: the source '{name}' is empty; leave it out")
     points = _points(sources, weights, bool(streams))
-    return StreamMixture(dict(sources), points) if streams else Mixture(dict(sources), points)
+    if streams:
+        return StreamMixture(dict(sources), points)
+    return Mixture(dict(sources), points)
 
 
 def _points(
@@ -82,7 +84,10 @@ def _points(
         raise ConfigError("lockstep.mixture: no weights, and streams have no sizes; give weights by name")
     if weights is None:
         weights = {name: len(dataset) for name, dataset in sources.items()}
-    points = [(0, weights)] if isinstance(weights, Mapping) else list(weights)
+    if isinstance(weights, Mapping):
+        points = [(0, weights)]
+    else:
+        points = list(weights)
     steps = [step for step, _ in points]
     if not points or steps != sorted(set(steps)) or steps[0] < 0:
         raise ConfigError(f"lockstep.mixture: weights at the steps {steps}; give points of ascending steps, from 0 on")
@@ -127,7 +132,8 @@ class Mixture:
     """
 
     def __init__(self, sources: dict[str, Any], points: list[tuple[int, list[int]]]) -> None:
-        self.sources, self.points = sources, points
+        self.sources = sources
+        self.points = points
         self._datasets = list(sources.values())
         self._starts = np.cumsum([0, *(len(each) for each in self._datasets)])
         self._rows = [rows_of(each) for each in self._datasets]
@@ -148,9 +154,11 @@ class Mixture:
         samples: list[Any] = [None] * len(indices)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         for source in np.unique(which).tolist():
-            places, dataset = np.flatnonzero(which == source).tolist(), self._datasets[source]
+            places = np.flatnonzero(which == source).tolist()
+            dataset = self._datasets[source]
             own = [indices[place] - int(self._starts[source]) for place in places]
-            known, many = self._rows[source], getattr(dataset, "__getitems__", None)
+            known = self._rows[source]
+            many = getattr(dataset, "__getitems__", None)
             loaded = known.samples(own) if known else None
             if loaded is None:
                 loaded = many(own) if many else [dataset[index] for index in own]
@@ -161,7 +169,9 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Hex; of the weights and the sources, for a resume."""
-        parts = [(name, len(each), getattr(each, "fingerprint", "")) for name, each in self.sources.items()]
+        parts = []
+        for name, each in self.sources.items():
+            parts.append((name, len(each), getattr(each, "fingerprint", "")))
         return xxhash.xxh3_64_hexdigest(repr((parts, self.points)).encode())
 
     @property
@@ -215,8 +225,12 @@ class MixtureOrder:
         size: int = 0,
     ) -> None:
         sizes = [order.size for order in orders]
-        self.names, self.size = names, size or sum(sizes)
-        self._orders, self._points, self._seed, self._in_lanes = orders, points, seed, in_lanes
+        self.names = names
+        self.size = size or sum(sizes)
+        self._orders = orders
+        self._points = points
+        self._seed = seed
+        self._in_lanes = in_lanes
         self._starts = np.cumsum([0, *sizes])
         self._geometry = geometry
         self._schedules: dict[int, Schedule] = {}
@@ -224,7 +238,12 @@ class MixtureOrder:
 
     def placed(self, geometry: Geometry, size: int) -> "MixtureOrder":
         """Return the order for steps of this geometry, with epochs of `size` samples; 0: those of all sources."""
-        orders = [order.placed(geometry, 0) if isinstance(order, PlacedOrder) else order for order in self._orders]
+        orders = []
+        for order in self._orders:
+            if isinstance(order, PlacedOrder):
+                orders.append(order.placed(geometry, 0))
+            else:
+                orders.append(order)
         return MixtureOrder(
             self.names, orders, self._points, self._seed, in_lanes=self._in_lanes, geometry=geometry, size=size
         )
@@ -232,7 +251,8 @@ class MixtureOrder:
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return the epochs of the sources, and the samples, of positions start .. stop - 1. int64 each"""
         sources, numbers = self._draw(start, stop)
-        epochs, samples = np.empty_like(sources), np.empty_like(sources)
+        epochs = np.empty_like(sources)
+        samples = np.empty_like(sources)
         for source in np.unique(sources).tolist():
             mask = sources == source
             epochs[mask], own = self._orders[source].of(numbers[mask])
@@ -252,16 +272,19 @@ class MixtureOrder:
         positions = np.arange(start, stop, dtype=np.int64)
         if not self._in_lanes:
             return self._draws.at(0, self._schedule(self._geometry.size), positions)
-        lanes, micro_size = lanes_of(positions, self._geometry), self._geometry.micro_size
+        lanes = lanes_of(positions, self._geometry)
+        micro_size = self._geometry.micro_size
         within = lanes.steps * lanes.width + lanes.within
-        sources, drawn = np.empty_like(positions), np.empty_like(positions)
+        sources = np.empty_like(positions)
+        drawn = np.empty_like(positions)
         by_lane = np.argsort(lanes.first, kind="stable")
         firsts, begins = np.unique(lanes.first[by_lane], return_index=True)
         for first, own in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True):
             schedule = self._schedule(min(micro_size, self._geometry.size - first))
             sources[own], drawn[own] = self._draws.at(first, schedule, within[own])
         steps, places = np.divmod(drawn, lanes.width)
-        return sources, steps * self._geometry.size + lanes.first + places  # the same lane of the source's own order
+        # The same lane of the source's own order
+        return sources, steps * self._geometry.size + lanes.first + places
 
     def _schedule(self, width: int) -> Schedule:
         if width not in self._schedules:

@@ -56,7 +56,9 @@ class _Part:
     def __init__(
         self, start: int, length: int, first: list[int], last: list[int], before: Indices, blocks: int = _BLOCKS
     ) -> None:
-        self.start, self.length, self._before = start, length, before
+        self.start = start
+        self.length = length
+        self._before = before
         if not length:  # after so many blocks all counts are whole
             length = _BLOCK * (UNIT // _BLOCK // math.gcd(UNIT // _BLOCK, *first))
         size = max(_BLOCK, -(-length // blocks))
@@ -102,7 +104,8 @@ def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> I
     Returns:
         int64 [bounds, sources].
     """
-    low, high = floors.astype(np.int64), ceilings.astype(np.int64)
+    low = floors.astype(np.int64)
+    high = ceilings.astype(np.int64)
     counts = np.zeros_like(low)
     for number in range(1, len(bounds)):
         now = np.maximum(counts[number - 1], low[number])
@@ -182,7 +185,9 @@ class Draws:
         Args:
             positions: ascending.
         """
-        sources, numbers, offset = np.empty_like(positions), np.empty_like(positions), 0
+        sources = np.empty_like(positions)
+        numbers = np.empty_like(positions)
+        offset = 0
         while offset < len(positions):
             block = self.block(lane, schedule, int(positions[offset]))
             end = int(np.searchsorted(positions, block.stop))
@@ -193,7 +198,8 @@ class Draws:
 
 
 def _draw(block: Block, key: int) -> SourceBlock:
-    size, ends = block.stop - block.start, np.cumsum(block.counts)
+    size = block.stop - block.start
+    ends = np.cumsum(block.counts)
     sources = np.searchsorted(ends, permute(np.arange(size), size, key), side="right")
     numbers = np.empty_like(sources)
     numbers[np.argsort(sources, kind="stable")] = np.arange(size) - np.repeat(ends - block.counts, block.counts)

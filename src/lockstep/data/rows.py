@@ -45,19 +45,23 @@ def rows_of(dataset: Any) -> Rows | None:
         rows = _TensorRows(dataset)
     elif is_hub_dataset(dataset):
         rows = _HubRows(dataset)
-    return _SubsetRows(rows, maps) if rows and maps else rows
+    if rows and maps:
+        return _SubsetRows(rows, maps)
+    return rows
 
 
 def never_draws(dataset: Any) -> bool:
     """Whether a dataset is of a kind whose samples are known to draw no random numbers."""
     if type(dataset) in (TensorDataset, list, tuple):
         return True
-    return is_hub_dataset(dataset) and dataset.format["type"] != "custom"  # "custom" calls a function of the user's
+    # "custom" calls a function of the user's
+    return is_hub_dataset(dataset) and dataset.format["type"] != "custom"
 
 
 def is_hub_dataset(dataset: Any) -> bool:
     """Whether it is exactly a `datasets.Dataset`."""
-    module = sys.modules.get("datasets.arrow_dataset")  # imported, if there is one
+    # imported, if there is one
+    module = sys.modules.get("datasets.arrow_dataset")
     return module is not None and type(dataset) is module.Dataset
 
 
@@ -72,12 +76,14 @@ class _TensorRows:
 
     def batch(self, indices: Sequence[int]) -> list[Tensor] | None:
         tensors = self._dataset.tensors
-        if tensors is not self._tensors:  # the caller may replace them between two steps
+        # The caller may replace them between two steps
+        if tensors is not self._tensors:
             self._tensors, self._plain = tensors, all(map(_is_plain, tensors))
             self._on_host = all(tensor.is_cpu for tensor in tensors)
         if not self._plain:
             return None
-        rows = torch.from_numpy(np.array(indices, np.int64))  # a fifth of the time of torch.tensor(indices)
+        # A fifth of the time of torch.tensor(indices)
+        rows = torch.from_numpy(np.array(indices, np.int64))
         if self._on_host:
             return [tensor.index_select(0, rows) for tensor in tensors]
         _check_range(indices, len(tensors[0]))
@@ -85,7 +91,9 @@ class _TensorRows:
 
     def samples(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]] | None:
         batch = self.batch(indices)
-        return None if batch is None else list(zip(*(column.unbind() for column in batch), strict=True))
+        if batch is None:
+            return None
+        return list(zip(*(column.unbind() for column in batch), strict=True))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -109,7 +117,8 @@ class _HubRows:
     """Rows of a Hugging Face `Dataset`, which reads a list of them in one look-up of its table."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._even = dataset, True
+        self._dataset = dataset
+        self._even = True
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor] | None:
         if not self._even or self._dataset.format["type"] != "torch":
@@ -117,7 +126,9 @@ class _HubRows:
         columns = self._dataset[list(indices)]
         # Strings, and rows of unequal length, are a list: torch's collation decides what becomes of them.
         self._even = all(type(column) is Tensor and column.is_contiguous() for column in columns.values())
-        return dict(columns) if self._even else None
+        if self._even:
+            return dict(columns)
+        return None
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         samples: list[Any] = self._dataset.__getitems__(list(indices))
@@ -134,7 +145,8 @@ class _SubsetRows:
     """
 
     def __init__(self, rows: Rows, maps: list["Subset[Any]"]) -> None:
-        self._rows, self._maps = rows, maps
+        self._rows = rows
+        self._maps = maps
 
     def batch(self, indices: Sequence[int]) -> Any:
         return self._rows.batch(self._inner(indices))

@@ -132,7 +132,8 @@ class Begun:
 
     def __init__(self, order: Order, size: int, count: int) -> None:
         self.size = check_size(count)
-        self._order, self._whole = order, size
+        self._order = order
+        self._whole = size
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of the positions start .. stop - 1.
@@ -144,9 +145,11 @@ class Begun:
             ValueError: start is negative, or stop is before start.
         """
         _places(1, start, min(start, stop))
-        epochs, samples = np.empty(stop - start, np.int64), np.empty(stop - start, np.int64)
+        epochs = np.empty(stop - start, np.int64)
+        samples = np.empty(stop - start, np.int64)
         offset = 0
-        while offset < stop - start:  # one turn per epoch that the range touches
+        # One turn per epoch that the range touches
+        while offset < stop - start:
             epoch, place = divmod(start + offset, self.size)
             end = min(offset + self.size - place, stop - start)
             begin = epoch * self._whole + place
@@ -193,7 +196,8 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
     keys = _stream(_ROUNDS, key)
     images = _feistel(indices.astype(np.uint64), half, keys)
     outside = np.flatnonzero(images >= size)
-    while outside.size:  # the domain is less than four times the size: a short walk
+    # The domain is less than four times the size: a short walk
+    while outside.size:
         walked = _feistel(images[outside], half, keys)
         images[outside] = walked
         outside = outside[walked >= size]
@@ -217,8 +221,12 @@ def permute_groups(indices: Indices, groups: Indices, sizes: Sequence[int], keys
     for group in small:
         mask = groups == group
         images[mask] = _table(sizes[group], keys[group])[indices[mask]]
-    remaining = np.flatnonzero(~np.isin(groups, small)) if small else np.arange(len(indices))
-    values, groups = indices[remaining].astype(np.uint64), groups[remaining]
+    if small:
+        remaining = np.flatnonzero(~np.isin(groups, small))
+    else:
+        remaining = np.arange(len(indices))
+    values = indices[remaining].astype(np.uint64)
+    groups = groups[remaining]
     halves = np.array([((size - 1).bit_length() + 1) // 2 for size in sizes], dtype=np.uint64)[groups]
     words = np.array([_stream(_ROUNDS, key) for key in keys]).reshape(len(keys), _ROUNDS).T[:, groups]
     limits = np.array(sizes, dtype=np.uint64)[groups]
@@ -234,8 +242,10 @@ def _feistel(values: _Words, half: int | _Words, keys: _Words) -> _Words:
     """Apply a bijection of the integers of 2 * half bits, one round per key."""
     shift = np.uint64(half) if isinstance(half, int) else half
     mask = (np.uint64(1) << shift) - np.uint64(1)
-    left, right = values >> shift, values & mask
-    if isinstance(half, int) and 1 << half <= max(_SMALL_HALF, len(values)):  # fewer halves than values: look them up
+    left = values >> shift
+    right = values & mask
+    # Fewer halves than values: look them up
+    if isinstance(half, int) and 1 << half <= max(_SMALL_HALF, len(values)):
         for images in _mix(np.arange(1 << half, dtype=np.uint64) ^ keys[:, None]) & mask:
             left, right = right, left ^ images[right]
         return (left << shift) | right
@@ -299,7 +309,8 @@ class EpochOrder(ABC):
     """
 
     def __init__(self, size: int, samples: int) -> None:
-        self._size, self._samples = size, samples
+        self._size = size
+        self._samples = samples
         self._cache: dict[int, tuple[Indices, Indices]] = {}
 
     @property
@@ -359,7 +370,8 @@ class SamplerOrder(EpochOrder):
 
     def __init__(self, sampler: Any, samples: int, seed: int) -> None:
         super().__init__(sampler_length(sampler), samples)
-        self._sampler, self._seed = sampler, seed
+        self._sampler = sampler
+        self._seed = seed
         if not np.array_equal(self.draw(0), self._cached_epoch(0)[0]):
             raise DataError(
                 f"the sampler {_type_name(sampler)} of `order` yields other indices under the same seed; draw "
@@ -426,7 +438,8 @@ class CheckedOrder:
     """
 
     def __init__(self, inner: Order, samples: int) -> None:
-        self._inner, self._samples = inner, samples
+        self._inner = inner
+        self._samples = samples
         self.size = len(inner) if isinstance(inner, Sized) else samples
         if self.size < 1:
             raise ConfigError("`order` has length 0; an epoch needs at least one sample")
@@ -505,7 +518,9 @@ def order_from(order: Any, samples: int, seed: int) -> SizedOrder:
 def within(sampler: Any) -> list[Any]:
     """Return the sampler, and the one inside it if it wraps another."""
     inner = getattr(sampler, "sampler", None)
-    return [sampler] if inner is None else [sampler, inner]
+    if inner is None:
+        return [sampler]
+    return [sampler, inner]
 
 
 def check_indices(indices: Indices, samples: int, source: str) -> None:
@@ -577,7 +592,8 @@ def _repeats(indices: Indices, samples: int) -> Indices:
         return np.empty(0, np.int64)
     by_sample = np.argsort(indices, kind="stable")
     ordered = indices[by_sample]
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])  # where the run of a sample begins
+    # Where the run of a sample begins
+    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     repeats = np.empty_like(indices)
     repeats[by_sample] = np.arange(len(indices)) - np.repeat(first, np.diff(np.r_[first, len(indices)]))
     return repeats
@@ -586,13 +602,19 @@ def _repeats(indices: Indices, samples: int) -> Indices:
 def number_repeats(epochs: Indices, indices: Indices, samples: int) -> Indices:
     """Give each further occurrence of a sample in an epoch its own epoch number; see `EpochOrder.at`."""
     repeats = _repeats(indices, samples)
-    return epochs + (repeats << _REPEAT) if repeats.size else epochs
+    if repeats.size:
+        return epochs + (repeats << _REPEAT)
+    return epochs
 
 
 def _generator(sampler: Any) -> torch.Generator | None:
     generator = getattr(sampler, "generator", None)
-    return generator if isinstance(generator, torch.Generator) else None
+    if isinstance(generator, torch.Generator):
+        return generator
+    return None
 
 
 def _type_name(value: Any) -> str:
-    return value.__name__ + " itself" if isinstance(value, type) else type(value).__name__
+    if isinstance(value, type):
+        return value.__name__ + " itself"
+    return type(value).__name__

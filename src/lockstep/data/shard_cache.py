@@ -116,7 +116,10 @@ def digest_of(path: Path, algorithm: str = "xxh3_64") -> str:
         DataError: there is no such algorithm.
     """
     hashlib: Any = importlib.import_module("hashlib")
-    maker = getattr(xxhash, algorithm, None) if algorithm.startswith("xxh") else getattr(hashlib, algorithm, None)
+    if algorithm.startswith("xxh"):
+        maker = getattr(xxhash, algorithm, None)
+    else:
+        maker = getattr(hashlib, algorithm, None)
     if maker is None:
         raise DataError(f"{path}: the checksum {algorithm} is unknown; use xxh3_64, md5 or sha256")
     digest = maker()
@@ -178,7 +181,8 @@ class Store:
             DataError: it is missing.
             StorageError: the store does not answer.
         """
-        self.system.invalidate_cache()  # or the answer is the listing of the start
+        # Or the answer is the listing of the start
+        self.system.invalidate_cache()
         found = self.reach(path, lambda: self.system.info(path))
         return int(found.get("size") or 0), stamp_of(found, local=self.is_local)
 
@@ -240,7 +244,8 @@ class Store:
             except LockstepError:
                 raise
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in _FULL:  # of the cache's disk, see `ShardCache.get`
+                # Of the cache's disk, see `ShardCache.get`
+                if isinstance(error, OSError) and error.errno in _FULL:
                     raise
                 if _is_final(error):
                     if isinstance(error, FileNotFoundError):
@@ -282,7 +287,11 @@ def _status_of(error: BaseException | None) -> int:
     """Return the HTTP status of an error or its cause; 0: none."""
     while error is not None:
         response = getattr(error, "response", None)
-        answer = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}  # botocore
+        # botocore
+        if isinstance(response, dict):
+            answer = response.get("ResponseMetadata", {})
+        else:
+            answer = {}
         for status in (getattr(error, "status", None), answer.get("HTTPStatusCode")):
             if isinstance(status, int):
                 return status
@@ -313,7 +322,9 @@ class ShardCache:
     """
 
     def __init__(self, folder: Path, limit: int, label: str) -> None:
-        self.folder, self._limit, self._label = folder, limit, label
+        self.folder = folder
+        self._limit = limit
+        self._label = label
 
     def get(self, name: str, size: int, make: Callable[[Path], None], made: Callable[[], None] | None = None) -> Path:
         """Return the path of a file, which is made first if needed.
@@ -352,7 +363,8 @@ class ShardCache:
                 actual = part.stat().st_size
                 if actual <= size:
                     self._publish(part, path, made)
-            if actual > size:  # with the first room given back: two that both need more would wait for each other
+            # With the first room given back: two that both need more would wait for each other
+            if actual > size:
                 with self._room(path.name, actual):
                     self._publish(part, path, made)
         finally:
@@ -382,13 +394,15 @@ class ShardCache:
                 f"lockstep.shards: the cache of {self._label} may have {bytes_text(self._limit)}, and a shard takes "
                 f"{bytes_text(size)}; raise `cache_size`"
             )
-        claim = FileLock(self.folder / f".{name}.{size}.claim", timeout=0)  # freed if its holder dies
+        # Freed if its holder dies
+        claim = FileLock(self.folder / f".{name}.{size}.claim", timeout=0)
         while not self._claim(claim, name, size):
             time.sleep(_POLL)
         try:
             yield
         finally:
-            with self._lock():  # or who looks at the claims would take this process for dead
+            # Or who looks at the claims would take this process for dead
+            with self._lock():
                 Path(claim.lock_file).unlink(missing_ok=True)
                 claim.release()
 
@@ -442,7 +456,8 @@ def _held(path: Path) -> Iterator[None]:
 
 def _sealed_time(name: str, size: int) -> int:
     """Return the time of modification, in seconds, that a whole file of the cache has: any write changes it."""
-    return xxhash.xxh3_64_intdigest(f"{name} {size}".encode()) % (1 << 29) * 2  # even, as some file systems need
+    # even, as some file systems need
+    return xxhash.xxh3_64_intdigest(f"{name} {size}".encode()) % (1 << 29) * 2
 
 
 def _use(path: Path) -> bool:
@@ -456,6 +471,7 @@ def _use(path: Path) -> bool:
     try:
         os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
     except OSError as error:
-        if error.errno not in _READ_ONLY:  # another user's cache, or a mount without writes
+        # Another user's cache, or a mount without writes
+        if error.errno not in _READ_ONLY:
             return False
     return True

@@ -155,7 +155,8 @@ class TokenShards(ShardFormat):
                 "lockstep.shards: the format tokens needs dtype, the type of the numbers in the files, such as "
                 "dtype='uint16' or 'uint32': the files do not say"
             )
-        self._seq_len, self._vocab_size = seq_len, vocab_size
+        self._seq_len = seq_len
+        self._vocab_size = vocab_size
         self._kind = np.dtype(dtype).newbyteorder("<")
 
     def options(self) -> dict[str, Any]:
@@ -184,7 +185,10 @@ def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
             f"its {path.stat().st_size} bytes are no whole numbers of {kind.name}: it is cut, or has another dtype"
         )
     numbers = np.frombuffer(begin, kind)
-    odd = numbers[(numbers < 0) | (numbers >= _MAX_TOKEN)] if kind.itemsize > 2 else numbers[:0]
+    if kind.itemsize > 2:
+        odd = numbers[(numbers < 0) | (numbers >= _MAX_TOKEN)]
+    else:
+        odd = numbers[:0]
     if len(odd):
         raise ShardError(f"as {kind.name} it has the token {odd[0]}, which no vocabulary has: give another dtype")
     if kind.itemsize == 2 and len(numbers) >= 16 and not numbers[1::2].any() and numbers[::2].any():
@@ -234,9 +238,13 @@ class TarShards(ShardFormat):
         Raises:
             DataError: the tar is compressed, cut or damaged; a file is in it twice, or apart from its sample's others.
         """
-        keys, extensions, starts = list[str](), dict[str, int](), list[int]()
+        keys = list[str]()
+        extensions = dict[str, int]()
+        starts = list[int]()
         members: list[tuple[int, int, int]] = []
-        seen, own = set[str](), set[str]()  # keys of the tar, and extensions of the last sample
+        # keys of the tar, and extensions of the last sample
+        seen = set[str]()
+        own = set[str]()
         found = FoundFiles(f"the shard {file.label}", flag="", kind="members")
         for name, offset, size in _members(path, file.label):
             match = _NAME.fullmatch(name)
@@ -246,7 +254,8 @@ class TarShards(ShardFormat):
                 if not os.path.basename(name).startswith("."):
                     found.leave_out(name, size, "without an extension")
                 continue
-            key, extension = match[1], match[2].lower()
+            key = match[1]
+            extension = match[2].lower()
             if not keys or keys[-1] != key:
                 if key in seen:
                     raise DataError(
@@ -289,7 +298,8 @@ def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
     """
     try:
         with path.open("rb") as file:
-            begin, size = 0, os.fstat(file.fileno()).st_size
+            begin = 0
+            size = os.fstat(file.fileno()).st_size
             while begin < size:
                 file.seek(begin)
                 with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -304,7 +314,8 @@ def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
                         tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
                     end = tar.offset  # of what follows the last member
                 begin = _after_zeros(file, end)
-                if begin == end:  # neither the zeros that end a tar, nor the header of a member
+                # Neither the zeros that end a tar, nor the header of a member
+                if begin == end:
                     what = "it is cut" if end >= size else f"it is damaged at byte {end}"
                     raise DataError(f"the shard {label} has no end mark of a tar: {what}; restore it")
     except (tarfile.TarError, OSError) as error:
@@ -340,7 +351,8 @@ class _TarShard(OpenShard):
             self._file.close()
 
     def read(self, rows: list[int]) -> list[Any]:
-        handle, samples = self._file.fileno(), []
+        handle = self._file.fileno()
+        samples = []
         for row in rows:
             sample: dict[str, Any] = {"__key__": self._keys[row]}
             begin, end = self._starts[row : row + 2].tolist()
@@ -388,7 +400,8 @@ class MdsShards(ShardFormat):
 
     def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
         """Write the uncompressed shard."""
-        name, data = file.compression.partition(":")[0], path.read_bytes()
+        name = file.compression.partition(":")[0]
+        data = path.read_bytes()
         if name == "bz2":
             plain = bz2.decompress(data)
         elif name in _COMPRESSIONS:
@@ -424,7 +437,8 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
             same = list(zip(each["column_names"], each["column_encodings"], each["column_sizes"], strict=True))
             if (each["format"], each["version"]) != ("mds", 2) or same != columns:
                 raise DataError(f"{label}: its shards differ in columns, format or version; only MDS version 2 is read")
-            raw, packed = each["raw_data"], each.get("zip_data")
+            raw = each["raw_data"]
+            packed = each.get("zip_data")
             stored = packed or raw
             hashes = stored["hashes"]
             algorithm = next((name for name in ("xxh3_64", *hashes) if name in hashes), "")
@@ -448,7 +462,8 @@ class _MdsShard(OpenShard):
         self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).data
         self.samples = int.from_bytes(self._data[:4], "little")
         self._offsets: NDArray[Any] = np.frombuffer(self._data, "<u4", self.samples + 1, 4)
-        self._columns, self._free = columns, sum(not size for _, _, size in columns)
+        self._columns = columns
+        self._free = sum(not size for _, _, size in columns)
 
     def read(self, rows: list[int]) -> list[Any]:
         return [self._decode(*self._offsets[row : row + 2].tolist()) for row in rows]
@@ -456,7 +471,9 @@ class _MdsShard(OpenShard):
     def _decode(self, begin: int, end: int) -> dict[str, Any]:
         """Decode a sample: the sizes of columns without a fixed one, then all columns."""
         data = self._data[begin:end].tobytes()
-        place, size_place, sample = 4 * self._free, 0, dict[str, Any]()
+        place = 4 * self._free
+        size_place = 0
+        sample = dict[str, Any]()
         for name, decode, size in self._columns:
             if not size:
                 size = int.from_bytes(data[size_place : size_place + 4], "little")
@@ -490,7 +507,10 @@ def _decoder(column: str, encoding: str, label: str) -> Decode:
         kind_name, _, shape = rest.partition(":")
         fixed = tuple(map(int, shape.split(","))) if shape else None
         return functools.partial(_array, kind_name, fixed)
-    why = "is pickled, and reading it would run code" if encoding == "pkl" else "has an encoding that is not read"
+    if encoding == "pkl":
+        why = "is pickled, and reading it would run code"
+    else:
+        why = "has an encoding that is not read"
     raise DataError(f"{label}: the column '{column}' {why} ({encoding}); write it as one of {', '.join(plain)}")
 
 
@@ -498,11 +518,14 @@ def _array(kind: str, shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any
     """Decode an array; its type and shape come first unless they are fixed."""
     place = 0
     if not kind:
-        kind, place = _ARRAY_TYPES[data[0]], 1
+        kind = _ARRAY_TYPES[data[0]]
+        place = 1
     if shape is None:
-        dims, width = data[place] >> 2, 1 << data[place] % 4
+        dims = data[place] >> 2
+        width = 1 << data[place] % 4
         numbers = np.frombuffer(data, f"<u{width}", dims, place + 1)
-        shape, place = tuple(numbers.tolist()), place + 1 + dims * width
+        shape = tuple(numbers.tolist())
+        place = place + 1 + dims * width
     return np.frombuffer(data, kind, offset=place).reshape(shape).copy()
 
 

@@ -117,7 +117,9 @@ class ShardOrder:
         self.size = size or int(self._sizes.sum())
         if group < 1:
             raise ConfigError(f"--data.shuffle-shards {group}: give at least 1")
-        self._seed, self._group, self._geometry = seed, group, geometry
+        self._seed = seed
+        self._group = group
+        self._geometry = geometry
         self._tapes: dict[int, _Tape] = {}
 
     def placed(self, geometry: Geometry, size: int) -> "ShardOrder":
@@ -130,7 +132,8 @@ class ShardOrder:
 
     def of(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return epochs and samples of any positions. int64 [positions] each"""
-        epochs, samples = positions // self.size, np.empty_like(positions)
+        epochs = positions // self.size
+        samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             mask = epochs == epoch
             samples[mask] = self._samples(epoch, self._tape_places(epoch, positions[mask]))
@@ -220,10 +223,14 @@ def training_order(task: Task, dataset: Any, samples: int, seed: int, shuffle_sh
         ConfigError: both have one, or the dataset has no shards; and as `order_of`.
         DataError: as `order_of`.
     """
-    own, default = own_order(dataset, seed, shuffle_shards), order_of(task, samples, seed)
+    own = own_order(dataset, seed, shuffle_shards)
+    default = order_of(task, samples, seed)
     if own is None or isinstance(default, Shuffled):
         return own or default
-    asks = f"--data.shuffle-shards {shuffle_shards}" if shuffle_shards else "its training set, a mixture,"
+    if shuffle_shards:
+        asks = f"--data.shuffle-shards {shuffle_shards}"
+    else:
+        asks = "its training set, a mixture,"
     raise ConfigError(f"the task has an `order`, and {asks} asks for another; remove one of them")
 
 
@@ -231,4 +238,6 @@ def place_order(order: SizedOrder, geometry: Geometry, size: int) -> SizedOrder:
     """Return an order for steps of this geometry, whose epochs have only the first `size` samples of each."""
     if isinstance(order, PlacedOrder):
         return order.placed(geometry, size)
-    return Begun(order, order.size, size) if size < order.size else order
+    if size < order.size:
+        return Begun(order, order.size, size)
+    return order

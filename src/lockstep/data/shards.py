@@ -96,7 +96,9 @@ def shards(  # noqa: PLR0913
         raise ConfigError(f"lockstep.shards: format is {format!r}: it must be one of {', '.join(FORMATS)}")
     if cache_size < 1:
         raise ConfigError(f"lockstep.shards: cache_size is {cache_size} bytes: it must be at least 1")
-    sources = [os.fspath(each) for each in ([source] if isinstance(source, str | os.PathLike) else source)]
+    sources = []
+    for each in [source] if isinstance(source, str | os.PathLike) else source:
+        sources.append(os.fspath(each))
     if not sources:
         raise ConfigError("lockstep.shards: the source is an empty list")
     store = Store(sources[0])
@@ -105,7 +107,10 @@ def shards(  # noqa: PLR0913
     label = sources[0] if len(sources) == 1 else f"{sources[0]}, ..."
     make_format = lambda name, kind="": _make_format(name, (seq_len, kind or dtype, vocab_size), row_format)  # noqa: E731
     form, files = _list_shards(sources, format, store, make_format)
-    folder = Path(cache).expanduser() if cache else default_cache() / "shards"
+    if cache:
+        folder = Path(cache).expanduser()
+    else:
+        folder = default_cache() / "shards"
     access = _Access(store, ShardCache(folder, cache_size, label), form)
     return Shards(access, _with_counts(files, access, label), transform)
 
@@ -129,15 +134,16 @@ def index_shards(
     path = Path(folder) / INDEX
     path.unlink(missing_ok=True)
     dataset = shards(folder, format, **options)
-    rows = [
-        {
-            "file": os.path.relpath(each.path, folder),
-            "size": each.size,
-            "samples": each.samples,
-            "checksum": each.checksum or f"xxh3_64:{digest_of(Path(each.path))}",
-        }
-        for each in dataset.files
-    ]
+    rows = []
+    for each in dataset.files:
+        rows.append(
+            {
+                "file": os.path.relpath(each.path, folder),
+                "size": each.size,
+                "samples": each.samples,
+                "checksum": each.checksum or f"xxh3_64:{digest_of(Path(each.path))}",
+            }
+        )
     dtype = {"dtype": options["dtype"]} if "dtype" in options else {}
     write_whole(path, json.dumps({"format": dataset.format, **dtype, "shards": rows}, indent=1) + "\n")
     return path
@@ -220,7 +226,10 @@ def _expand(path: str, store: Store) -> Iterator[ShardFile]:
     else:
         info = store.reach(path, lambda: store.system.info(path))
         is_folder = info["type"] == "directory"
-        found = store.reach(path, lambda: store.system.ls(path, detail=True)) if is_folder else [info]
+        if is_folder:
+            found = store.reach(path, lambda: store.system.ls(path, detail=True))
+        else:
+            found = [info]
         found = [each for each in found if not is_folder or not _is_beside(each["name"])]
         others = [each for each in found if is_folder and (each["type"] != "file" or not _suffix(each["name"]))]
     if others and len(others) < len(found):
@@ -233,7 +242,10 @@ def _expand(path: str, store: Store) -> Iterator[ShardFile]:
         )
     for each in sorted(found, key=lambda each: str(each["name"])):
         if each["type"] == "file" and each not in others:
-            name = each["name"] if store.is_local else store.system.unstrip_protocol(each["name"])
+            if store.is_local:
+                name = each["name"]
+            else:
+                name = store.system.unstrip_protocol(each["name"])
             yield ShardFile(name, int(each.get("size") or 0), stamp=stamp_of(each, local=store.is_local))
 
 
@@ -251,7 +263,10 @@ def _check_listed(folder: str, listed: list[str], suffix: str, store: Store) -> 
         suffix: of shards whose names go on, as those of compressed ones do; "": any that is known.
     """
     known = {name.partition(suffix)[0] if suffix else name for name in listed}
-    names = sorted(os.listdir(folder)) if store.is_local and os.path.isdir(folder) else []
+    if store.is_local and os.path.isdir(folder):
+        names = sorted(os.listdir(folder))
+    else:
+        names = []
     for name in names:
         is_shard = suffix in name if suffix else _suffix(name) is not None
         stem = name.partition(suffix)[0] if suffix else name
@@ -267,7 +282,9 @@ def _read_index(
     """Read `lockstep-index.json`. Raises DataError if it is damaged."""
     try:
         content = json.loads(data)
-        rows = [(each["file"], each["size"], each["samples"], each["checksum"]) for each in content["shards"]]
+        rows = []
+        for each in content["shards"]:
+            rows.append((each["file"], each["size"], each["samples"], each["checksum"]))
         form = make_format(name or content["format"], content.get("dtype", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{INDEX} is damaged ({type(error).__name__}: {error}); write it again") from error
@@ -291,7 +308,9 @@ class _Access:
     """
 
     def __init__(self, store: Store, cache: ShardCache, form: ShardFormat) -> None:
-        self.store, self.cache, self.form = store, cache, form
+        self.store = store
+        self.cache = cache
+        self.form = form
         self.fetches: Tensor = shared_zeros(1)
 
     def local(self, file: ShardFile) -> tuple[Path, Path | None]:
@@ -306,9 +325,13 @@ class _Access:
 
     def _local(self, file: ShardFile) -> tuple[Path, Path | None]:
         form = self.form
-        path = self._check_local(file) if self.store.is_local else self._fetched(file)
+        if self.store.is_local:
+            path = self._check_local(file)
+        else:
+            path = self._fetched(file)
         if self.store.is_local and form.replaces and form.prepared(file, path):
-            source, size = path, file.unpacked or _UNPACKED * file.size
+            source = path
+            size = file.unpacked or _UNPACKED * file.size
             path = self.cache.get(f"{file.key}{form.suffix}", size, lambda part: form.prepare(file, source, part))
         if not form.suffix or form.replaces:
             return path, None
@@ -393,7 +416,8 @@ _TRIES = 10
 
 class _Explained:
     def __init__(self, files: Sequence[ShardFile], form: str) -> None:
-        self._files, self._form = files, form
+        self._files = files
+        self._form = form
 
     def __enter__(self) -> None:
         return None
@@ -402,7 +426,10 @@ class _Explained:
         if isinstance(error, Exception) and not isinstance(error, LockstepError):
             names = " or ".join(file.label for file in self._files)
             is_described = isinstance(error, ShardError)
-            reason = str(error) if is_described else f"{error_line(error)}; restore it, or leave it out"
+            if is_described:
+                reason = str(error)
+            else:
+                reason = f"{error_line(error)}; restore it, or leave it out"
             raise DataError(f"the shard {names} cannot be read as {self._form}: {reason}") from error
 
 
@@ -465,13 +492,16 @@ class Shards:
     """
 
     def __init__(self, access: _Access, files: list[ShardFile], transform: Callable[[Any], Any] | None) -> None:
-        self.files, self._access, self._transform = files, access, transform
+        self.files = files
+        self._access = access
+        self._transform = transform
         self.format = access.form.name
         self.shard_sizes: NDArray[np.int64] = np.array([file.samples for file in files], dtype=np.int64)
         self._ends: NDArray[np.int64] = np.cumsum(self.shard_sizes)
         self._count = int(self._ends[-1])
         self.draws_random = transform is not None and bool(getattr(transform, "draws_random", True))
-        self._open: dict[int, OpenShard] = {}  # the most recently used one is last
+        # The most recently used one is last
+        self._open: dict[int, OpenShard] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
@@ -507,7 +537,9 @@ class Shards:
         parts = [(self._opened(shard), own) for shard, own in rows.items()]
         with self._access.explained(*(self.files[shard] for shard in rows)):
             samples = self._access.form.read(parts)
-        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+        if self._transform is None:
+            return samples
+        return [self._transform(sample) for sample in samples]
 
     def _opened(self, shard: int) -> OpenShard:
         file = self.files[shard]
@@ -534,5 +566,7 @@ class Shards:
     @property
     def fingerprint(self) -> str:
         """Hex; of the shards' names, sizes, samples and checksums, for a resume."""
-        rows = [(os.path.basename(each.path), each.size, each.samples, each.checksum) for each in self.files]
+        rows = []
+        for each in self.files:
+            rows.append((os.path.basename(each.path), each.size, each.samples, each.checksum))
         return xxhash.xxh3_64_hexdigest(json.dumps([self.format, rows]).encode())

@@ -32,7 +32,9 @@ def shortage(error: BaseException) -> str:
     module, _, function = error_origin(error).partition(":")
     of_torch = module == "torch.storage" and function in _TORCH
     of_python = module == "multiprocessing.synchronize" and isinstance(error, OSError) and error.errno == errno.ENOSPC
-    return no_room() if of_torch or of_python else ""
+    if of_torch or of_python:
+        return no_room()
+    return ""
 
 
 def no_room() -> str:

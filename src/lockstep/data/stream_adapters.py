@@ -96,12 +96,17 @@ class OwnSource(StreamSource):
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         if callable(set_epoch := getattr(self.inner, "set_epoch", None)):
             set_epoch(epoch)
-        resumed = {"state": state} if self.has_state and state is not None else {}
+        if self.has_state and state is not None:
+            resumed = {"state": state}
+        else:
+            resumed = {}
         return Opened(iter(self.inner.iter(part, start, **resumed)), start)
 
     def state(self, opened: Iterator[Any]) -> Any:
         state_dict = getattr(opened, "state_dict", None)
-        return state_dict() if callable(state_dict) else None
+        if callable(state_dict):
+            return state_dict()
+        return None
 
 
 @final
@@ -115,7 +120,8 @@ class IterableSource(StreamSource):
 
     def __init__(self, inner: Any, parts: int, *, splits: bool) -> None:
         super().__init__(inner, parts, has_state=_is_stateful(inner))
-        self._splits, self.carries = splits, self.has_state and parts == 1
+        self._splits = splits
+        self.carries = self.has_state and parts == 1
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         own = self._copied() if self.has_state else self.inner
@@ -137,7 +143,9 @@ class IterableSource(StreamSource):
         return found
 
     def worker_info(self, part: int) -> Any:
-        return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self.inner) if self._splits else None
+        if self._splits:
+            return WorkerInfo(id=part, num_workers=self.parts, seed=0, dataset=self.inner)
+        return None
 
     def _copied(self) -> Any:
         try:
@@ -172,7 +180,10 @@ class _Stateful:
 
 
 # A state as JSON: what JSON lacks is a dict with one key, the name of its kind.
-_TUPLE, _PAIRS, _ARRAY, _BYTES = "*tuple", "*dict", "*array", "*bytes"
+_TUPLE = "*tuple"
+_PAIRS = "*dict"
+_ARRAY = "*array"
+_BYTES = "*bytes"
 
 
 def _packed(state: Any) -> Any:
@@ -191,7 +202,9 @@ def _packed(state: Any) -> Any:
         kind = "tensor" if isinstance(state, Tensor) else "ndarray"
         array = np.asarray(state)
         return {_ARRAY: [kind, str(array.dtype), list(array.shape), array.tobytes().hex()]}
-    return state.item() if isinstance(state, np.generic) else state
+    if isinstance(state, np.generic):
+        return state.item()
+    return state
 
 
 def _unpacked(state: Any) -> Any:
@@ -211,7 +224,9 @@ def _unpacked(state: Any) -> Any:
         return bytes.fromhex(value)
     kind, dtype, shape, numbers = value
     array = np.frombuffer(bytes.fromhex(numbers), dtype=dtype).reshape(shape).copy()
-    return torch.from_numpy(array) if kind == "tensor" else array
+    if kind == "tensor":
+        return torch.from_numpy(array)
+    return array
 
 
 class _Resumable:
@@ -249,7 +264,10 @@ class HuggingFaceSource(StreamSource):
             self.note = f"{whole} is over all {inner.num_shards} shards, so the stream is one part"
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        dataset = self.inner.shard(self.parts, part) if self.parts > 1 else copy.deepcopy(self.inner)
+        if self.parts > 1:
+            dataset = self.inner.shard(self.parts, part)
+        else:
+            dataset = copy.deepcopy(self.inner)
         dataset.set_epoch(epoch)
         resumes = start > 0 and state is not None and self.has_state
         if resumes:
@@ -358,7 +376,8 @@ class WebSource(StreamSource):
     def __init__(self, inner: Any, parts: int) -> None:
         first, *rest = inner.pipeline
         self._urls = [str(each) for each in getattr(first, "urls", [])]
-        self._resamples, self._declared = type(first).__name__ == "ResampledShards", parts > 0
+        self._resamples = type(first).__name__ == "ResampledShards"
+        self._declared = parts > 0
         whole = next((name for each in rest if (name := _stage_name(each)) not in _PER_SAMPLE_STAGES | _LEFT_OUT), "")
         self._ends = inner.repetitions != 1 and inner.nsamples > 0
         if inner.repetitions != 1 and not self._resamples:
@@ -380,7 +399,10 @@ class WebSource(StreamSource):
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         pipeline = copy.copy(self.inner)
-        stages = [self._stage(each, part, epoch) for each in pipeline.pipeline if self._is_kept(each)]
+        stages = []
+        for each in pipeline.pipeline:
+            if self._is_kept(each):
+                stages.append(self._stage(each, part, epoch))
         if self._divides:
             stages[0].urls = [self._urls[part]]
         if self._resamples and self._ends and self.parts > 1:
@@ -411,8 +433,10 @@ class WebSource(StreamSource):
             if stage.deterministic:
                 stage.epoch += epoch
             else:
-                stage.deterministic, stage.seed = True, random.getrandbits(31)  # of the part's seed
-            if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":  # of a rank
+                # Of the part's seed
+                stage.deterministic, stage.seed = True, random.getrandbits(31)
+            # Of a rank
+            if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":
                 stage.worker_seed = lambda: part
         elif callable(set_epoch := getattr(stage, "set_epoch", None)):
             set_epoch(epoch)
@@ -426,7 +450,10 @@ def _seeded_shuffle(stage: Any, part: int, epoch: int) -> Any:
     if given.get("seed") is not None:
         return stage
     shuffle = copy.copy(stage)
-    own = copy.deepcopy(generator).getrandbits(64) if generator is not None else random.getrandbits(64)
+    if generator is not None:
+        own = copy.deepcopy(generator).getrandbits(64)
+    else:
+        own = random.getrandbits(64)
     drawn = random.Random(f"{own} {part} {epoch}" if generator is not None else own)
     if len(stage.args) > 2:
         shuffle.args = (*stage.args[:2], drawn, *stage.args[3:])
@@ -440,7 +467,9 @@ def _stage_name(stage: Any) -> str:
     function = getattr(stage, "f", None) or getattr(stage, "func", None) or stage
     is_own = str(getattr(function, "__module__", type(stage).__module__)).startswith("webdataset.")
     name = str(getattr(function, "__name__", type(stage).__name__))
-    return name if is_own else f"the stage {name}"
+    if is_own:
+        return name
+    return f"the stage {name}"
 
 
 def _sizes(urls: list[str]) -> list[int]:
@@ -449,7 +478,9 @@ def _sizes(urls: list[str]) -> list[int]:
     if len(paths) < 2 or not all(path.is_file() for path in paths):
         return []
     sizes = [path.stat().st_size for path in paths]
-    return sizes if max(sizes) > _UNEVEN * sum(sizes) / len(sizes) else []
+    if max(sizes) > _UNEVEN * sum(sizes) / len(sizes):
+        return sizes
+    return []
 
 
 def _is_webdataset(dataset: Any) -> bool:

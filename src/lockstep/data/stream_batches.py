@@ -59,7 +59,8 @@ class StreamData:
     fetches = 0
 
     def __init__(self, source: StreamSource | MixtureSource, retries: int = 0) -> None:
-        self.source, self.retries = source, retries
+        self.source = source
+        self.retries = retries
         self.counts: Tensor = shared_zeros(2)
 
     def count_retry(self) -> None:
@@ -199,7 +200,9 @@ class StreamBatches(Batches):
         sharing: ShareSchedule | None = None,
         place: tuple[int, StreamState] | None = None,
     ) -> None:
-        self.lanes, self.size, self._source = lanes, 2**62, data.source
+        self.lanes = lanes
+        self.size = 2**62
+        self._source = data.source
         self._make_fetch = partial(StreamFetch, data, lanes, task, world.rank)
         fetch = self._make_fetch()
         self.close = fetch.close
@@ -237,8 +240,13 @@ class StreamBatches(Batches):
 
     def describe(self) -> list[str]:
         """Return a line about each thing that makes the stream slower than it could be."""
-        lanes, lines, source = self.lanes, list[str](), self._source
-        smallest = source.smallest if isinstance(source, MixtureSource) else source
+        lanes = self.lanes
+        lines = list[str]()
+        source = self._source
+        if isinstance(source, MixtureSource):
+            smallest = source.smallest
+        else:
+            smallest = source
         if self._asked_workers > self.workers:
             lines.append(
                 f"--data.workers {self._asked_workers}: this rank reads {self.workers} lane"
@@ -346,7 +354,8 @@ class StreamBatches(Batches):
         Raises:
             DataError: there is none.
         """
-        lane, size = self._trial_lane, self.lanes.micro_size
+        lane = self._trial_lane
+        size = self.lanes.micro_size
         for (content, _), items in self._probe([_Read(lane, size * n, size, 0) for n in range(_SEARCHED)]):
             if items:
                 return content.batch
@@ -370,7 +379,10 @@ class StreamBatches(Batches):
     def stream_state(self, done: int, world: World) -> StreamState:
         """Return where the stream stands after `done` steps, on all ranks. Collective."""
         current = self._current
-        place = current.place(done) if current else self.initial if done == self.start else None
+        if current:
+            place = current.place(done)
+        else:
+            place = self.initial if done == self.start else None
         cursors = current.cursors(done) if current else []
         gathered = world.gather([place.to_json() if place else None, cursors])  # collective
         place = StreamState.from_json(next(each for each, _ in gathered if each), "the stream's state")
@@ -385,7 +397,10 @@ class StreamBatches(Batches):
     def place(self, place: Position) -> Position:
         """Correct a position of the plan, which does not know the stream's epochs."""
         found = (self._current and self._current.place(place.global_step)) or self.initial
-        progress = min(found.epoch_steps / found.last_steps, 1.0) if found.last_steps else None
+        if found.last_steps:
+            progress = min(found.epoch_steps / found.last_steps, 1.0)
+        else:
+            progress = None
         return dataclasses.replace(
             place,
             epoch=found.epoch,
@@ -407,20 +422,29 @@ class StreamLoader(StepLoader):
     def __init__(self, batches: StreamBatches, start: int) -> None:
         self._batches = batches
         self._steps = batches.step_plan.steps
-        self._sharing, self._leads, self._rank = batches.sharing, batches.leads, batches.rank
+        self._sharing = batches.sharing
+        self._leads = batches.leads
+        self._rank = batches.rank
         self._mean = has_mean_loss(batches.task)
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
-        self._settled: deque[tuple[_Place, dict[int, tuple[int, Cursor]]]] = deque()  # of the ready steps
-        self._loaded: deque[_LoadedTurn] = deque()  # of which the ranks do not know yet whether they are steps
+        # Of the ready steps
+        self._settled: deque[tuple[_Place, dict[int, tuple[int, Cursor]]]] = deque()
+        # Of which the ranks do not know yet whether they are steps
+        self._loaded: deque[_LoadedTurn] = deque()
         first = batches.initial
-        self._last = _Place(*(getattr(first, name) for name in _Place._fields))  # after the last settled step
+        # After the last settled step
+        self._last = _Place(*(getattr(first, name) for name in _Place._fields))
         self._places = {start: self._last}  # step -> the place before it
-        self._reads: dict[int, dict[int, tuple[int, Cursor]]] = {}  # step -> the lanes' places after it
+        # Step -> the lanes' places after it
+        self._reads: dict[int, dict[int, tuple[int, Cursor]]] = {}
         self._known = {int(lane): (first.epoch, Cursor(*each)) for lane, each in first.cursors.items()}
         self._newest: dict[int, tuple[int, Cursor]] = {}  # of all that was loaded
-        self._epoch, self._turn, self._generation = first.epoch, first.turn, 0  # of the next turn to ask for
+        # of the next turn to ask for
+        self._epoch = first.epoch
+        self._turn = first.turn
+        self._generation = 0
         self._asked = start  # its step, unless a turn before it has no samples
         self._empty = 0  # turns without samples in a row
         self._spare: Any = None
@@ -450,7 +474,8 @@ class StreamLoader(StepLoader):
         self._places[self._next] = place
         self._places.pop(self._next - _REMEMBERED, None)
         self._reads[step] = cursors
-        if done := self._reads.pop(step - 2, None):  # an earlier step is over for certain
+        # An earlier step is over for certain
+        if done := self._reads.pop(step - 2, None):
             self._known.update(done)
         if self._leads:
             for batch, following in pairwise(self._present):
@@ -463,7 +488,9 @@ class StreamLoader(StepLoader):
         if step < self._next:
             return total(batch.items for batch in self._present)
         ahead = step - self._next
-        return total(batch.items for batch in self._ready[ahead]) if ahead < len(self._ready) else 0
+        if ahead < len(self._ready):
+            return total(batch.items for batch in self._ready[ahead])
+        return 0
 
     def close(self) -> None:
         self._steps = 0
@@ -475,7 +502,9 @@ class StreamLoader(StepLoader):
     def place(self, step: int) -> StreamState | None:
         """Return the stream's place before a step; None: it is not one of the last steps."""
         place = self._places.get(step)
-        return None if place is None else StreamState(*place)
+        if place is None:
+            return None
+        return StreamState(*place)
 
     def ahead(self, turn: int) -> Turn:
         """Return this rank's part of a turn that is not settled; may load it."""
@@ -510,7 +539,8 @@ class StreamLoader(StepLoader):
             if self._empty == self._batches.lanes.turns:  # each lane has ended
                 self._end_epoch()
                 break
-            if self._sharing.varies:  # later turns were divided for another step
+            # Later turns were divided for another step
+            if self._sharing.varies:
                 self._go_to(turn.epoch, turn.number + 1)
                 break
         return steps
@@ -574,12 +604,15 @@ class StreamLoader(StepLoader):
         """Ask for this turn next; what was asked for after the settled turns is dropped."""
         self._loaded.clear()
         self._generation += 1
-        self._epoch, self._turn = epoch, turn
+        self._epoch = epoch
+        self._turn = turn
         self._asked = self._next + len(self._ready)
 
     def _micro_batches(self, turn: _LoadedTurn) -> list[MicroBatch]:
         """Return the forwards of a turn: one without samples, or without items of a mean, repeats another batch."""
-        move, mean, missing = self._batches.move, self._mean, turn.slots
+        move = self._batches.move
+        mean = self._mean
+        missing = turn.slots
         found = list[MicroBatch]()
         for micro, (batch, samples, _), items in turn.batches:
             if samples and items:
@@ -601,7 +634,8 @@ class StreamLoader(StepLoader):
         return found
 
     def _load_turn(self) -> _LoadedTurn:
-        batches, cursors = list[tuple[int, _StreamBatch, float]](), dict[int, tuple[int, Cursor]]()
+        batches = list[tuple[int, _StreamBatch, float]]()
+        cursors = dict[int, tuple[int, Cursor]]()
         samples = filled = 0
         for key, content, items in self._loads:
             read: Any = key.read
@@ -615,7 +649,8 @@ class StreamLoader(StepLoader):
                 cursors[lane] = self._newest[lane] = epoch, after
                 batches.append((key.micro, content, items))
                 if count:
-                    samples, filled = samples + count, filled + 1
+                    samples = samples + count
+                    filled = filled + 1
             if last:
                 part = Turn(total(items for _, _, items in batches), samples, filled)
                 return _LoadedTurn(epoch, turn, slots, batches, cursors, part)
@@ -623,12 +658,19 @@ class StreamLoader(StepLoader):
 
     def _keys(self) -> Iterator[Key]:
         """Yield keys of this rank's micro-batches, turn by turn without end."""
-        lanes, rank, size = self._batches.lanes, self._rank, self._batches.lanes.micro_size
+        lanes = self._batches.lanes
+        rank = self._rank
+        size = self._batches.lanes.micro_size
         while True:
-            generation, epoch, turn, step = self._generation, self._epoch, self._turn, self._asked
-            self._turn, self._asked = turn + 1, step + 1
+            generation = self._generation
+            epoch = self._epoch
+            turn = self._turn
+            step = self._asked
+            self._turn = turn + 1
+            self._asked = step + 1
             shares = self._sharing.at(step)
-            (first, stop), slots = shares.runs[rank], shares.slots[rank]
+            first, stop = shares.runs[rank]
+            slots = shares.slots[rank]
             if first == stop:
                 yield Key(step, first, 0.0, _NONE, _NONE, _Read(_NO_LANE, 0, 0, epoch, turn, generation, slots))
             for micro in range(first, stop):
@@ -636,14 +678,17 @@ class StreamLoader(StepLoader):
                     break
                 lane, sample = lanes.read_of(turn, micro)
                 at, newest = self._newest.get(lane, _UNKNOWN)
-                stands = newest.number == sample and at == epoch  # nearly always
+                # Nearly always
+                stands = newest.number == sample and at == epoch
                 cursor = newest if stands else self._cursor(epoch, lane, sample)
                 read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
                 yield Key(step, micro, 1.0, _NONE, _NONE, read)
 
     def _at_home(self, keys: Iterator[Key]) -> Iterator[Key]:
         """Yield the keys so that a lane stays in one loader process: they take turns in the keys' order."""
-        workers, homes, index = self._batches.workers, dict[int, int](), 0
+        workers = self._batches.workers
+        homes = dict[int, int]()
+        index = 0
         for key in keys:
             home = homes.setdefault(_read_of(key).lane, index % workers)
             while index % workers != home:

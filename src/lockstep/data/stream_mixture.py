@@ -42,7 +42,9 @@ class MixtureSource:
     """
 
     def __init__(self, names: list[str], sources: list[StreamSource], points: list[tuple[int, list[int]]]) -> None:
-        self.names, self.sources, self.points = names, sources, points
+        self.names = names
+        self.sources = sources
+        self.points = points
         for name, source in zip(names, sources, strict=True):
             source.name = f"{source.name} (source {name})"
         self.used = [any(shares[number] for _, shares in points) for number in range(len(names))]
@@ -67,8 +69,11 @@ class LaneMixture:
     """
 
     def __init__(self, lanes: Lanes, points: Sequence[tuple[int, list[int]]]) -> None:
-        self._lanes, self._points, self._draws = lanes, points, Draws(lanes.seed)
-        self._schedules: dict[int, Schedule] = {}  # by the turn in which a lane begins
+        self._lanes = lanes
+        self._points = points
+        self._draws = Draws(lanes.seed)
+        # By the turn in which a lane begins
+        self._schedules: dict[int, Schedule] = {}
         self._blocks: dict[int, SourceBlock] = {}  # the last one of each lane
 
     def place(self, lane: int, step: int) -> int:
@@ -89,8 +94,11 @@ class LaneMixture:
         while count > 0:
             block = self._block(lane, first)
             found.append(block.sources[first - block.start :][:count])
-            first, count = first + len(found[-1]), count - len(found[-1])
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            first = first + len(found[-1])
+            count = count - len(found[-1])
+        if len(found) == 1:
+            return found[0]
+        return np.concatenate(found)
 
     def block_of(self, source: int, lane: int, number: int) -> Block:
         """Return the samples of a source that are in the same micro-batch as its sample `number`."""
@@ -98,9 +106,11 @@ class LaneMixture:
         def before(micro: int) -> int:
             return self.counts(lane, micro * self._lanes.micro_size)[source]
 
-        low, high = 0, 1
+        low = 0
+        high = 1
         while before(high) <= number:
-            low, high = high, 2 * high
+            low = high
+            high = 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if before(middle) <= number else (low, middle)
@@ -108,9 +118,11 @@ class LaneMixture:
 
     def shares(self, first: int, last: int, names: Sequence[str]) -> dict[str, float]:
         """Return each source's share of the samples of steps first .. last - 1, by name."""
-        counts, total = np.zeros(len(names), dtype=np.int64), 0
+        counts = np.zeros(len(names), dtype=np.int64)
+        total = 0
         for lane in range(self._lanes.count):
-            number, stop = self.place(lane, first), self.place(lane, last)
+            number = self.place(lane, first)
+            stop = self.place(lane, last)
             counts += np.subtract(self.counts(lane, stop), self.counts(lane, number))
             total += stop - number
         return {name: int(count) / max(1, total) for name, count in zip(names, counts, strict=True)}
@@ -153,7 +165,8 @@ class MixtureReader:
         self, source: MixtureSource, lanes: Lanes, retries: int, rank: int, count_retry: Callable[[], None]
     ) -> None:
         self._mixture = LaneMixture(lanes, source.points)
-        self._counts: dict[int, tuple[int, list[int]]] = {}  # lane -> its next sample, and those of each source before
+        # Lane -> its next sample, and those of each source before
+        self._counts: dict[int, tuple[int, list[int]]] = {}
         self._readers = []
         for number, each in enumerate(source.sources):
             own = dataclasses.replace(
@@ -166,20 +179,26 @@ class MixtureReader:
         self, lane: int, first: int, count: int, *, epoch: int, cursor: Cursor | None = None, step: int = 0
     ) -> tuple[list[Any], Cursor]:
         """Read samples of a lane: those of each source one after the other, then mixed."""
-        known = [None] * len(self._readers) if cursor is None or cursor.state is None else cursor.state
+        if cursor is None or cursor.state is None:
+            known = [None] * len(self._readers)
+        else:
+            known = cursor.state
         which = self._mixture.sources(lane, first, count).tolist()
         number, before = self._counts.get(lane, (-1, []))
         if number != first:
             before = self._mixture.counts(lane, first)
         numbers = [which.count(number) for number in range(len(self._readers))]
-        found, after = list[list[Any]](), list[Cursor]()
+        found = list[list[Any]]()
+        after = list[Cursor]()
         for reader, start, number, place in zip(self._readers, before, numbers, known, strict=True):
-            if place is not None and type(place) is not Cursor:  # of a checkpoint
+            # Of a checkpoint
+            if place is not None and type(place) is not Cursor:
                 place = Cursor(*place)
             if number:
                 samples, place = reader.read(lane, start, number, epoch=epoch, cursor=place, step=step)
             else:
-                samples, place = [], reader.nearest(lane, epoch, start, place)
+                samples = []
+                place = reader.nearest(lane, epoch, start, place)
             found.append(samples)
             after.append(place)
         self._counts[lane] = first + count, list(map(add, before, numbers))

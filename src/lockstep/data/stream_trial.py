@@ -44,7 +44,8 @@ def try_source(
     Raises:
         DataError: the readings differ, or a generator of the user's object goes on from one to the next.
     """
-    lanes = Lanes(source.parts, 1, 1, seed)  # one sample a micro-batch, so that a place is known after each
+    # One sample a micro-batch, so that a place is known after each
+    lanes = Lanes(source.parts, 1, 1, seed)
     found = reachable({"it": source.inner})
     generators = {path: each for path, each in found if isinstance(each, _GENERATORS)}
     states = [_generator_states(generators)]
@@ -53,7 +54,10 @@ def try_source(
     if not source.carries:  # its second epoch begins with the end of the first
         _read_each(source, lanes, 1, START, _NEXT_EPOCH_SAMPLES, digest)
     places = [after for _, after in first]
-    middle = [k for k, place in enumerate(places[:-1]) if 0 < place.offset < places[k + 1].offset]
+    middle = []
+    for k, place in enumerate(places[:-1]):
+        if 0 < place.offset < places[k + 1].offset:
+            middle.append(k)
     begin = middle[len(middle) // 2] + 1 if middle else 0
     again = _read_each(
         source, lanes, 0, places[begin - 1] if begin else START, len(first) - begin, digest, endless=True
@@ -125,7 +129,8 @@ def _read_each(
     endless: bool = False,
 ) -> list[tuple[Any, Cursor]]:
     """Read up to `count` samples one by one: (digest, the place after it) of each."""
-    reader, found = LaneReader(source, lanes), list[tuple[Any, Cursor]]()
+    reader = LaneReader(source, lanes)
+    found = list[tuple[Any, Cursor]]()
     ends = time.monotonic() + (_FOREVER if endless else _TRIAL_SECONDS)
     with closing(reader):
         while len(found) < count and (len(found) < 2 or time.monotonic() < ends):
@@ -186,7 +191,9 @@ def _state_of(generator: Any) -> str:
 
 def sources_of(source: StreamSource | MixtureSource) -> list[StreamSource]:
     """Return the sources of a mixture, or the stream alone."""
-    return source.sources if isinstance(source, MixtureSource) else [source]
+    if isinstance(source, MixtureSource):
+        return source.sources
+    return [source]
 
 
 @contextmanager

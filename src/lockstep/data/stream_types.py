@@ -109,7 +109,10 @@ def refuse_divided(dataset: Any, source: str) -> None:
         for each in streams
     ] or ["..."]
     lines = [f"lockstep.shards({folder.rstrip('/')!r})" for folder in folders]
-    line = lines[0] if len(lines) == 1 else f"lockstep.mixture of {', '.join(lines)}"
+    if len(lines) == 1:
+        line = lines[0]
+    else:
+        line = f"lockstep.mixture of {', '.join(lines)}"
     raise DataError(
         f"{source} is a StreamingDataset of MosaicML, which divides its samples between ranks itself; its shards have "
         f"an index: use {line} in its place"

@@ -77,8 +77,11 @@ class StreamSource(ABC):
     seeks = False
 
     def __init__(self, inner: Any, parts: int, *, has_state: bool = False) -> None:
-        self.inner, self.parts, self.has_state = inner, parts, has_state
-        self.name, self.draws_random = type(inner).__name__, bool(getattr(inner, "draws_random", True))
+        self.inner = inner
+        self.parts = parts
+        self.has_state = has_state
+        self.name = type(inner).__name__
+        self.draws_random = bool(getattr(inner, "draws_random", True))
         self.carries, self.sizes, self.note = False, list[int](), ""
         if not isinstance(parts, int) or parts < 1:
             raise DataError(
@@ -96,7 +99,9 @@ class StreamSource(ABC):
     @property
     def plan(self) -> int | dict[str, Any]:
         """The number of parts, for a resume; with their sizes, if these decide the lanes."""
-        return {"parts": self.parts, "sizes": derive(0, "sizes", *self.sizes)} if self.sizes else self.parts
+        if self.sizes:
+            return {"parts": self.parts, "sizes": derive(0, "sizes", *self.sizes)}
+        return self.parts
 
     def state(self, opened: Iterator[Any]) -> Any:
         """Return what `open` needs to continue after the last sample, as JSON; None: nothing."""
@@ -155,7 +160,8 @@ class Lanes:
 
         Lanes from `count` on are for trials before step 1: lane count + n has all parts, from that of lane n on.
         """
-        deal, own = _deal(self.parts, derive(self.seed, "parts", epoch)), lane - self.count
+        deal = _deal(self.parts, derive(self.seed, "parts", epoch))
+        own = lane - self.count
         dealt = deal[lane :: self.count] if own < 0 else np.roll(deal, -own)
         parts: list[int] = dealt.tolist()
         return parts
@@ -239,9 +245,13 @@ class _OpenLane:
     """
 
     def __init__(self, epoch: int, lane: int, cursor: Cursor) -> None:
-        self.epoch, self.lane, self.cursor = epoch, lane, cursor
+        self.epoch = epoch
+        self.lane = lane
+        self.cursor = cursor
         self.number, self.place, self.offset, _ = cursor
-        self.parts, self.parts_epoch, self.parts_start = list[int](), epoch, 0
+        self.parts = list[int]()
+        self.parts_epoch = epoch
+        self.parts_start = 0
         self.iterator: Iterator[Any] | None = None
         self.info: Any = None
         self.barren = 0
@@ -289,10 +299,16 @@ class LaneReader:
         *,
         repeats: bool = False,
     ) -> None:
-        self._source, self._lanes, self._seed, self._rank = source, lanes, lanes.seed, rank
-        self._retries, self._count_retry = retries, count_retry
-        self._block_of, self._repeats = block_of or self._micro_block, repeats
-        self._draws, self._has_state = source.draws_random, source.has_state
+        self._source = source
+        self._lanes = lanes
+        self._seed = lanes.seed
+        self._rank = rank
+        self._retries = retries
+        self._count_retry = count_retry
+        self._block_of = block_of or self._micro_block
+        self._repeats = repeats
+        self._draws = source.draws_random
+        self._has_state = source.has_state
         self._open: dict[int, _OpenLane] = {}
 
     def read(
@@ -314,9 +330,11 @@ class LaneReader:
         Raises:
             DataError: a part cannot be read.
         """
-        info = worker._worker_info  # of a loader process, which a collate function may ask for
+        # Of a loader process, which a collate function may ask for
+        info = worker._worker_info
         try:
-            if self._draws and self._block_of(lane, first).start != first:  # a trial's: draw the block from its start
+            # A trial's: draw the block from its start
+            if self._draws and self._block_of(lane, first).start != first:
                 self._drop(lane)
                 cursor = None
             opened = self._open.get(lane)
@@ -331,7 +349,9 @@ class LaneReader:
 
     def _read(self, opened: _OpenLane, first: int, count: int, step: int) -> tuple[list[Any], Cursor]:
         """Read samples from where the lane stands, with retries."""
-        lane, epoch, before = opened.lane, opened.epoch, opened.cursor
+        lane = opened.lane
+        epoch = opened.epoch
+        before = opened.cursor
         for attempt in range(self._retries + 1):
             if attempt:
                 self._count_retry()
@@ -379,10 +399,13 @@ class LaneReader:
 
     def _deal(self, opened: _OpenLane) -> None:
         """Set the parts of an open lane, by its place."""
-        epoch, lane = opened.epoch, opened.lane
+        epoch = opened.epoch
+        lane = opened.lane
         opened.parts = self._lanes.parts_of(epoch, lane)
         if self._repeats:
-            opened.parts_epoch, count = opened.place // len(opened.parts), len(opened.parts)  # the same in each epoch
+            # the same in each epoch
+            opened.parts_epoch = opened.place // len(opened.parts)
+            count = len(opened.parts)
             opened.parts_start = opened.parts_epoch * count
             opened.parts = self._lanes.parts_of(opened.parts_epoch, lane)
 
@@ -390,7 +413,10 @@ class LaneReader:
         """Draw up to `count` samples."""
         samples: list[Any] = []
         while len(samples) < count and not opened.has_ended:
-            iterator = self._enter(opened) if opened.iterator is None else opened.iterator
+            if opened.iterator is None:
+                iterator = self._enter(opened)
+            else:
+                iterator = opened.iterator
             worker._worker_info = opened.info
             before = len(samples)
             try:
@@ -409,14 +435,17 @@ class LaneReader:
         A block has the same samples for whoever reads it, so what they draw depends on the data alone.
         """
         if not self._draws:
-            samples.extend(islice(iterator, count))  # keeps what it has if the iterator fails
+            # Keeps what it has if the iterator fails
+            samples.extend(islice(iterator, count))
             return
-        number, end = opened.number, opened.number + count
+        number = opened.number
+        end = opened.number + count
         while number < end:
             block = self._block_of(opened.lane, number)
             if number == block.start:
                 seed_everything(derive(self._seed, "sample", opened.epoch, opened.lane, block.number))
-            stop, before = min(block.stop, end), len(samples)
+            stop = min(block.stop, end)
+            before = len(samples)
             samples.extend(islice(iterator, stop - number))
             if len(samples) - before < stop - number:
                 return
@@ -434,7 +463,8 @@ class LaneReader:
 
     def _enter(self, opened: _OpenLane) -> Iterator[Any]:
         """Open the lane's part at its offset."""
-        part, epoch = opened.part, opened.parts_epoch
+        part = opened.part
+        epoch = opened.parts_epoch
         worker._worker_info = opened.info = self._source.worker_info(part)
         seed_everything(derive(self._seed, "part", epoch, part))
         state = opened.cursor.state if opened.offset else opened.carried
@@ -446,8 +476,11 @@ class LaneReader:
 
     def _read_past(self, opened: _OpenLane, found: Opened) -> None:
         """Read past the first samples of a part that cannot seek, and report what that costs."""
-        began, number, target = time.monotonic(), opened.number, opened.offset
-        opened.offset, opened.number = found.number, number - (target - found.number)
+        began = time.monotonic()
+        number = opened.number
+        target = opened.offset
+        opened.offset = found.number
+        opened.number = number - (target - found.number)
         while opened.number < number:
             samples: list[Any] = []
             self._extend(opened, samples, found.iterator, min(number - opened.number, self._lanes.micro_size))
@@ -469,7 +502,9 @@ class LaneReader:
             opened.carried = self._checked(self._source.state(opened.iterator))
         _close(opened.iterator)
         opened.barren = 0 if opened.offset else opened.barren + 1
-        opened.iterator, opened.offset, opened.place = None, 0, opened.place + 1
+        opened.iterator = None
+        opened.offset = 0
+        opened.place = opened.place + 1
         if self._repeats and opened.has_ended:
             if opened.barren > _MAX_BARREN * self._lanes.parts + 100:
                 raise DataError(
@@ -500,7 +535,10 @@ class LaneReader:
 
     def _failure(self, opened: _OpenLane, error: Exception, step: int) -> SampleError:
         tries = f" after {self._retries} more tries" if self._retries else ""
-        where = f"part {opened.part}, sample {opened.offset}" if not opened.has_ended else f"lane {opened.lane}"
+        if not opened.has_ended:
+            where = f"part {opened.part}, sample {opened.offset}"
+        else:
+            where = f"lane {opened.lane}"
         return SampleError(
             f"{rank_label(self._rank)}, step {step + 1}: the stream {self._source.name} cannot be read at "
             f"{where}{tries}: {failure(error)}; repair it, or open it again more often: --guards.retries N"

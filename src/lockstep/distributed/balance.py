@@ -71,7 +71,9 @@ class ShareSchedule:
     """
 
     def __init__(self, at: Callable[[int], Shares], guess: Callable[[int], Shares] | None = None) -> None:
-        self.at, self.guess, self.step = at, guess or at, 0
+        self.at = at
+        self.guess = guess or at
+        self.step = 0
 
     @property
     def varies(self) -> bool:
@@ -110,14 +112,18 @@ def cut(work: Sequence[float], costs: Sequence[float], most: Sequence[int] = ())
     best = first
     for cost, width in zip(costs, widths, strict=True):
         best = np.maximum(_before(best, width), cost * _work(ends, width)).min(axis=1)
-    limit, best, choices = best[count], first, []
+    limit = best[count]
+    best = first
+    choices = []
     for cost, width in zip(costs, widths, strict=True):
         load = cost * _work(ends, width)
         total = _before(best, width) + np.where(load <= limit, load * load, np.inf)
-        shortest = total[:, ::-1].argmin(axis=1)  # the shortest of equally good runs
+        # The shortest of equally good runs
+        shortest = total[:, ::-1].argmin(axis=1)
         best = total[np.arange(count + 1), width - 1 - shortest]
         choices.append(shortest + 1)
-    slots, end = [], count
+    slots = []
+    end = count
     for lengths in reversed(choices):
         slots.append(int(lengths[end]))
         end -= slots[-1]
@@ -134,8 +140,12 @@ def _widths(count: int, costs: Sequence[float], most: Sequence[int]) -> list[int
     """Return the longest run to try on each rank; trying all would take too long."""
     speed = sum(1.0 / cost for cost in costs)
     fair = [math.ceil(2.0 * count / (cost * speed)) for cost in costs]
-    widths = [min(count, own, max(_BAND, each)) for own, each in zip(most, fair, strict=True)]
-    return widths if sum(widths) >= count else [min(count, own) for own in most]
+    widths = []
+    for own, each in zip(most, fair, strict=True):
+        widths.append(min(count, own, max(_BAND, each)))
+    if sum(widths) >= count:
+        return widths
+    return [min(count, own) for own in most]
 
 
 def _before(values: _Numbers, width: int) -> _Numbers:
@@ -151,7 +161,10 @@ def _work(ends: _Numbers, width: int) -> _Numbers:
 
 
 GAIN = 0.05  # a change must shorten the steps by this fraction, in two windows of measurements in a row
-_REPORTS, _STEPS, _ENOUGH = 4, 8, 64  # at least, in a window; _ENOUGH steps suffice with any number of reports
+# at least, in a window; _ENOUGH steps suffice with any number of reports
+_REPORTS = 4
+_STEPS = 8
+_ENOUGH = 64
 _COMPARED_STEPS = 16  # last steps of a window, whose times under old and new shares are compared
 _CUTS = 1024  # cuts to cache, since a device's seconds are known late
 
@@ -215,12 +228,16 @@ class Balancer:
         state: SharesState | None = None,
         most: Sequence[int] = (),
     ) -> None:
-        self._even, self._start, self._work_of = (1.0,) * micro_batches, start, work_of
+        self._even = (1.0,) * micro_batches
+        self._start = start
+        self._work_of = work_of
         self.by_length = work_of is not None
         before = state or SharesState()
-        costs, bounds = tuple(map(float, before.costs)), tuple(before.most)
+        costs = tuple(map(float, before.costs))
+        bounds = tuple(before.most)
         if len(costs) != ranks:
-            costs, bounds = (1.0,) * ranks, ()
+            costs = (1.0,) * ranks
+            bounds = ()
         if sum(bounds) < micro_batches:
             bounds = tuple(most)
         self._rules = [_CutRule(start, costs, bounds)]
@@ -230,7 +247,8 @@ class Balancer:
         self._base: Sequence[ShareReport] = ()
         self._window: list[list[_UnitCost]] = []
         self._window_steps: list[int] = []
-        self._pending_costs: tuple[float, ...] = ()  # costs of the last window, if they called for a change
+        # Costs of the last window, if they called for a change
+        self._pending_costs: tuple[float, ...] = ()
 
     def at(self, step: int) -> Shares:
         """Return the shares of a step, the same on every call."""
@@ -282,15 +300,21 @@ class Balancer:
         """
         check_same_shares([report.check for report in reports])
         if not self._base:
-            self._base = reports if all(report.forward > 0.0 for report in reports) else ()  # a run warms up
+            # a run warms up
+            if all(report.forward > 0.0 for report in reports):
+                self._base = reports
+            else:
+                self._base = ()
         elif all(_is_newer(*pair) for pair in zip(self._base, reports, strict=True)):
             self._measure(self._base, reports)
             self._base = reports
         short = len(self._window) < _REPORTS or len(self._window_steps) < _STEPS
         if short and len(self._window_steps) < _ENOUGH:
             return ""
-        costs, steps = _costs(self._window), self._window_steps[-_COMPARED_STEPS:]
-        self._window, self._window_steps = [], []
+        costs = _costs(self._window)
+        steps = self._window_steps[-_COMPARED_STEPS:]
+        self._window = []
+        self._window_steps = []
         return self._judge(costs, steps, first)
 
     def _rule(self, step: int) -> _CutRule:
@@ -309,16 +333,21 @@ class Balancer:
         return self._cuts[step]
 
     def _work(self, step: int) -> Sequence[float]:
-        return self._even if self._work_of is None else self._work_of(step)
+        if self._work_of is None:
+            return self._even
+        return self._work_of(step)
 
     def _measure(self, before: Sequence[ShareReport], now: Sequence[ShareReport]) -> None:
         costs = []
         for rank, (old, new) in enumerate(zip(before, now, strict=True)):
-            runs = [(self._work(step), *self._at(step).runs[rank]) for step in self._steps(old, new)]
+            runs = []
+            for step in self._steps(old, new):
+                runs.append((self._work(step), *self._at(step).runs[rank]))
             total = sum(sum(work[a:b]) for work, a, b in runs)
             timed = sum(sum(work[a : b - 1]) for work, a, b in runs)
             backward = (new.backward - old.backward) / timed if timed else None
-            data, forward = max(0.0, new.data - old.data), new.forward - old.forward
+            data = max(0.0, new.data - old.data)
+            forward = new.forward - old.forward
             costs.append(_UnitCost(data / total, forward / total, backward))
         self._window.append(costs)
         self._window_steps += self._steps(before[0], now[0])
@@ -328,7 +357,8 @@ class Balancer:
 
     def _judge(self, costs: tuple[float, ...], steps: list[int], first: int) -> str:
         """Change the shares by the mean of two windows, if both call for it."""
-        before, self._pending_costs = self._pending_costs, ()
+        before = self._pending_costs
+        self._pending_costs = ()
         if not self._gains(costs, steps):
             return ""
         if not before:
@@ -344,9 +374,11 @@ class Balancer:
         """Whether these costs shorten the steps by at least GAIN, compared with the current rule."""
         rule = self._rules[-1]
         changes = [new / old for new, old in zip(costs, rule.costs, strict=True)]
-        if max(changes) <= (1.0 + GAIN) * min(changes):  # then no cut can gain that much
+        # Then no cut can gain that much
+        if max(changes) <= (1.0 + GAIN) * min(changes):
             return False
-        old, new = 0.0, 0.0
+        old = 0.0
+        new = 0.0
         for work in {id(work): work for work in map(self._work, steps)}.values():
             old += max(loads(work, costs, cut(work, rule.costs, rule.most)))
             new += max(loads(work, costs, cut(work, costs, rule.most)))
@@ -362,7 +394,8 @@ class Balancer:
 
     def _describe(self) -> str:
         first, costs, _ = rule = self._rules[-1]
-        fast, slow = costs.index(min(costs)), costs.index(max(costs))
+        fast = costs.index(min(costs))
+        slow = costs.index(max(costs))
         unit = "for the same work" if self.by_length else "per micro-batch"
         ratio = costs[slow] / costs[fast]
         longer = f"{rank_label(slow)} takes {ratio:.2g} times as long {unit} as {rank_label(fast)}"
@@ -393,11 +426,18 @@ def _costs(window: list[list[_UnitCost]]) -> tuple[float, ...]:
 
     A rank with one micro-batch per step has no timed backward; the other ranks' ratio to the forward is used.
     """
-    ranks = [[costs[rank] for costs in window] for rank in range(len(window[0]))]
+    ranks = []
+    for rank in range(len(window[0])):
+        ranks.append([costs[rank] for costs in window])
     forward = [median(each.forward for each in own) for own in ranks]
-    backwards = [[each.backward for each in own if each.backward is not None] for own in ranks]
+    backwards = []
+    for own in ranks:
+        backwards.append([each.backward for each in own if each.backward is not None])
     pairs = [(median(each), ahead) for each, ahead in zip(backwards, forward, strict=True) if each]
-    usual = sum(back for back, _ in pairs) / sum(ahead for _, ahead in pairs) if pairs else 0.0
+    if pairs:
+        usual = sum(back for back, _ in pairs) / sum(ahead for _, ahead in pairs)
+    else:
+        usual = 0.0
     back = [median(each) if each else usual * ahead for each, ahead in zip(backwards, forward, strict=True)]
     data = [median(each.data for each in own) for own in ranks]
     return tuple(sum(parts) for parts in zip(data, forward, back, strict=True))

@@ -37,19 +37,26 @@ def cores(root: Path = Path("/")) -> int:
         root: parent of /proc and /sys.
     """
     granted = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    count = min(affinity_cores(), int(granted)) if granted.isdecimal() and int(granted) else affinity_cores()
+    if granted.isdecimal() and int(granted):
+        count = min(affinity_cores(), int(granted))
+    else:
+        count = affinity_cores()
     return _within_quota(count, root)
 
 
 def node_cores(environ: Mapping[str, str]) -> int:
     """Count the cores that the ranks of this node may run on together, whatever a container's quota."""
     text = environ.get(CORES_VARIABLE, "")
-    return int(text) if text.isdecimal() and int(text) else affinity_cores()
+    if text.isdecimal() and int(text):
+        return int(text)
+    return affinity_cores()
 
 
 def affinity_cores() -> int:
     """Count the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def usable_cores(environ: Mapping[str, str]) -> int:
@@ -59,7 +66,9 @@ def usable_cores(environ: Mapping[str, str]) -> int:
 
 def _within_quota(count: int, root: Path) -> int:
     quota = cpu_quota(root)
-    return max(1, min(count, int(quota))) if quota else count
+    if quota:
+        return max(1, min(count, int(quota)))
+    return count
 
 
 def cpu_quota(root: Path) -> float:
@@ -84,7 +93,8 @@ def cgroup_folders(root: Path, kind: str) -> list[Path]:
         root: parent of /proc and /sys.
         kind: such as "cpu" or "memory".
     """
-    base, folders = root / "sys/fs/cgroup", []
+    base = root / "sys/fs/cgroup"
+    folders = []
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -108,7 +118,10 @@ def share_cores(cpus: Iterable[int], shares: int, root: Path = Path("/")) -> lis
     together: dict[tuple[int, ...], list[int]] = {}
     for place, cpu in places:
         together.setdefault(place, []).append(cpu)
-    groups = list(together.values()) if len(together) >= shares else [[cpu] for _, cpu in places]
+    if len(together) >= shares:
+        groups = list(together.values())
+    else:
+        groups = [[cpu] for _, cpu in places]
     if len(groups) < shares:
         return []
     ends = [round(len(groups) * (share + 1) / shares) for share in range(shares)]
@@ -125,7 +138,9 @@ def _place(cpu: int, root: Path) -> tuple[int, ...]:
     folder = root / f"sys/devices/system/cpu/cpu{cpu}"
     node = next((int(each.name[4:]) for each in folder.glob("node[0-9]*")), 0)
     socket, core = (_words(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
-    return (node, *(int(words[0]) for words in (socket, core))) if socket and core else (node, 0, cpu)
+    if socket and core:
+        return (node, *(int(words[0]) for words in (socket, core)))
+    return (node, 0, cpu)
 
 
 def bind(pid: int, cpus: Iterable[int]) -> None:

@@ -53,7 +53,10 @@ def ensure_descriptors(count: int, process: str) -> None:
         ConfigError: the hard limit is lower.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, max(_ENOUGH, count))
+    if hard == resource.RLIM_INFINITY:
+        wanted = _ENOUGH
+    else:
+        wanted = min(hard, max(_ENOUGH, count))
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -56,7 +56,8 @@ Shapes = Sequence[Sequence[int]]
 
 def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
     """Assign each cost to a rank, largest first, each to the least loaded. Deterministic."""
-    loads, owners = [0.0] * ranks, [0] * len(costs)
+    loads = [0.0] * ranks
+    owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda k: -costs[k]):
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += costs[index]
@@ -74,17 +75,22 @@ def gather_rows(
         owners: each tensor's owner, a rank within `group`.
         group: the ranks that share the rows; None: all.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     order = _by_owner(owners, ranks)
     sends = torch.cat([parts[k].reshape(-1) for own in order for k in own])
     lengths = [sum(parts[k].numel() for k in own) for own in order]
     indices = order[rank]
-    sizes = [[_element_count(shapes[k], peer, ranks) for k in indices] for peer in range(ranks)]
+    sizes = []
+    for peer in range(ranks):
+        sizes.append([_element_count(shapes[k], peer, ranks) for k in indices])
     totals = [sum(each) for each in sizes]
     received = sends.new_empty(sum(totals))
     collectives.all_to_all_single(received, sends, totals, lengths, group=group)  # collective
     chunks = received.split_with_sizes(totals)
-    by_rank = [chunk.split_with_sizes(each) for chunk, each in zip(chunks, sizes, strict=True)]
+    by_rank = []
+    for chunk, each in zip(chunks, sizes, strict=True):
+        by_rank.append(chunk.split_with_sizes(each))
     return [torch.cat([pieces[k] for pieces in by_rank]).view(*shapes[index]) for k, index in enumerate(indices)]
 
 
@@ -102,11 +108,17 @@ def scatter_rows(
         shapes, owners, group: as for `gather_rows`.
         like: a tensor of the dtype and device, for a rank that owns none.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     order = _by_owner(owners, ranks)
-    sizes = [[_element_count(shapes[k], peer, ranks) for k in order[rank]] for peer in range(ranks)]
+    sizes = []
+    for peer in range(ranks):
+        sizes.append([_element_count(shapes[k], peer, ranks) for k in order[rank]])
     flat = [tensor.reshape(-1).split_with_sizes([each[k] for each in sizes]) for k, tensor in enumerate(tensors)]
-    sends = torch.cat([pieces[peer] for peer in range(ranks) for pieces in flat]) if flat else like.new_empty(0)
+    if flat:
+        sends = torch.cat([pieces[peer] for peer in range(ranks) for pieces in flat])
+    else:
+        sends = like.new_empty(0)
     counts = [[_element_count(shapes[k], rank, ranks) for k in own] for own in order]
     totals = [sum(each) for each in counts]
     received = like.new_empty(sum(totals))
@@ -246,14 +258,23 @@ class StepExchange:
     ) -> None:
         self._readable_before: Callable[[int], int] | None = None
         self._turns: Turns | None = None
-        self._world, self._ahead, self._constant, self._last, self._total_busy = world, ahead, constant, last, busy
+        self._world = world
+        self._ahead = ahead
+        self._constant = constant
+        self._last = last
+        self._total_busy = busy
         self._extra = extra
-        self._last_total, self._last_total_step = BusySeconds(), 0  # busy seconds at the last exchange, and its step
-        self._timed_steps, self._last_busy = timed_steps, BusySeconds()
+        # busy seconds at the last exchange, and its step
+        self._last_total = BusySeconds()
+        self._last_total_step = 0
+        self._timed_steps = timed_steps
+        self._last_busy = BusySeconds()
         self._survives_loss = survives_loss
         self._failed: PeerError | None = None
-        self.progress, self.engine_steps = Progress.of(world.rank), 0
-        self.wait_seconds, self.count = 0.0, 0
+        self.progress = Progress.of(world.rank)
+        self.engine_steps = 0
+        self.wait_seconds = 0.0
+        self.count = 0
         self.busy_by_rank: list[BusySeconds] = []
         self.extra_by_rank: list[list[float]] = []
         self._group = None
@@ -264,7 +285,9 @@ class StepExchange:
         self._rows: Tensor | None = None
         self._rows_by_rank: list[Tensor] = []
         self._result = _ExchangeResult(0, 0, [], 1)
-        self._busy, self._steps = 0.0, 0  # over the steps since the last exchange
+        # over the steps since the last exchange
+        self._busy = 0.0
+        self._steps = 0
         self._step_start: float | None = None
 
     def take_turns(self, turns: Turns | None) -> None:
@@ -282,7 +305,8 @@ class StepExchange:
             readable_before: step -> the first later step whose data must not be read before it is reached; None: the
                 data of all steps are ready.
         """
-        self._readable_before = None if self._constant else readable_before  # constant items need no data
+        # Constant items need no data
+        self._readable_before = None if self._constant else readable_before
 
     @property
     def horizon(self) -> int:
@@ -302,13 +326,18 @@ class StepExchange:
         if self._failed:
             raise self._failed
         if self._world.size == 1:
-            return self._constant(step) if self._constant else number(self._ahead(step))
+            if self._constant:
+                return self._constant(step)
+            return number(self._ahead(step))
         self.cover(step)
         now = time.perf_counter()
         if self._step_start is not None:
-            self._busy, self._steps = self._busy + now - self._step_start, self._steps + 1
+            self._busy = self._busy + now - self._step_start
+            self._steps = self._steps + 1
         self._step_start = now
-        return self._constant(step) if self._constant else self._result.items[step - self._result.first]
+        if self._constant:
+            return self._constant(step)
+        return self._result.items[step - self._result.first]
 
     def cover(self, step: int) -> None:
         """Wait for the exchange that covers a step, which is the first: nothing was sent before it.
@@ -348,14 +377,18 @@ class StepExchange:
             self.progress.at(at, WAITING)
             try:
                 result = self._complete(self._pending)
-                while not result.length and self._pending.length:  # no rank has a sample in these turns of a stream
+                # No rank has a sample in these turns of a stream
+                while not result.length and self._pending.length:
                     self._pending = self._issue(self._pending.due, self._pending.length)
                     result = self._complete(self._pending)
-                self._result, self._pending = result, None
+                self._result = result
+                self._pending = None
             except PeerError as error:
                 if not self._survives_loss:
                     raise
-                self._failed, self._pending = error, None  # the step is applied: what follows may need no other rank
+                # the step is applied: what follows may need no other rank
+                self._failed = error
+                self._pending = None
             self.progress.at(at, COMPUTING)
         return self._agreed_stop
 
@@ -392,14 +425,20 @@ class StepExchange:
 
     def _issue(self, due: int, length: int) -> "_PendingExchange":
         busy = self._busy / self._steps if self._steps else 0.0
-        self._busy, self._steps = 0.0, 0
+        self._busy = 0.0
+        self._steps = 0
         if self._readable_before:
             length = min(length, self._readable_before(due) - due)
         row = [float(self._stop_request), busy, float(self._last), *self._busy_seconds()]
         turns = list[Turn]()
         if self._turns:
             length = max(0, min(length, self._last - due)) if self._last else length
-            turns = [self._turns.ahead(k) if k < length else NO_TURN for k in range(MOST_STEPS)]
+            turns = []
+            for k in range(MOST_STEPS):
+                if k < length:
+                    turns.append(self._turns.ahead(k))
+                else:
+                    turns.append(NO_TURN)
             row += [float(each.samples) for each in turns] + [float(each.filled) for each in turns]
         start = len(row)
         row += self._extra(due, due + length, self.wait_seconds)
@@ -408,8 +447,10 @@ class StepExchange:
             ahead = self._ahead
             counts = [each.items for each in turns] or [ahead(due + k) if k < length else 0 for k in range(MOST_STEPS)]
             coming = [parts(each) for each in counts]
-            row += [part for column in zip(*coming, strict=True) for part in column]  # MOST_STEPS numbers of each part
-        if self._rows is None or self._rows.shape[1] != len(row):  # one exchange is in flight, and read before the next
+            # MOST_STEPS numbers of each part
+            row += [part for column in zip(*coming, strict=True) for part in column]
+        # One exchange is in flight, and read before the next
+        if self._rows is None or self._rows.shape[1] != len(row):
             self._rows = self._buffer(len(row))
             self._rows_by_rank = list(self._rows.unbind())
         own = torch.tensor(row, dtype=torch.float64)
@@ -418,16 +459,19 @@ class StepExchange:
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
-        now = self._total_busy()  # read before the count of steps that it covers
+        # Read before the count of steps that it covers
+        now = self._total_busy()
         step = self._timed_steps() if self._timed_steps else self.progress.step
-        if self._timed_steps and self._last_total_step and step == self._last_total_step:  # no step has ended since
+        # No step has ended since
+        if self._timed_steps and self._last_total_step and step == self._last_total_step:
             return self._last_busy
         now = now._replace(data=now.data - self.wait_seconds)
         steps = max(1, step - self._last_total_step)
         self._last_busy = BusySeconds(
             *(max(0.0, new - old) / steps for new, old in zip(now, self._last_total, strict=True))
         )
-        self._last_total, self._last_total_step = now, step
+        self._last_total = now
+        self._last_total_step = step
         return self._last_busy
 
     def close(self) -> None:
@@ -442,7 +486,9 @@ class StepExchange:
 
     def release_group(self) -> "dist.ProcessGroup | None":
         """Return the group after the loss of a rank, to be dropped by `World.drop_groups`. Does not wait."""
-        group, self._group, self._pending = self._group, None, None
+        group = self._group
+        self._group = None
+        self._pending = None
         return group
 
     def _complete(self, pending: "_PendingExchange") -> "_ExchangeResult":
@@ -457,18 +503,23 @@ class StepExchange:
         _check_even(rows[:, 2], pending.due)
         self.busy_by_rank = list(map(BusySeconds._make, rows[:, 3:_HEADER].tolist()))
         extra = pending.items > pending.extra
-        self.extra_by_rank = rows[:, pending.extra : pending.items].tolist() if extra else [[]] * len(rows)
+        if extra:
+            self.extra_by_rank = rows[:, pending.extra : pending.items].tolist()
+        else:
+            self.extra_by_rank = [[]] * len(rows)
         self.count += 1
         items: list[float] = []
         if not self._constant:
             sums = _exact_sums(rows[:, pending.items :].reshape(-1, MOST_STEPS)[:, : pending.length])
             items = [number(each) for each in sums]
-        length, next_length = pending.length, self._interval(float(rows[:, 1].max()))
+        length = pending.length
+        next_length = self._interval(float(rows[:, 1].max()))
         if self._turns:
             counts = rows[:, _HEADER : pending.extra].reshape(len(rows), 2, MOST_STEPS).sum(axis=0)[:, :length]
             samples, filled = counts.astype(int).tolist()
             steps = self._turns.settle(samples, filled)
-            length, items = len(steps), [items[k] for k in steps]
+            length = len(steps)
+            items = [items[k] for k in steps]
         return _ExchangeResult(pending.due, length, items, next_length)
 
     def has_failed(self) -> bool:
@@ -484,7 +535,9 @@ class StepExchange:
 
     def _interval(self, busy: float) -> int:
         target = STEADY_SECONDS if self._constant else RAGGED_SECONDS
-        return min(MOST_STEPS, max(1, math.ceil(target / busy))) if busy else 1
+        if busy:
+            return min(MOST_STEPS, max(1, math.ceil(target / busy)))
+        return 1
 
     def _buffer(self, length: int) -> Tensor:
         """Return memory for `length` numbers of each rank, one row a rank."""
@@ -493,7 +546,8 @@ class StepExchange:
 
 def _exact_sums(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float]:
     """Sum each column with one rounding, so that the order of the rows does not count."""
-    if (values == np.floor(values)).all() and np.abs(values).sum() < _EXACT:  # whole numbers: no sum is rounded
+    # Whole numbers: no sum is rounded
+    if (values == np.floor(values)).all() and np.abs(values).sum() < _EXACT:
         sums: list[float] = values.sum(axis=0).tolist()
         return sums
     return [math.fsum(column[column != 0].tolist()) for column in values.T]

@@ -57,7 +57,9 @@ __all__ = [
 
 _EXIT = "exit"  # origin of an end with code 0
 _LIMIT = 1 << 20  # largest number of bytes read from a note
-_CAUSE, _LOST = "lockstep-cause", "lockstep-lost"  # files of errors that a rank of this node has printed
+# files of errors that a rank of this node has printed
+_CAUSE = "lockstep-cause"
+_LOST = "lockstep-lost"
 _DEBUG_VARIABLE = "LOCKSTEP_DEBUG"  # set: lockstep's errors are printed with their tracebacks
 _OLD_HOOK: list[Any] = []  # the former excepthook
 _INTERRUPT: list[str] = []  # the line for an interrupted run; "": it has been printed
@@ -111,11 +113,14 @@ class ProcessFailure:
         note: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             note = dict(json.loads(path.read_bytes()[:_LIMIT])["lockstep"])
-        message, when = str(note.get("line", "")), note.get("when")
+        message = str(note.get("line", ""))
+        when = note.get("when")
         follows = bool(note.get("follows"))
-        if code == 128 + signal.SIGINT and not note:  # a KeyboardInterrupt before the steps
+        # A KeyboardInterrupt before the steps
+        if code == 128 + signal.SIGINT and not note:
             code = -signal.SIGINT
-        ended_by_python = code < 0 or code == 1  # it crashed on its way out, or did not catch the error
+        # It crashed on its way out, or did not catch the error
+        ended_by_python = code < 0 or code == 1
         if ended_by_python and isinstance(note.get("code"), int):
             code = note["code"]
         if code in RESERVED_CODES and code not in (note.get("code"), run_code):
@@ -142,7 +147,9 @@ class ProcessFailure:
     @property
     def exit_code(self) -> int:
         """The launcher's exit code: 3 only if final, since a scheduler starts no such run again."""
-        return 1 if self.goes_back else max(self.code, 1)
+        if self.goes_back:
+            return 1
+        return max(self.code, 1)
 
     @property
     def is_error(self) -> bool:
@@ -161,10 +168,13 @@ class ProcessFailure:
         return bool(self.origin) and (self.origin, step) == (earlier.origin, before)
 
     def __str__(self) -> str:
-        at = f"at {self.place}" if self.place else "before step 1"  # if it recorded no progress
+        # If it recorded no progress
+        at = f"at {self.place}" if self.place else "before step 1"
         label = rank_label(self.rank, self.at_start, self.host)
         if self.message and (self.follows or self.shared):
-            return self.message if re.search(r"step \d", self.message) else f"{at}: {self.message}"
+            if re.search(r"step \d", self.message):
+                return self.message
+            return f"{at}: {self.message}"
         if self.message:
             return f"{label} failed first {at}: {self.message}"
         if self.code < 0:
@@ -210,10 +220,13 @@ def note(error: BaseException) -> bool:
     bug = f"{error_line(error)}; the traceback is above{f', and in {_LOGS[-1]}' if _LOGS else ''}"
     line = mask(str(error) if is_typed else bug).replace("\n", " ")
     place = Progress.present()
-    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"  # ends torchrun's report
+    # Ends torchrun's report
+    text = f"rank {os.environ.get('RANK', '0')}{f' at {place}' if place else ''}: {line}"
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     origin = " ".join([type(error).__qualname__, *(f"{frame.filename}:{frame.lineno}" for frame in raised)])
-    now, code, follows = time.time(), getattr(error, "exit_code", 1), isinstance(error, PeerError)
+    now = time.time()
+    code = getattr(error, "exit_code", 1)
+    follows = isinstance(error, PeerError)
     # torchrun reports the earliest as the cause, in whole seconds, and of equal ones the lowest rank's
     extra_info = {"py_callstack": text, "timestamp": str(int(now) + follows)}
     content = {
@@ -249,7 +262,8 @@ def report(error: BaseException) -> None:
     if _is_printed(error):
         return
     with contextlib.suppress(AttributeError):  # it has no notes
-        error.__notes__[:] = [each for each in error.__notes__ if not isinstance(each, _Place)]  # the last line has it
+        # The last line has it
+        error.__notes__[:] = [each for each in error.__notes__ if not isinstance(each, _Place)]
     print(mask(user_traceback(error)), file=sys.stderr)
     if FOLDER_VARIABLE not in os.environ:  # otherwise the launcher prints it
         print(f"lockstep: error: {_place()}: {mask(error_line(error))}", file=sys.stderr)
@@ -278,7 +292,10 @@ def note_interrupt(line: str | None) -> None:
 def report_interrupt() -> None:
     """Print that Ctrl-C ended this process, unless the launcher, `lockstep trace|profile|...` or another rank does."""
     attached = any(name in os.environ for name in ("LOCKSTEP_TRACE", "LOCKSTEP_RECORDER"))
-    line = _INTERRUPT[-1] if _INTERRUPT else "" if attached else "interrupted"
+    if _INTERRUPT:
+        line = _INTERRUPT[-1]
+    else:
+        line = "" if attached else "interrupted"
     if line and FOLDER_VARIABLE not in os.environ and not _is_printed(KeyboardInterrupt()):
         print(f"lockstep: {line}", file=sys.stderr)
 
@@ -302,7 +319,10 @@ def print_uncaught() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, LockstepError):
-            location = "" if error.__cause__ or isinstance(error, PeerError) else user_location(error)
+            if error.__cause__ or isinstance(error, PeerError):
+                location = ""
+            else:
+                location = user_location(error)
             _print_line(error, note(error), location)
             return
         is_launched = FOLDER_VARIABLE in os.environ
@@ -325,7 +345,10 @@ class _Place(str):
 
 def _place() -> _Place:
     """Return where this process is: "at step 7 (saving)"; among several, with its rank."""
-    who = f"{own_label()} " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        who = f"{own_label()} "
+    else:
+        who = ""
     return _Place(f"{who}at {Progress.present() or 'the start'}")
 
 
@@ -335,11 +358,15 @@ def _is_printed(error: BaseException) -> bool:
     The first rank to create a file for the error prints it, so none waits for another, which may be gone.
     """
     own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if not own.name or own.parent.name != os.environ.get("LOCAL_RANK"):  # torch names a rank's folder so
+    # Torch names a rank's folder so
+    if not own.name or own.parent.name != os.environ.get("LOCAL_RANK"):
         return False
     if isinstance(error, PeerError) and any(own.parents[1].glob(f"{_CAUSE}-*")):
         return True
-    line = str(error) if isinstance(error, LockstepError) else error_line(error)
+    if isinstance(error, LockstepError):
+        line = str(error)
+    else:
+        line = error_line(error)
     digest = hashlib.sha256(line.encode(errors="replace")).hexdigest()[:16]
     name = f"{_LOST if isinstance(error, PeerError) else _CAUSE}-{digest}"
     try:

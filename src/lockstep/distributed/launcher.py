@@ -208,11 +208,13 @@ def end_with_launcher() -> None:
 
     Does nothing if `lockstep launch` did not start this process, or on a second call.
     """
-    path = os.environ.pop(LAUNCHER_VARIABLE, "")  # not inherited by this process's children
+    # Not inherited by this process's children
+    path = os.environ.pop(LAUNCHER_VARIABLE, "")
     if not path:
         return
     try:
-        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without O_NONBLOCK it would wait for a launcher
+        # Without O_NONBLOCK it would wait for a launcher
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # another launcher removed it after ours died
         _end()
         return
@@ -226,7 +228,8 @@ def launcher_is_gone() -> bool:
 
 
 def _wait(pipe: int) -> None:
-    os.read(pipe, 1)  # nobody writes: it returns when the launcher's end is closed
+    # Nobody writes: it returns when the launcher's end is closed
+    os.read(pipe, 1)
     _end()
 
 

@@ -55,10 +55,14 @@ __all__ = [
 ]
 
 
-_VALIDATE, _PING = 0, 13  # c10d's TCPStoreBackend.hpp: the first byte of a client's request
+# c10d's TCPStoreBackend.hpp: the first byte of a client's request
+_VALIDATE = 0
+_PING = 13
 _MAGIC = 0x3C85F7CE
 _CONNECT = 5.0  # seconds
-_TRIES, _PAUSE = 4, 0.5  # for a store that is stopping or starting
+# for a store that is stopping or starting
+_TRIES = 4
+_PAUSE = 0.5
 _SLACK = 2.0  # seconds for an answer beyond the store's own timeout
 _SEAT_PAUSE = 0.05  # seconds between two looks of a new process at whether it may join
 
@@ -194,7 +198,9 @@ def is_lost_peer(error: BaseException, *, in_collective: bool = False) -> bool:
 
 def _raised_in_collective(error: BaseException) -> bool:
     """Whether the innermost code is one of the modules of torch that communicate."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        modules.append(frame.f_globals.get("__name__", ""))
     innermost = next((name for name in reversed(modules) if name not in _WRAPPERS), "")
     return f"{innermost}.".startswith(_COMMUNICATING)
 
@@ -205,7 +211,10 @@ def _has_closed_link() -> bool:
     Its other end, or a timeout, closed it. Gloo refuses at once to receive over such a link. Over an open one the
     message never comes, since this process is ending.
     """
-    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    if dist.is_initialized():
+        groups = list(dist.distributed_c10d._world.pg_map)
+    else:
+        groups = []
     for group in groups:
         with suppress(RuntimeError):  # it has no backend for CPU tensors
             backend = group._get_backend(torch.device("cpu"))
@@ -220,7 +229,10 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
     A link to any other is made by asking: a thousand ranks ask so only if no link that they use is closed.
     """
     distances = [1 << bit for bit in range(group.size().bit_length())]
-    near = [(group.rank() + sign * distance) % group.size() for distance in distances for sign in (1, -1)]
+    near = []
+    for distance in distances:
+        for sign in (1, -1):
+            near.append((group.rank() + sign * distance) % group.size())
     return list(dict.fromkeys([*near, *range(group.size())]))
 
 
@@ -349,8 +361,11 @@ class Member:
 
     def experiment(self) -> str:
         """Return the name of the run that the others train; "" if none is known."""
-        key, store = f"{self._keys}/experiment", self._connected()
-        return store.get(key).decode() if store.check([key]) else ""
+        key = f"{self._keys}/experiment"
+        store = self._connected()
+        if store.check([key]):
+            return store.get(key).decode()
+        return ""
 
     def report_end(self, why: str = "the run is at its end") -> None:
         """Report to the launcher why this process must not be replaced if it ends."""
@@ -370,7 +385,10 @@ class Member:
         Raises:
             PeerError: the launcher did not answer, ends the run, or continues without this process.
         """
-        place = f"{self._keys}/seat/{self.name}" if self.is_new else f"{self._keys}/members/{self.generation + 1}"
+        if self.is_new:
+            place = f"{self._keys}/seat/{self.name}"
+        else:
+            place = f"{self._keys}/members/{self.generation + 1}"
         here = "new" if self.is_new else f"here/{self.generation + 1}"
         answers, waits_since = list[str](), [time.monotonic()]
 
@@ -378,7 +396,8 @@ class Member:
             with contextlib.suppress(RuntimeError):  # the launcher is gone
                 store = self._connected()
                 store.set(f"{self._keys}/{here}/{self.name}", json.dumps(list(report)))
-                store.set(f"{self._keys}/{here}", "")  # the launcher looks for each report once there is one
+                # The launcher looks for each report once there is one
+                store.set(f"{self._keys}/{here}", "")
                 while self.is_new and not store.check([place]):
                     time.sleep(_SEAT_PAUSE)
                     waits_since[0] = time.monotonic()

@@ -91,7 +91,8 @@ _PHASES = (
     "reading the loss of a step, which every rank has to do",
 )
 _AFTER_STEP = frozenset(_PHASES[phase] for phase in (EVALUATING, SAVING, ENDING))  # of steps that are done
-_END, _UNDER_WAY = "ended", ".under-way"
+_END = "ended"
+_UNDER_WAY = ".under-way"
 _CURRENT: "list[Progress]" = []  # the last one of this process
 _LAYOUT = struct.Struct("<qqd")  # step, phase, seconds since 1970
 
@@ -120,7 +121,8 @@ def mark_running(stays: Callable[[], bool] = lambda: False) -> Iterator[None]:
     Args:
         stays: called at the end of the context; if True, a later end of the process still counts as a loss.
     """
-    folder, rank = os.environ.get(FOLDER_VARIABLE), os.environ.get("RANK")
+    folder = os.environ.get(FOLDER_VARIABLE)
+    rank = os.environ.get("RANK")
     mark = Path(folder) / f"{rank}{_UNDER_WAY}" if folder and rank else None
     _CURRENT.clear()
     with contextlib.suppress(OSError):
@@ -168,15 +170,21 @@ class RankProgress(NamedTuple):
             step, phase, since = _LAYOUT.unpack_from(path.read_bytes())
         except (OSError, struct.error):
             return None
-        return cls(step, _PHASES[phase], since) if 0 <= phase < len(_PHASES) and since else None
+        if 0 <= phase < len(_PHASES) and since:
+            return cls(step, _PHASES[phase], since)
+        return None
 
     @property
     def number(self) -> int:
         """The step's number in messages, from 1, as in records and names of checkpoints."""
-        return self.step if self.phase in _AFTER_STEP else self.step + 1
+        if self.phase in _AFTER_STEP:
+            return self.step
+        return self.step + 1
 
     def __str__(self) -> str:
-        return f"step {self.number} ({self.phase})" if self.phase != _PHASES[STARTING] else "its start, before step 1"
+        if self.phase != _PHASES[STARTING]:
+            return f"step {self.number} ({self.phase})"
+        return "its start, before step 1"
 
 
 class Progress:
@@ -191,14 +199,17 @@ class Progress:
 
     def __init__(self, memory: "mmap.mmap | bytearray | None" = None) -> None:
         self._memory = bytearray(_LAYOUT.size) if memory is None else memory
-        self._pack, self._time = _LAYOUT.pack_into, time.time
+        self._pack = _LAYOUT.pack_into
+        self._time = time.time
         self.at(0, STARTING)
         _CURRENT[:] = [self]
 
     @staticmethod
     def present() -> "RankProgress | None":
         """Return the current or last progress of this process's run; None before its steps."""
-        return _CURRENT[-1].place if _CURRENT else None
+        if _CURRENT:
+            return _CURRENT[-1].place
+        return None
 
     @classmethod
     def of(cls, rank: int) -> Self:
@@ -206,7 +217,8 @@ class Progress:
 
         The file has the rank at the start as its name, which stays when ranks change.
         """
-        folder, rank = os.environ.get(FOLDER_VARIABLE), int(os.environ.get("RANK", rank))
+        folder = os.environ.get(FOLDER_VARIABLE)
+        rank = int(os.environ.get("RANK", rank))
         if not folder:
             return cls()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -57,7 +57,9 @@ class RankFailure(LockstepError):
 
     def __init__(self, message: str, rank: int, usage: bool = False, details: dict[int, str] | None = None) -> None:
         super().__init__(message)
-        self.rank, self.usage, self.details = rank, usage, details or {}
+        self.rank = rank
+        self.usage = usage
+        self.details = details or {}
 
 
 class _RankSpec(NamedTuple):
@@ -117,7 +119,8 @@ def start(  # noqa: PLR0913
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED, *preload])
-    listener = socket.create_server(("127.0.0.1", 0))  # any free port, on loopback only
+    # Any free port, on loopback only
+    listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     wait_for = timedelta(seconds=patience)
     store = TCPStore(
@@ -152,11 +155,13 @@ def start(  # noqa: PLR0913
 
 def _serve() -> None:
     """Start the server unless it runs. It and its ranks ignore Ctrl-C: this process ends them."""
-    if threading.current_thread() is not threading.main_thread():  # Python cannot set handlers there
+    # Python cannot set handlers there
+    if threading.current_thread() is not threading.main_thread():
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        forkserver.ensure_running()  # does not wait: torch loads while the first rank is requested
+        # Does not wait: torch loads while the first rank is requested
+        forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -169,7 +174,8 @@ def _launch(process: Any, name: str) -> None:
         raise
     except Exception as error:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise SystemExit(1) from None  # a rank that imports a script without a guard: its parent reports it
+            # A rank that imports a script without a guard: its parent reports it
+            raise SystemExit(1) from None
         if not _is_of_pickle(error):
             raise
         raise ConfigError(
@@ -180,7 +186,9 @@ def _launch(process: Any, name: str) -> None:
 
 def _is_of_pickle(error: Exception) -> bool:
     """Whether an object could not be pickled, by the traceback: error classes vary too much."""
-    modules = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        modules.append(frame.f_globals.get("__name__"))
     return multiprocessing.reduction.__name__ in modules
 
 
@@ -210,7 +218,8 @@ def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path,
                 kind, content = pipe.recv()
             except EOFError:  # it died without a report, before the others' errors
                 text = _describe_death(ranks[rank][0], folder, len(pipes), rank, rank in running, logged)
-                kind, content = "failed", _FailureReport(False, 0.0, rank, text, rank not in running, "")
+                kind = "failed"
+                content = _FailureReport(False, 0.0, rank, text, rank not in running, "")
             if kind == "alive":
                 running.add(rank)
                 if len(running) == len(pipes) and not failed:
@@ -243,9 +252,13 @@ def _describe_death(process: Any, folder: Path, size: int, rank: int, ran: bool,
     if not logged:
         process.join(_GRACE)  # its pipe closes a little before it has ended
         code = process.exitcode
-        how = (
-            "killed" if code is None else f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        )
+        if code is None:
+            how = "killed"
+        else:
+            if code < 0:
+                how = f"killed by {signal.Signals(-code).name}"
+            else:
+                how = f"exit code {code}"
         return f"died without an exception ({how})"
     lines = _text(_log(folder, size, rank)).strip().splitlines()
     return f"died; the end of its output: {lines[-1][:300] if lines else 'nothing'}"
@@ -272,8 +285,10 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
     SETTINGS.flags = spec.flags
     # Python gives a process its own start method on: each loader process would load torch, where a run's are forked.
     multiprocessing.set_start_method(spec.start_method, force=True)
-    rank, size = int(spec.environment["RANK"]), int(spec.environment["WORLD_SIZE"])
-    if not spec.folder.exists():  # the caller was interrupted while it started this process
+    rank = int(spec.environment["RANK"])
+    size = int(spec.environment["WORLD_SIZE"])
+    # The caller was interrupted while it started this process
+    if not spec.folder.exists():
         os._exit(1)
     if spec.logged:
         output = os.open(_log(spec.folder, size, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -290,7 +305,8 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
         faulthandler.dump_traceback_later(0.9 * spec.patience, file=stack)
         send("alive", None)
 
-    gc.freeze()  # exempt inherited objects: leaving a world ends with a collection
+    # Exempt inherited objects: leaving a world ends with a collection
+    gc.freeze()
     say()
     torch.set_num_threads(1)  # kernels cut their sums by the number of threads
     _share_compilers(spec.device, size)
@@ -300,7 +316,8 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
         world = World.join(spec.device, spec.patience)
         result = spec.function(world, say, *spec.args)
         world.leave()
-        cast(Any, multiprocessing.util)._run_finalizers(0)  # a compilation's semaphores, or Python warns of them
+        # A compilation's semaphores, or Python warns of them
+        cast(Any, multiprocessing.util)._run_finalizers(0)
         faulthandler.cancel_dump_traceback_later()
         send("ended", result)
     except BaseException as error:
@@ -320,15 +337,22 @@ def _share_compilers(device: str, ranks: int) -> None:
     """
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     by_device = device != "cpu" and torch.cuda.is_available()
-    threads = os.environ.get(name, str(compile_threads(ranks))) if by_device else "1"
+    if by_device:
+        threads = os.environ.get(name, str(compile_threads(ranks)))
+    else:
+        threads = "1"
     os.environ[name] = threads
     settings: Any = importlib.import_module("torch._inductor.config")
     settings.compile_threads = int(threads)
 
 
 def _failure(rank: int, error: BaseException) -> _FailureReport:
-    text = str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
-    follows = bool(getattr(error, "relayed", False))  # a relayed error comes after its cause
+    if isinstance(error, LockstepError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    # A relayed error comes after its cause
+    follows = bool(getattr(error, "relayed", False))
     usage = getattr(error, "exit_code", 1) == 2
     return _FailureReport(follows, time.monotonic(), rank, text.strip().splitlines()[0], usage, traceback.format_exc())
 

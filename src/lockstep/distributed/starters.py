@@ -152,7 +152,8 @@ def read_starter(environ: MutableMapping[str, str]) -> None:
         LOCAL_WORLD_SIZE=str(task.local_size),
     )
     if node := _count(environ, "SLURM_CPUS_ON_NODE"):
-        environ.setdefault(CORES_VARIABLE, str(node))  # of which Slurm may have bound this task to a part
+        # Of which Slurm may have bound this task to a part
+        environ.setdefault(CORES_VARIABLE, str(node))
 
 
 def _threads(environ: Mapping[str, str], task: SlurmTask) -> int:
@@ -178,7 +179,9 @@ def find_launch_mistake(environ: Mapping[str, str]) -> LaunchMistake | None:
 
 def _count(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "1")
-    return int(text) if text.isascii() and text.isdigit() else 1
+    if text.isascii() and text.isdigit():
+        return int(text)
+    return 1
 
 
 def _command(processes: int, nodes: int, starter: str) -> str:

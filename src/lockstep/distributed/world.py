@@ -78,12 +78,16 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     Raises:
         ConfigError: there is no CUDA device, or there are several, but fewer than processes.
     """
-    count = torch.cuda.device_count() if name in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+    else:
+        count = 0
     if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
     if not count:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
-    if count == 1:  # this process's own, or the node's only one: checked once the ranks have joined
+    # This process's own, or the node's only one: checked once the ranks have joined
+    if count == 1:
         return torch.device("cuda", 0)
     ranks = max(local_size, local_rank + 1)
     if ranks > count:
@@ -107,7 +111,9 @@ def identity(device: torch.device) -> list[str] | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
-    bus = [str(getattr(properties, name, uuid)) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    bus = []
+    for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"):
+        bus.append(str(getattr(properties, name, uuid)))
     return [_host(), uuid if version >= _BY_UUID else ":".join(bus), f"{properties.name}, UUID {uuid}"]
 
 
@@ -225,7 +231,8 @@ class World:
         rank_device = local_device(device, local_rank, launcher_number("LOCAL_WORLD_SIZE", 1))
         world = cls(rank, local_rank, size, rank_device, timeout)
         if rank_device.type == "cuda":
-            torch.cuda.set_device(rank_device)  # before anything touches CUDA, or every rank uses device 0
+            # Before anything touches CUDA, or every rank uses device 0
+            torch.cuda.set_device(rank_device)
         if dist.is_available() and "WORLD_SIZE" in os.environ:
             if dist.is_initialized():
                 world._use_existing_group()
@@ -269,12 +276,14 @@ class World:
             extra: groups besides the default one and `control`, without other references; emptied.
         """
         groups = [self.control, *extra]
-        self.control, self._is_guest = None, False
+        self.control = None
+        self._is_guest = False
         extra.clear()
         if dist.is_initialized():
             groups.append(dist.group.WORLD)
             dist.destroy_process_group()
-        _forget_group()  # else the other ranks wait for this one until the timeout
+        # Else the other ranks wait for this one until the timeout
+        _forget_group()
         while groups:
             box = [groups.pop()]
             threading.Thread(target=box.clear, name="lockstep-forsake", daemon=True).start()
@@ -379,7 +388,8 @@ class World:
         """
         if self.size > 1:
             is_cuda = self.device.type == "cuda"
-            by_nccl = is_cuda and "nccl" in dist.get_backend_config()  # an existing group may be gloo
+            # An existing group may be gloo
+            by_nccl = is_cuda and "nccl" in dist.get_backend_config()
             self.defer(identity(self.device) if by_nccl else None, check_unshared)  # collective
 
     def _agree_on_scope(self, store: Store, wait: timedelta) -> None:
@@ -392,14 +402,18 @@ class World:
         Raises:
             RuntimeError: not all ranks came within `wait`.
         """
-        key, own, deadline = f"{_round_prefix()}/scope", secrets.token_hex(8), time.monotonic() + wait.total_seconds()
+        key = f"{_round_prefix()}/scope"
+        own = secrets.token_hex(8)
+        deadline = time.monotonic() + wait.total_seconds()
         if self.rank == 0:
             self._scope = f"{_round_prefix()}/{own}"
             store.set(f"{self._scope}/here-0", "")
             store.set(key, self._scope)
             if greetings := [f"{self._scope}/here-{rank}" for rank in range(1, self.size)]:
                 store.wait(greetings, wait)
-                answers = [f"{self._scope}/welcome-{each.decode()}" for each in store.multi_get(greetings)]
+                answers = []
+                for each in store.multi_get(greetings):
+                    answers.append(f"{self._scope}/welcome-{each.decode()}")
                 store.set(key, "")  # the next join waits for the next prefix
                 store.multi_set(answers, [""] * len(answers))  # type: ignore[attr-defined]
             return
@@ -527,7 +541,9 @@ class World:
         """
         if phase.error is not None:  # raised before, and caught
             raise phase.error
-        pending, phase.pending, phase.is_exchanging = phase.pending, [], True
+        pending = phase.pending
+        phase.pending = []
+        phase.is_exchanging = True
         try:
             try:
                 ranks = self._gather([[each for each, _ in pending], *outcome(value, error)])  # collective
@@ -547,7 +563,9 @@ class World:
         try:
             first = self._gather_bytes(len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT], _LENGTH + _SHORT)
             lengths = [int.from_bytes(row[:_LENGTH], "little") for row in first]
-            texts = [row[_LENGTH : _LENGTH + length] for row, length in zip(first, lengths, strict=True)]
+            texts = []
+            for row, length in zip(first, lengths, strict=True):
+                texts.append(row[_LENGTH : _LENGTH + length])
             if (longest := max(lengths)) > _SHORT:
                 rest = self._gather_bytes(payload[_SHORT:], longest - _SHORT)
                 texts = [
@@ -629,7 +647,8 @@ class World:
                 with contextlib.suppress(RuntimeError):
                     dist.barrier(group=self.control, async_op=True).wait(timedelta(seconds=patience))  # collective
         finally:
-            control, self.control = self.control, None
+            control = self.control
+            self.control = None
             if self._is_guest:
                 dist.destroy_process_group(control)
             else:
@@ -676,7 +695,9 @@ def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
         if failure:
             message, code, smaller = failure
             problem = PeerError(f"{rank_label(rank)}: {message}")
-            problem.exit_code, problem.relayed, problem.smaller = code, True, smaller
+            problem.exit_code = code
+            problem.relayed = True
+            problem.smaller = smaller
             raise problem
     return [value for value, _ in outcomes]
 
@@ -687,7 +708,8 @@ def gather_results(world: World, action: Callable[[], T]) -> list[T]:
     Args:
         action: returns a JSON value.
     """
-    value, error = None, None
+    value = None
+    error = None
     try:
         value = action()
     except Exception as problem:
@@ -702,7 +724,8 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """
     if world.is_deferring:
         return action()
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = action()
     except Exception as problem:
@@ -779,7 +802,8 @@ def _connect(group: dist.ProcessGroup | None) -> None:
 def _let_wait(group: dist.ProcessGroup, seconds: float) -> None:
     """Set the timeout of the group's collectives, in seconds; NCCL's a little longer."""
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # it has no backend for this device
+        # It has no backend for this device
+        with contextlib.suppress(RuntimeError):
             backend = group._get_backend(torch.device(device))
             backend._set_default_timeout(timedelta(seconds=seconds + _NCCL_MORE * (backend.name() == "nccl")))
 
@@ -798,6 +822,8 @@ _STORES: dict[tuple[int, str, int], TCPStore] = {}  # by process, host, port
 _ABANDONED: list[World] = []
 _REGROUP_SECONDS = 0.75  # seconds for ranks that have just reported to arrive; gloo waits five times as long
 _NCCL_MORE = 30.0  # seconds: its watchdog aborts the process, and lockstep's must first report the missing rank
-_FIRST_PAUSE, _LAST_PAUSE = 0.002, 0.25  # seconds between two looks for rank 0's answer
+# seconds between two looks for rank 0's answer
+_FIRST_PAUSE = 0.002
+_LAST_PAUSE = 0.25
 _PATIENCE = 5.0  # seconds for ranks with the same error to reach the next join
 _LAUNCHER = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))

@@ -238,7 +238,8 @@ class ScaledBackward:
             if len(self._cache) > 16:  # drop old loss scales
                 self._cache.clear()
             root = self._cache[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
-        return torch.add(root, loss.detach(), alpha=0)  # 0 * inf is NaN; else nothing is added
+        # 0 * inf is NaN; else nothing is added
+        return torch.add(root, loss.detach(), alpha=0)
 
 
 def _backward_is_replaced() -> bool:
@@ -259,7 +260,8 @@ class Penalty:
     """
 
     def __init__(self, compute: MakePenalty, model: nn.Module) -> None:
-        self._compute, self._model = compute, model
+        self._compute = compute
+        self._model = model
         self._roots = ScaledBackward()
         self._first = True
 
@@ -324,7 +326,8 @@ class Penalty:
             )
         if self._first:
             self._first = False
-            if not bool(value.isfinite()):  # waits for the device, in the first step
+            # Waits for the device, in the first step
+            if not bool(value.isfinite()):
                 raise DataError(f"the task's `penalty` is {value.item()} at the first parameters: it must be finite")
         return value
 

@@ -60,7 +60,8 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """Return the entries of ModuleLists with at least two modules of one class, in order."""
     layers: list[nn.Module] = []
     covered: set[nn.Module] = set()
-    for module in model.modules():  # outer modules come before those within them
+    # Outer modules come before those within them
+    for module in model.modules():
         if module in covered or not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
         if len({type(entry) for entry in module}) == 1 and all(_has_forward(entry) for entry in module):
@@ -93,11 +94,16 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
     """Return a parameter's name that blocks share with others or the rest, else ""."""
     names: dict[Tensor, str] = {}
     homes: dict[Tensor, nn.Module | None] = {}
-    owner = {part: block for block in blocks for part in block.modules()}
+    owner = {}
+    for block in blocks:
+        for part in block.modules():
+            owner[part] = block
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             names.setdefault(parameter, f"{prefix}.{name}".lstrip("."))
             if homes.setdefault(parameter, owner.get(module)) is not owner.get(module):
                 return names[parameter]
     repeated = len({id(block) for block in blocks}) < len(blocks)
-    return next(iter(names.values())) if repeated else ""
+    if repeated:
+        return next(iter(names.values()))
+    return ""

@@ -45,7 +45,9 @@ class Replay:
     """
 
     def __init__(self, layers: list[Recording], world: World, sharing: ShareSchedule | None = None) -> None:
-        self._layers, self._world, self._sharing = layers, world, sharing
+        self._layers = layers
+        self._world = world
+        self._sharing = sharing
         bound = [layer.bind() for layer in layers]
         self._moments = [mean for mean, _, _ in bound] + [var for _, var, _ in bound]
         self._runs = [runs for _, _, runs in bound]
@@ -83,7 +85,8 @@ class Replay:
             collectives.all_gather(parts, rows)  # collective
             rows = torch.cat(parts)
         self._fold_in(rows)
-        self._rows = []  # for a loop that does not call `accumulate`, and so never `begin`
+        # For a loop that does not call `accumulate`, and so never `begin`
+        self._rows = []
 
     @torch.no_grad()
     def take(self, weight: float, row: Tensor | None = None) -> None:
@@ -176,10 +179,13 @@ class Buffered:
 
     def __init__(self, engine: Engine, replay: Replay | None, buffers: Moving) -> None:
         self.model: nn.Module = engine.model
-        self._engine, self._replay, self._buffers = engine, replay, buffers
+        self._engine = engine
+        self._replay = replay
+        self._buffers = buffers
         self._in_step = False  # from a step's first micro-batch to its end
         self._counts = True  # the current pass may change buffers
-        self._is_last = True  # the current micro-batch is this rank's last in the step
+        # The current micro-batch is this rank's last in the step
+        self._is_last = True
         self._buffers.begin()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -189,9 +195,12 @@ class Buffered:
             if self._replay:
                 self._replay.begin()
         self._buffers.begin_slot()
-        self._counts, self._is_last = counts, last
+        self._counts = counts
+        self._is_last = last
         inner = self._engine.accumulate(last, counts)
-        return inner if counts else self._discard(inner)
+        if counts:
+            return inner
+        return self._discard(inner)
 
     @contextmanager
     def _discard(self, inner: AbstractContextManager[None]) -> Iterator[None]:
@@ -234,7 +243,8 @@ class Buffered:
         result = self._engine.step(factor, limit, momentum, evaluate)
         self._in_step = False
         self._buffers.end(result, limit)
-        if not in_step:  # a loop that does not call `accumulate`: the next step begins here
+        # A loop that does not call `accumulate`: the next step begins here
+        if not in_step:
             self._buffers.begin()
         return result
 

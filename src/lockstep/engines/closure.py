@@ -55,15 +55,19 @@ class Closure:
     def __init__(
         self, parameters: Sequence[Tensor], first: Callable[[], Tensor], repeat: Callable[[], Tensor], suspicious: bool
     ) -> None:
-        self._parameters, self._first, self._repeat = parameters, first, repeat
+        self._parameters = parameters
+        self._first = first
+        self._repeat = repeat
         self._versions_before = _versions(parameters)
         self._norms = _norms(parameters) if suspicious else None
         self._called = False
-        self.repeated, self.silent = 0, False
+        self.repeated = 0
+        self.silent = False
 
     def __call__(self) -> Tensor:
         """Return the loss, 0-dim, without a graph. Collective."""
-        called, self._called = self._called, True
+        called = self._called
+        self._called = True
         with torch.enable_grad():
             if not called and not self._is_changed():
                 return self._first()
@@ -95,7 +99,8 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 
     Afterwards the groups are the same objects as before, with what the optimizer wrote into them.
     """
-    groups, parts = optimizer.param_groups, list[dict[str, Any]]()
+    groups = optimizer.param_groups
+    parts = list[dict[str, Any]]()
     firsts = []
     for group in groups:
         sharded = [parameter for parameter in group["params"] if is_dtensor(parameter)]
@@ -135,8 +140,13 @@ def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def _norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norm of each parameter, as a cheap fingerprint of its values."""
-    norms = torch._foreach_norm([local_of(parameter) for parameter in parameters]) if parameters else ()
-    return torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(0)
+    if parameters:
+        norms = torch._foreach_norm([local_of(parameter) for parameter in parameters])
+    else:
+        norms = ()
+    if norms:
+        return torch.stack([norm.double() for norm in norms])
+    return torch.zeros(0)
 
 
 _NUMBERS = ("func_evals", "n_iter", "t", "H_diag", "prev_loss")
@@ -154,7 +164,10 @@ def packed(optimizer: LBFGS) -> dict[str, Tensor]:
     state: dict[str, Any] = optimizer.state.get(parameters[0], {})
     length = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
     like = state.get("prev_flat_grad")
-    like = parameters[0].new_zeros(0, dtype=_dtype(parameters)) if like is None else like
+    if like is None:
+        like = parameters[0].new_zeros(0, dtype=_dtype(parameters))
+    else:
+        like = like
     tensors = {key: torch.tensor(float(state.get(key) or 0.0), dtype=torch.float64) for key in _NUMBERS}
     tensors["pairs"] = torch.tensor(float(len(state.get("ro") or ())), dtype=torch.float64)
     for key in _VECTORS:
@@ -199,7 +212,8 @@ class Alone:
     """
 
     def __init__(self, compute: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
-        self._compute, self._backward = compute, backward
+        self._compute = compute
+        self._backward = backward
         self._loss = torch.zeros(())
 
     def loss(self) -> Tensor:

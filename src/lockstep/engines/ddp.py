@@ -138,7 +138,8 @@ class GradientUsage:
         if self._world.size > 1:
             collectives.all_reduce(table, group=self._world.control)  # collective
         *counts, (total, squares) = table.tolist()
-        self.is_alike = self._world.size * squares == total * total  # else they vary
+        # Else they vary
+        self.is_alike = self._world.size * squares == total * total
         return [(misses, uses) for misses, uses in counts]
 
     def close(self) -> None:
@@ -173,11 +174,14 @@ class Hook:
     """Count one parameter's gradients. A class, not a closure, so that models with the hook can be copied."""
 
     def __init__(self, uses: GradientCounts, index: int) -> None:
-        self._uses, self._index = uses, index
+        self._uses = uses
+        self._index = index
 
     def __call__(self, parameter: Tensor) -> None:
-        uses, index = self._uses, self._index
-        uses.graphs.add(torch._C._current_graph_task_id())  # private; torch's checkpoints use it too
+        uses = self._uses
+        index = self._index
+        # private; torch's checkpoints use it too
+        uses.graphs.add(torch._C._current_graph_task_id())
         uses.is_reentrant = uses.is_reentrant or len(uses.graphs) > 1
         if uses.latest[index] == uses.backward:
             uses.is_repeated = True
@@ -222,13 +226,19 @@ class ReplicatedEngine:
         self, name: str, module: nn.Module, parameters: list[Tensor], world: World, settings: Settings
     ) -> None:
         check_launched(name, world)
-        self._name, self._module, self._world, self._settings = name, module, world, settings
-        self._parameters, self._roots = parameters, ScaledBackward()
+        self._name = name
+        self._module = module
+        self._world = world
+        self._settings = settings
+        self._parameters = parameters
+        self._roots = ScaledBackward()
         self._tree: Tree | None = None
         self._ddp: DistributedDataParallel | None = None
         self._usage: GradientUsage | None = None
-        self._ddp_parameters: list[tuple[str, nn.Parameter]] = []  # those that DDP exchanges, as it counts them
-        self._last, self._backwards = True, 0
+        # Those that DDP exchanges, as it counts them
+        self._ddp_parameters: list[tuple[str, nn.Parameter]] = []
+        self._last = True
+        self._backwards = 0
         self._by_hand = False  # gradients are summed after the backward, not by DDP
         # The first backward of a static graph must be exchanged. Exchanging after every micro-batch is safe, since
         # averaging a mean leaves it unchanged.
@@ -270,7 +280,8 @@ class ReplicatedEngine:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Bypass DDP: forward and backward use the plain module and leave no counts. Collective."""
-        ddp, module = self._ddp, self._module
+        ddp = self._ddp
+        module = self._module
         if ddp is not None:
             ddp.forward = lambda *args, **kwargs: module(*args, **kwargs)  # type: ignore[method-assign]
         try:
@@ -280,7 +291,8 @@ class ReplicatedEngine:
                 del ddp.forward
             if self._usage:
                 self._usage.begin()
-        if ddp is not None and self._settings.options.static_graph:  # it has counted the backward as its first
+        # It has counted the backward as its first
+        if ddp is not None and self._settings.options.static_graph:
             self._wrap(self._settings.options.find_unused_parameters == "true")
             self._sync_always = True
 
@@ -319,12 +331,16 @@ class ReplicatedEngine:
 
     def _wrap(self, find_unused: bool) -> None:
         """Build the DDP object, or rebuild it in place: the loop holds a reference."""
-        options, device = self._settings.options, self._world.device
+        options = self._settings.options
+        device = self._world.device
         buffer_option: dict[str, Any] = {_BUFFER_OPTION: False}
         former = self._ddp or self._settings.wrapper
         ddp = former if isinstance(former, DistributedDataParallel) else None
         ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
-        bucket = None if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb else options.bucket_cap_mb
+        if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb:
+            bucket = None
+        else:
+            bucket = options.bucket_cap_mb
         with _ignored_buffers(self._module):
             DistributedDataParallel.__init__(
                 ddp,
@@ -340,7 +356,8 @@ class ReplicatedEngine:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
         if find_unused:
             _silence_unused_warning(ddp)
-        ddp.require_backward_grad_sync = False  # a forward outside of steps, as in an evaluation, awaits no backward
+        # A forward outside of steps, as in an evaluation, awaits no backward
+        ddp.require_backward_grad_sync = False
         self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
 
     def _finish_first_step(self, usage: GradientUsage) -> None:
@@ -400,13 +417,15 @@ class ReplicatedEngine:
         for parameter in unset:
             gradient = parameter.grad
             if gradient is not None and torch.equal(as_bytes(gradient), as_bytes(-torch.zeros_like(gradient))):
-                parameter.grad = None  # waits for the device, in such a step only
+                # Waits for the device, in such a step only
+                parameter.grad = None
 
     def _missed_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters whose gradients DDP still waits for on this rank."""
         ddp: Any = self._ddp
         try:
-            ddp._check_reducer_finalized()  # private: DDP itself asks only in the next forward
+            # private: DDP itself asks only in the next forward
+            ddp._check_reducer_finalized()
         except RuntimeError as error:
             # The reducer gives the indices in its text alone; the other ranks wait, so there is no second source.
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
@@ -464,7 +483,8 @@ def check_launched(name: str, world: World) -> None:
 @contextmanager
 def _ignored_buffers(module: nn.Module) -> Iterator[None]:
     """Let DDP's constructor broadcast no buffers: its broadcast lacks uint16 and sparse tensors, for example."""
-    had, former = _IGNORED in vars(module), getattr(module, _IGNORED, ())
+    had = _IGNORED in vars(module)
+    former = getattr(module, _IGNORED, ())
     setattr(module, _IGNORED, [*former, *(name for name, _ in module.named_buffers(remove_duplicate=False))])
     try:
         yield
@@ -513,7 +533,10 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         numbers = torch.view_as_real(flat) if flat.is_complex() else flat  # a cast would drop the imaginary parts
         # Divided before a sum in half precision, so that it has the magnitude of one gradient.
-        sent = (numbers / world.size).to(HALVES[compression]) if compression in HALVES else numbers
+        if compression in HALVES:
+            sent = (numbers / world.size).to(HALVES[compression])
+        else:
+            sent = numbers
         collectives.all_reduce(sent)  # collective
         if sent is not numbers:
             numbers.copy_(sent).mul_(world.size)

@@ -81,7 +81,9 @@ class EMAEngine:
     ) -> None:
         self.model: nn.Module = engine.model
         self._optimizer = optimizer
-        self._engine, self._decay, self._masters = engine, decay, masters
+        self._engine = engine
+        self._decay = decay
+        self._masters = masters
         names = set(rested)
         pairs = model.named_parameters()
         self._parameters: dict[str, Tensor] = {n: p for n, p in pairs if p.requires_grad or n in names}
@@ -119,7 +121,9 @@ class EMAEngine:
 
     def kinds(self) -> dict[str, str]:
         """See `Buffered.kinds`."""
-        return self._engine.kinds() if isinstance(self._engine, Buffered) else {}
+        if isinstance(self._engine, Buffered):
+            return self._engine.kinds()
+        return {}
 
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:
@@ -177,10 +181,8 @@ class EMAEngine:
         """Load a state; one without an average restarts the average at the weights."""
         engine_state = without_average(state)
         self._engine.load_state_dict(engine_state)
-        entries, own = (
-            {name: tensor for name, tensor in state.items() if name not in engine_state},
-            self._average_state(),
-        )
+        entries = {name: tensor for name, tensor in state.items() if name not in engine_state}
+        own = self._average_state()
         if entries and entries.keys() != own.keys():
             names = sorted(entries.keys() ^ own.keys())
             raise CheckpointError(
@@ -221,7 +223,9 @@ def averaged(engine: Engine, optimizer: Optimizer | None = None) -> AbstractCont
         optimizer: of the engine: without an average the model gets its weights for evaluation, if it has any.
     """
     inner = engine.engine if isinstance(engine, Remade) else engine
-    return inner.averaged() if isinstance(inner, EMAEngine) else evaluation_weights(optimizer)
+    if isinstance(inner, EMAEngine):
+        return inner.averaged()
+    return evaluation_weights(optimizer)
 
 
 def without_average(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -236,7 +240,9 @@ def _widen(parameter: Tensor) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor
 
 
 def _swap_values(parameter: Tensor, average: Tensor) -> Tensor | None:

@@ -81,13 +81,16 @@ def subtrees(micro_batches: int, run: TreeSpan) -> list[TreeSpan]:
             yield from within(TreeSpan(node.start, middle))
             yield from within(TreeSpan(middle, node.stop))
 
-    return list(within(TreeSpan(0, micro_batches))) if run.stop > run.start else []
+    if run.stop > run.start:
+        return list(within(TreeSpan(0, micro_batches)))
+    return []
 
 
 @functools.cache
 def _splits(micro_batches: int) -> frozenset[tuple[int, int, int]]:
     """Return (start, middle, stop) of each node with at least two micro-batches."""
-    nodes, todo = set(), [TreeSpan(0, micro_batches)]
+    nodes = set()
+    todo = [TreeSpan(0, micro_batches)]
     while todo:
         node = todo.pop()
         if node.stop - node.start > 1:
@@ -109,14 +112,16 @@ class Subtotals(Generic[Sum]):
     """
 
     def __init__(self, micro_batches: int, add: Callable[[Sum, Sum], Sum]) -> None:
-        self._splits, self._add = _splits(micro_batches), add
+        self._splits = _splits(micro_batches)
+        self._add = add
         self._stack: list[tuple[TreeSpan, Sum]] = []
 
     def push(self, span: TreeSpan, term: Sum) -> None:
         """Take over a subtree's sum; its micro-batches follow those pushed before."""
         while self._stack and (self._stack[-1][0].start, span.start, span.stop) in self._splits:
             before, left = self._stack.pop()
-            span, term = TreeSpan(before.start, span.stop), self._add(left, term)
+            span = TreeSpan(before.start, span.stop)
+            term = self._add(left, term)
         self._stack.append((span, term))
 
     def __len__(self) -> int:
@@ -124,7 +129,8 @@ class Subtotals(Generic[Sum]):
 
     def taken(self) -> Iterator[Sum]:
         """Yield the sums in order and drop each one; empty after the last."""
-        sums, self._stack = self._stack, []
+        sums = self._stack
+        self._stack = []
         sums.reverse()
         while sums:
             yield sums.pop()[1]
@@ -155,7 +161,8 @@ class Subtrees:
     def __init__(self, micro_batches: int, world: World, shares: Shares | None = None) -> None:
         shares = shares or equal_shares(micro_batches, world.size)
         runs = [TreeSpan(*run) for run in shares.runs]
-        self.micro_batches, self.slots = micro_batches, shares.slots[world.rank]
+        self.micro_batches = micro_batches
+        self.slots = shares.slots[world.rank]
         self.rank, self.mine = world.rank, runs[world.rank]
         self.rounds = list(itertools.zip_longest(*(subtrees(micro_batches, run) for run in runs)))
 
@@ -175,8 +182,11 @@ class Tree:
     def __init__(
         self, parameters: list[Tensor], micro_batches: int, world: World, sharing: ShareSchedule | None = None
     ) -> None:
-        self._parameters, self._world, self._sharing = parameters, world, sharing
-        self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})  # holds each exactly
+        self._parameters = parameters
+        self._world = world
+        self._sharing = sharing
+        # Holds each exactly
+        self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})
         self._cache: dict[Shares, Subtrees] = {}
         self._micro_batches = micro_batches
         self._subtrees = self._current_subtrees()
@@ -205,7 +215,8 @@ class Tree:
         Raises:
             LockstepError: the number of micro-batches pushed differs from this rank's slots.
         """
-        count, self._count = self._count, 0
+        count = self._count
+        self._count = 0
         check_slots(count, self._subtrees.slots, self._world)
         if self._world.size > 1:
             self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
@@ -217,7 +228,10 @@ class Tree:
 
     def _current_subtrees(self) -> Subtrees:
         """Return the subtrees of the current step's runs."""
-        shares = self._sharing.now if self._sharing else equal_shares(self._micro_batches, self._world.size)
+        if self._sharing:
+            shares = self._sharing.now
+        else:
+            shares = equal_shares(self._micro_batches, self._world.size)
         if shares not in self._cache:
             if len(self._cache) == _CACHE_SIZE:
                 self._cache.clear()
@@ -227,7 +241,9 @@ class Tree:
 
 def _real(tensor: Tensor) -> Tensor:
     """View a complex tensor as pairs of reals, which add alike; return others unchanged."""
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().resolve_conj())
+    return tensor
 
 
 def _cast_to(parameter: Tensor, value: Tensor) -> Tensor:
@@ -256,10 +272,16 @@ class Exchange:
     late: ClassVar[bool | None] = None
 
     def __init__(self, parameters: list[Tensor], dtype: torch.dtype, world: World) -> None:
-        self._ranks, self._control = world.size, world.control
-        self._late = parameters[0].device.type == "cuda" if self.late is None else self.late
-        self._local_flags = [False] * len(parameters)  # used by this rank's micro-batches of the current step
-        self._sends_flags: bool | None = None  # whether the ranks exchange their flags; None: before the first step
+        self._ranks = world.size
+        self._control = world.control
+        if self.late is None:
+            self._late = parameters[0].device.type == "cuda"
+        else:
+            self._late = self.late
+        # Used by this rank's micro-batches of the current step
+        self._local_flags = [False] * len(parameters)
+        # Whether the ranks exchange their flags; None: before the first step
+        self._sends_flags: bool | None = None
         sizes = [p.numel() for p in parameters]
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
         length = starts[-1] + len(sizes)  # the last: whether each was used
@@ -296,14 +318,19 @@ class Exchange:
             return counts
         if self._late and all(self._local_flags):
             return self._local_flags
-        flags: list[float] = self._flag_part.tolist()  # waits for the device, where it is one
+        # Waits for the device, where it is one
+        flags: list[float] = self._flag_part.tolist()
         return flags
 
     def _allocate(self, pieces: int, one_round: bool) -> Tensor:
         """Return memory for incoming pieces, reused if one round suffices; more would hold too much."""
-        spare, self._spare_room = self._spare_room, None
+        spare = self._spare_room
+        self._spare_room = None
         room = spare if spare is not None and len(spare) == pieces else None
-        room = self._vector.new_empty(pieces, len(self._vector) // self._ranks) if room is None else room
+        if room is None:
+            room = self._vector.new_empty(pieces, len(self._vector) // self._ranks)
+        else:
+            room = room
         self._spare_room = room if one_round else None
         return room
 
@@ -333,7 +360,8 @@ def piece_of_sum(
         room: k -> a contiguous tensor [k, n] for incoming pieces.
         group: all ranks; None: the default group.
     """
-    vectors, pieces = iter(local_sums), list[tuple[TreeSpan, Tensor]]()
+    vectors = iter(local_sums)
+    pieces = list[tuple[TreeSpan, Tensor]]()
     for spans in parts.rounds:
         coming = room(sum(span is not None for span in spans))
         _exchange(next(vectors) if spans[parts.rank] else None, coming, spans, group)
@@ -349,7 +377,8 @@ def _exchange(
     vector: Tensor | None, coming: Tensor, spans: Sequence[TreeSpan | None], group: dist.ProcessGroup | None
 ) -> None:
     """Send each rank its piece of the vector; receive from the ranks that send."""
-    flat, size = coming.view(-1), coming.shape[1]
+    flat = coming.view(-1)
+    size = coming.shape[1]
     if all(span is not None for span in spans) and vector is not None:
         collectives.all_to_all_single(flat, vector, group=group)  # collective
         return
@@ -363,7 +392,10 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
     A missing gradient counts as zeros, as where ranks add their vectors: x + 0, which turns a negative zero positive.
     """
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    pairs = []
+    for a, b in zip(left, right, strict=True):
+        if a is not None and b is not None:
+            pairs.append((a, b))
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     if len(pairs) == len(left):
@@ -373,4 +405,6 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
 
 def _add_zero(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     value = right if left is None else left
-    return None if value is None else value.add_(0.0)
+    if value is None:
+        return None
+    return value.add_(0.0)

@@ -33,7 +33,9 @@ def fused_step(optimizer: Any) -> bool:
     """
     if type(optimizer) not in _KINDS or _is_observed(optimizer):
         return False
-    state, parts, steps = optimizer.state, list[tuple[dict[str, Any], _Lists]](), list[Tensor]()
+    state = optimizer.state
+    parts = list[tuple[dict[str, Any], _Lists]]()
+    steps = list[Tensor]()
     for group in optimizer.param_groups:
         lists = _lists_of(group, state)
         if lists is None or (steps and lists[4] and lists[4][0].device != steps[0].device):
@@ -43,9 +45,11 @@ def fused_step(optimizer: Any) -> bool:
             steps += lists[4]
     if not steps:
         return True
-    scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    scale = getattr(optimizer, "grad_scale", None)
+    skip = getattr(optimizer, "found_inf", None)
     with torch.no_grad():
-        if steps[0].is_cpu:  # a number would become a tensor again for each count, which takes four times as long
+        # A number would become a tensor again for each count, which takes four times as long
+        if steps[0].is_cpu:
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
@@ -91,7 +95,8 @@ def _lists_of(group: dict[str, Any], state: Any) -> _Lists | None:
     if not group["fused"] or any(map(group.get, _UNUSUAL)) or Tensor in map(type, (group["lr"], *group["betas"])):
         return None
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-    gradients, own = [parameter.grad for parameter in parameters], [*map(state.get, parameters)]
+    gradients = [parameter.grad for parameter in parameters]
+    own = [*map(state.get, parameters)]
     if not all(own) or any(map(_IS_SPARSE, gradients)) or len({*map(_KIND, parameters)}) > 1:
         return None
     means, squares, counts = ([each[name] for each in own] for name in _STATES)

@@ -69,14 +69,17 @@ class GroupSettings:
         self._optimizer = ref(optimizer)
         self._rows: list[_Row] = []
         self.change: ChangeGroups | None = None
-        self.rate, self.overrules = 0.0, False
+        self.rate = 0.0
+        self.overrules = False
         self._take()
 
     @property
     def _groups(self) -> list[Group]:
         """The optimizer's groups; its `load_state_dict` replaces the list."""
         optimizer = self._optimizer()
-        return [] if optimizer is None else optimizer.param_groups
+        if optimizer is None:
+            return []
+        return optimizer.param_groups
 
     @property
     def base_rates(self) -> list[float]:
@@ -88,7 +91,8 @@ class GroupSettings:
         """Take the groups that were added, with their rates as base rates."""
         for group in self._groups[len(self._rows) :]:
             own = _own_settings(group)
-            base: Any = group.get("initial_lr", group["lr"])  # where torch's schedulers keep it
+            # Where torch's schedulers keep it
+            base: Any = group.get("initial_lr", group["lr"])
             self._rows.append(_Row(float(base), group["lr"], own))
 
     def write(self, factor: float | None, momentum: float | None = None) -> None:
@@ -149,7 +153,8 @@ class GroupSettings:
                     present.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(present, tuple) else value
-            if "lr" in stored and row.written:  # else the next write would take it for somebody else's
+            # Else the next write would take it for somebody else's
+            if "lr" in stored and row.written:
                 row.rate = group["lr"]
 
 
@@ -181,7 +186,9 @@ def _foreign_error(place: int, name: str, value: Any, written: Any) -> ConfigErr
 
 
 def _short(value: Any) -> str:
-    return f"{float(value):g}" if isinstance(value, int | float | Tensor) else str(value)
+    if isinstance(value, int | float | Tensor):
+        return f"{float(value):g}"
+    return str(value)
 
 
 def _own_settings(group: Group) -> Group:
@@ -191,10 +198,14 @@ def _own_settings(group: Group) -> Group:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+        if value.numel() == 1:
+            return value.item()
+        return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    return list(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return list(value)
+    return value
 
 
 def _changes_of(place: int, group: Group, row: _Row, always: tuple[str, ...]) -> Group:

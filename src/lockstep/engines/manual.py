@@ -68,7 +68,8 @@ class _BufferStart(NamedTuple):
         return present is not self.tensor or present._version != self.version
 
     def differs(self, present: Tensor) -> bool:
-        return differing([(self.value, present)])[0]  # waits for the device, in the first two steps
+        # Waits for the device, in the first two steps
+        return differing([(self.value, present)])[0]
 
 
 @final
@@ -85,8 +86,13 @@ class Manual:
         instance = optimizer(model)
         self._group_settings = settings_of(instance)
         self.model = model
-        self._optimizer = instance if isinstance(instance, Several) else Several([instance])
-        self._world, self._own_steps, self._exact = world, own, settings.exact
+        if isinstance(instance, Several):
+            self._optimizer = instance
+        else:
+            self._optimizer = Several([instance])
+        self._world = world
+        self._own_steps = own
+        self._exact = settings.exact
         self._sharing = settings.sharing
         layers = recorders(model)
         self._replay = Replay(layers, world, settings.sharing) if layers else None
@@ -95,7 +101,8 @@ class Manual:
         self._squares: list[Tensor] = []
         self._starts: list[_BufferStart] = []
         self._steps = 0
-        self._silent: set[int] = set()  # indices in `_plain_buffers` of buffers written without the version counter
+        # Indices in `_plain_buffers` of buffers written without the version counter
+        self._silent: set[int] = set()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return NOTHING
@@ -110,7 +117,9 @@ class Manual:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        weights, self._weights, self._squares = self._weights, [], []
+        weights = self._weights
+        self._weights = []
+        self._squares = []
         self._group_settings.write(None)  # notes the rate: the task sets it
         if self._blank:
             self._blank = False
@@ -128,7 +137,10 @@ class Manual:
         ]
         self._own_steps.run(weights, self)
         self._end(weights)
-        norm = torch.stack(self._squares).sum().sqrt() if self._squares else torch.zeros((), device=device)
+        if self._squares:
+            norm = torch.stack(self._squares).sum().sqrt()
+        else:
+            norm = torch.zeros((), device=device)
         return StepResult(norm, True)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
@@ -183,7 +195,8 @@ class Manual:
         if self._world.size > 1:
             flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
             collectives.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
-            present = [bool(flag) for flag in flags.tolist()]  # waits for the device
+            # Waits for the device
+            present = [bool(flag) for flag in flags.tolist()]
         parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             self._sum([parameter for parameter in parameters if parameter.dtype is dtype], parts, weights)
@@ -205,7 +218,9 @@ class Manual:
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Wrap a backward, which may recompute forwards whose statistics are already counted."""
-        return self._replay.unmoved() if self._replay else NOTHING
+        if self._replay:
+            return self._replay.unmoved()
+        return NOTHING
 
     @torch.no_grad()
     def restore(self, writes: _BufferWrites | None) -> None:
@@ -273,7 +288,10 @@ class Manual:
         ]
         if self._exact:
             rows = self._all_rows(rows, parameters)
-        total = rows[0] if rows else parameters[0].new_zeros(sum(p.numel() for p in parameters))
+        if rows:
+            total = rows[0]
+        else:
+            total = parameters[0].new_zeros(sum(p.numel() for p in parameters))
         for row in rows[1:]:
             total = total + row
         if self._world.size > 1 and not self._exact:

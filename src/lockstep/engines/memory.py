@@ -96,7 +96,8 @@ def described(name: str, ranks: list[Any]) -> str:
     words = ("parameters", "gradients", "optimizer states")
     parts = []
     for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
-        low, high = min(sizes), max(sizes)
+        low = min(sizes)
+        high = max(sizes)
         parts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
     return f"engine {name} holds per rank: {', '.join(parts)}"
 
@@ -170,9 +171,15 @@ def out_of_memory(error: Exception, engine: Engine | None, world: World, device:
 
 def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str:
     """Describe tensors on the wrong device, or memory held by other processes; "" if none."""
-    tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()] if engine else []
+    if engine:
+        tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
+    else:
+        tensors = []
     # Tensors in host memory may be there on purpose, by CPU offload.
-    wrong = [name for name, tensor in tensors if tensor.device.type != "cpu" and tensor.device != world.device]
+    wrong = []
+    for name, tensor in tensors:
+        if tensor.device.type != "cpu" and tensor.device != world.device:
+            wrong.append(name)
     if wrong:
         return f"{listed(wrong)} of the model are on another GPU than {world.device}; build the model on world.device"
     foreign = device.total - device.free - device.own

@@ -80,7 +80,10 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, name, _place_parameter(parameter, world, send and not alone, memo))
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                tensor = torch.empty_like(buffer, device=world.device) if buffer.is_meta else buffer.to(world.device)
+                if buffer.is_meta:
+                    tensor = torch.empty_like(buffer, device=world.device)
+                else:
+                    tensor = buffer.to(world.device)
                 if tensor.layout is torch.strided:
                     tensor = tensor.resolve_conj().resolve_neg().contiguous()
                     if not alone:

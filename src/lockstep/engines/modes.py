@@ -45,7 +45,10 @@ def evaluation_weights(optimizer: Optimizer | None) -> Iterator[None]:
         yield
         return
     switch(optimizer, training=True)  # the program may have switched
-    parameters = [local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameters.append(local_of(parameter))
     own = [parameter.detach().clone() for parameter in parameters]
     switch(optimizer, training=False)
     try:

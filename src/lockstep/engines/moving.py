@@ -78,8 +78,15 @@ class _MovingTensor:
         replayed: bool = False,
         silent: bool = False,
     ) -> None:
-        self.name, self._find, self.own, self.replayed, self.silent = name, find, own, replayed, silent
-        self.description = f"{name}, which `loss` writes" if own else f"the buffer {name}, which the forward writes"
+        self.name = name
+        self._find = find
+        self.own = own
+        self.replayed = replayed
+        self.silent = silent
+        if own:
+            self.description = f"{name}, which `loss` writes"
+        else:
+            self.description = f"the buffer {name}, which the forward writes"
         self.step_value: Tensor | None = None
         self.slot_value: Tensor | None = None
         self.step_version: tuple[Tensor, int] | None = None
@@ -158,7 +165,10 @@ class Moving:
         exact: bool,
         shared: bool = True,
     ) -> None:
-        self._world, self._exact, self._share_buffers, self._own_alike = world, exact, shared, own.alike
+        self._world = world
+        self._exact = exact
+        self._share_buffers = shared
+        self._own_alike = own.alike
         self._places = [
             _MovingTensor(
                 f"{prefix}.{key}".lstrip("."),
@@ -173,13 +183,17 @@ class Moving:
         self._own = _OwnTensors(own.tensors) if own.tensors is not None else None
         if self._own:
             self._places += self._own.places()
-        self._forward = [place for place in self._places if not place.replayed]  # those that a forward itself may write
+        # Those that a forward itself may write
+        self._forward = [place for place in self._places if not place.replayed]
         self._by_sample = _declared(self._forward, own.by_sample)
         self._rows = SampleState([place for place in self._forward if place.name in self._by_sample], world)
-        self._unwritten: list[_MovingTensor] = []  # the task's tensors that `loss` did not write in the checked steps
+        # The task's tensors that `loss` did not write in the checked steps
+        self._unwritten: list[_MovingTensor] = []
         self._steps = 0
-        self._shared: list[_MovingTensor] = []  # written by forwards; broadcast from rank 0 after each step
-        self._written_names: set[str] = set()  # names of those written in the checked steps
+        # Written by forwards; broadcast from rank 0 after each step
+        self._shared: list[_MovingTensor] = []
+        # Names of those written in the checked steps
+        self._written_names: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -221,7 +235,10 @@ class Moving:
         self._refresh()
         every = self._steps < _CHECKED
         for place in self._forward:
-            place.slot_value = place.now.detach().clone() if every or place.is_written else None
+            if every or place.is_written:
+                place.slot_value = place.now.detach().clone()
+            else:
+                place.slot_value = None
         self._rows.begin_slot()
 
     def end_slot(self, last: bool) -> None:
@@ -276,7 +293,9 @@ class Moving:
             if place.own:
                 self._check_own(place)
         by_rank = self._world.gather(sorted(local))  # collective
-        names = {name for each in by_rank for name in each}
+        names = set()
+        for each in by_rank:
+            names.update(each)
         alike = {place.name for place in self._places if place.own and self._own_alike} | self._by_sample
         repeats = (names & self._written_names) - alike
         if self._steps == 1:
@@ -294,7 +313,10 @@ class Moving:
             return
         chosen = [p for p in self._places if p.name in names and (p.own or self._share_buffers)]
         shapes = self._world.gather({p.name: list(p.now.shape) for p in chosen})  # collective
-        alike = [p for p in chosen if all(shape.get(p.name) == list(p.now.shape) for shape in shapes)]
+        alike = []
+        for p in chosen:
+            if all(shape.get(p.name) == list(p.now.shape) for shape in shapes):
+                alike.append(p)
         odd = next((p for p in chosen if p.own and p not in alike), None)
         if odd:
             raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
@@ -312,7 +334,8 @@ class Moving:
         """
         for place in self._shared:
             others_write = any(place.name in names for names in by_rank[1:])
-            if not others_write or place.step_value is None or not place.fits:  # the latter is refused at `share`
+            # The latter is refused at `share`
+            if not others_write or place.step_value is None or not place.fits:
                 continue
             writers = changed_elements(place.now, place.step_value).to(torch.int32)
             collectives.all_reduce(writers)  # collective, in the checked steps
@@ -326,11 +349,10 @@ class Moving:
 
     def _drop_unwritten(self) -> None:
         """Stop copying the task's tensors that forwards do not write."""
-        self._unwritten = (
-            [p for p in self._places if p.own and p.name not in self._written_names | self._by_sample]
-            if self._exact and not self._own_alike
-            else []
-        )
+        if self._exact and not self._own_alike:
+            self._unwritten = [p for p in self._places if p.own and p.name not in self._written_names | self._by_sample]
+        else:
+            self._unwritten = []
         self._places = [p for p in self._places if not p.own or p.name in self._written_names | self._by_sample]
         self._forward = [place for place in self._places if not place.replayed]
         for place in self._unwritten:
@@ -375,11 +397,15 @@ class Moving:
         self, places: list[_MovingTensor], before: Iterable[Tensor | None]
     ) -> list[tuple[_MovingTensor, Tensor]]:
         """Return the tensors that may differ from `before`, with that; exact in the checked steps."""
-        pairs = [(place, each) for place, each in zip(places, before, strict=True) if each is not None]
+        pairs = []
+        for place, each in zip(places, before, strict=True):
+            if each is not None:
+                pairs.append((place, each))
         if self._steps == _CHECKED:
             return [(place, each) for place, each in pairs if place.is_written]
         fitting = [(place.now, each) for place, each in pairs if _same_layout(place.now, each)]
-        flags = iter(differing(fitting))  # waits for the device, in the checked steps
+        # Waits for the device, in the checked steps
+        flags = iter(differing(fitting))
         return [(place, each) for place, each in pairs if not _same_layout(place.now, each) or next(flags)]
 
     @torch.no_grad()
@@ -434,7 +460,9 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
     The two tensors of a pair have the same shape and dtype.
     """
     flags = [(as_bytes(left) != as_bytes(right)).any() for left, right in pairs]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    if flags:
+        return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+    return []
 
 
 def _same_layout(left: Tensor, right: Tensor) -> bool:

@@ -55,8 +55,11 @@ class LossScale:
     """
 
     def __init__(self, options: Fp16) -> None:
-        self._options, self.scale, self._good_steps = options, 2.0**options.initial_scale_power, 0
-        self._hysteresis = options.hysteresis - 1  # overflows that do not change the scale
+        self._options = options
+        self.scale = 2.0**options.initial_scale_power
+        self._good_steps = 0
+        # Overflows that do not change the scale
+        self._hysteresis = options.hysteresis - 1
 
     def learn(self, norm: Tensor, applied: bool) -> None:
         """Update the scale from a step's norm, and whether the step was applied."""
@@ -75,7 +78,8 @@ class LossScale:
         self._good_steps += 1
         grows = self._good_steps == options.loss_scale_window
         if grows:
-            self.scale, self._good_steps = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self._good_steps = 0
         if grows or options.consecutive_hysteresis:
             self._hysteresis = options.hysteresis - 1
 
@@ -86,7 +90,8 @@ class LossScale:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.scale, self._good_steps = float(state["scaler/scale"]), int(state["scaler/good_steps"])
+        self.scale = float(state["scaler/scale"])
+        self._good_steps = int(state["scaler/good_steps"])
         if self._options.hysteresis > 1:
             self._hysteresis = int(state["scaler/spared"])
 
@@ -114,7 +119,9 @@ class DeviceLossScale:
     """
 
     def __init__(self, options: Fp16, device: torch.device) -> None:
-        self._options, self._device, self._floor = options, device, options.min_loss_scale
+        self._options = options
+        self._device = device
+        self._floor = options.min_loss_scale
         self.scale, self._good_steps = self._number(2.0**options.initial_scale_power), self._number(0.0)
         self._hysteresis = self._full_hysteresis = self._number(options.hysteresis - 1)
         self._half, self._one = self._number(0.5), self._number(1.0)
@@ -157,7 +164,8 @@ class DeviceLossScale:
     def _check_oldest(self) -> None:
         copy = self._pending.popleft()
         if copy.event:
-            copy.event.synchronize()  # waits for the device, one step behind: it is busy with the next one
+            # Waits for the device, one step behind: it is busy with the next one
+            copy.event.synchronize()
         if float(copy.scale.numpy()) < self._floor:
             raise _overflow_error(self._floor)
 
@@ -170,7 +178,8 @@ class DeviceLossScale:
             self._check_oldest()
         state = {"scaler/scale": self.scale, "scaler/good_steps": self._good_steps}
         state |= {"scaler/spared": self._hysteresis} if self._options.hysteresis > 1 else {}
-        return {name: value.clone() for name, value in state.items()}  # a resume copies into them
+        # A resume copies into them
+        return {name: value.clone() for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._pending.clear()
@@ -186,7 +195,9 @@ class DeviceLossScale:
 
 def _cast_like(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
     """Cast the scale to the dtype of `tensor`, to multiply or divide by it."""
-    return scale.to(tensor.dtype) if isinstance(scale, Tensor) else scale
+    if isinstance(scale, Tensor):
+        return scale.to(tensor.dtype)
+    return scale
 
 
 def _overflow_error(scale: float) -> LockstepError:
@@ -245,24 +256,38 @@ class OptimizerStep:
         once: str = "",
         dense: str = "",
     ) -> None:
-        self.model, self._exchange, self._shared = model, exchange, shared
-        fp16 = "the loss scaling of --precision fp16" if settings.loss_scaling else ""
-        self._single_pass_flag, self._dense_flag = once or settings.once or fp16, dense
+        self.model = model
+        self._exchange = exchange
+        self._shared = shared
+        if settings.loss_scaling:
+            fp16 = "the loss scaling of --precision fp16"
+        else:
+            fp16 = ""
+        self._single_pass_flag = once or settings.once or fp16
+        self._dense_flag = dense
         self._penalty = Penalty(settings.penalty, model) if settings.penalty else None
-        self.optimizer, self._clip = optimizer, settings.clip
-        self._norm, self._local = norm or total_norm, local
-        self._by_block, self._norms = settings.gradients, norms or norms_of
+        self.optimizer = optimizer
+        self._clip = settings.clip
+        self._norm = norm or total_norm
+        self._local = local
+        self._by_block = settings.gradients
+        self._norms = norms or norms_of
         # torch's fused optimizers skip an update on the device where `found_inf` is 1, as its GradScaler does.
-        self._kernel: Any = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one inside
+        # ZeroRedundancyOptimizer has one inside
+        self._kernel: Any = getattr(optimizer, "optim", optimizer)
         self._evaluates = takes_closure(self._kernel)
-        self._write_checks = 0  # steps in which the optimizer's writes were checked by value
-        self._silent_writes = False  # it writes parameters without torch's version counter
-        self._repeats: bool | None = None  # it repeats a pass; None: not known yet
+        # Steps in which the optimizer's writes were checked by value
+        self._write_checks = 0
+        # It writes parameters without torch's version counter
+        self._silent_writes = False
+        # It repeats a pass; None: not known yet
+        self._repeats: bool | None = None
         self.blank = self._by_kernel = self.is_mixed = False
         self._group_settings = settings_of(optimizer)
         self._groups: list[dict[str, Any]] = []
         self.parameters: list[Tensor] = []
-        self._cleared, self._fixed = dict.fromkeys(cleared or ()), fixed
+        self._cleared = dict.fromkeys(cleared or ())
+        self._fixed = fixed
         self._take_groups()
         self._scaler: LossScale | DeviceLossScale | None = None
         if settings.loss_scaling and self._device_decides():
@@ -273,7 +298,9 @@ class OptimizerStep:
     def _device_decides(self) -> bool:
         """Whether the device decides: not for parameters offloaded to the host, or on both."""
         on_gpu = bool(self.parameters) and all(parameter.is_cuda for parameter in self.parameters)
-        return on_gpu if self.on_device is None else self.on_device
+        if self.on_device is None:
+            return on_gpu
+        return self.on_device
 
     def _take_groups(self) -> None:
         """Add the optimizer's new groups."""
@@ -315,7 +342,8 @@ class OptimizerStep:
             self._by_block.take(parameters, self._norms(gradients), scale)  # collective under fsdp
         size: Any = norm if self._on_device else float(norm)
         below = size < limit  # False for NaN
-        applied = None if self._by_kernel else bool(below)  # waits for the device, where it is one
+        # Waits for the device, where it is one
+        applied = None if self._by_kernel else bool(below)
         if applied is not False:
             if self._by_kernel:
                 self._configure_kernel(gradients, norm, below)
@@ -335,7 +363,9 @@ class OptimizerStep:
 
     @property
     def scale(self) -> float | Tensor:
-        return self._scaler.scale if self._scaler else 1.0
+        if self._scaler:
+            return self._scaler.scale
+        return 1.0
 
     def _measure(self) -> tuple[list[Tensor], Tensor]:
         """Return the gradients (values of sparse ones) and their norm without the loss scale."""
@@ -364,7 +394,10 @@ class OptimizerStep:
             self.parameters, repeat if self._silent_writes else first, repeat, suspicious=self._write_checks < 2
         )
         # Losing a rank within a repeated pass interrupts this rank's step.
-        snapshot = Snapshot(self.optimizer, self.parameters) if self._shared and self._repeats is not False else None
+        if self._shared and self._repeats is not False:
+            snapshot = Snapshot(self.optimizer, self.parameters)
+        else:
+            snapshot = None
         try:
             step_of(self.optimizer, closure)
         except BaseException:
@@ -394,7 +427,8 @@ class OptimizerStep:
     def rehearse(self, evaluate: Alone | None) -> None:
         """Try one update and restore everything, see `Engine.rehearse`; None: with zero gradients."""
         snapshot = Snapshot(self.optimizer, self.parameters, on_host=True)
-        before, exchange = (self.blank, self._repeats), self._exchange
+        before = (self.blank, self._repeats)
+        exchange = self._exchange
         self._exchange = lambda: None
         try:
             if self.blank:
@@ -407,7 +441,8 @@ class OptimizerStep:
                     parameter.grad = torch.zeros_like(parameter)
             penalty = self._penalty.add(self.scale) if self._penalty else None
             gradients, norm = self._measure()
-            if not norm.isfinite():  # waits for the device; step 1 would be skipped
+            # Waits for the device; step 1 would be skipped
+            if not norm.isfinite():
                 torch._foreach_zero_(gradients)
                 norm = torch.zeros_like(norm)
             if self._by_kernel:
@@ -438,7 +473,10 @@ class OptimizerStep:
             self._scale_gradients(gradients, norm)
         elif self._clip:
             over = torch.clamp((norm + 1e-6) / self._clip, min=1.0)
-            kernel.grad_scale = over * _cast_like(self._scaler.scale, over) if self._scaler else over
+            if self._scaler:
+                kernel.grad_scale = over * _cast_like(self._scaler.scale, over)
+            else:
+                kernel.grad_scale = over
         elif self._scaler:
             kernel.grad_scale = torch.as_tensor(_cast_like(self._scaler.scale, norm))
 
@@ -453,7 +491,10 @@ class OptimizerStep:
         if not self._scaler and type(size) is float and size + 1e-6 < 0.99 * self._clip:
             return  # the factor is 1, even rounded
         # Always multiplied on a device: checking whether the norm is too large would wait for it.
-        factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0) if self._clip else torch.ones_like(norm)
+        if self._clip:
+            factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0)
+        else:
+            factor = torch.ones_like(norm)
         if self._scaler:
             factor = factor / _cast_like(self._scaler.scale, factor)
         if self._local:
@@ -467,7 +508,9 @@ class OptimizerStep:
 
     def scaling(self) -> dict[str, Tensor]:
         """Return the loss scale's state as 0-dim float64 tensors; {} without loss scaling."""
-        return self._scaler.state_dict() if self._scaler else {}
+        if self._scaler:
+            return self._scaler.state_dict()
+        return {}
 
     def load_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load a state returned by `state_dict`."""
@@ -492,7 +535,9 @@ class _Zeros:
 
 
 def _add_penalty(loss: Tensor, penalty: Tensor | None) -> Tensor:
-    return loss if penalty is None else loss + penalty.to(loss)
+    if penalty is None:
+        return loss
+    return loss + penalty.to(loss)
 
 
 def _values(parameter: Tensor) -> Tensor:
@@ -532,7 +577,9 @@ def _in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters, then the model's others that require gradients now."""
-    own = [p for group in optimizer.param_groups for p in group["params"]]
+    own = []
+    for group in optimizer.param_groups:
+        own.extend(group["params"])
     members = set(own)
     return own + [p for p in model.parameters() if p.requires_grad and p not in members]
 

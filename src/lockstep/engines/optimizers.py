@@ -39,7 +39,8 @@ class GradientNorms:
     """
 
     def __init__(self, by: str, every: int) -> None:
-        self.by, self._every = by, every
+        self.by = by
+        self._every = every
         self.due = False
         self.found: dict[str, Tensor] = {}
         self._names: Callable[[], dict[Tensor, str]] = dict
@@ -61,7 +62,8 @@ class GradientNorms:
 
     def begin(self, step: int) -> None:
         """Begin a step; decide whether its norms are due."""
-        self.due, self.found = self.by != "off" and (step + 1) % self._every == 0, {}
+        self.due = self.by != "off" and (step + 1) % self._every == 0
+        self.found = {}
 
     def take(self, parameters: Iterable[Tensor], norms: list[Tensor], scale: float | Tensor) -> None:
         """Combine the norms of the parameters' gradients by name. Does not wait for the device.
@@ -158,7 +160,10 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
             f"--engine deepspeed does not work with {name}: its eval() and train() move the weights, which the engine "
             "keeps elsewhere; use --engine fsdp, zero or ddp"
         )
-    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    dtypes = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            dtypes.add(parameter.dtype)
     if engine == "zero" and len(dtypes) > 1:
         dtype_names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(f"--engine zero: the parameters are {dtype_names}, and it splits those of one dtype; use ddp")

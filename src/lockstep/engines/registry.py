@@ -148,7 +148,8 @@ def engine(  # noqa: PLR0913
     """
     name = name_of(name, world)
     split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
-    if split and not hasattr(model, "reshard"):  # fsdp's own, after a loss of a rank
+    # fsdp's own, after a loss of a rank
+    if split and not hasattr(model, "reshard"):
         raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
     if exact_micro_batches:
         check_servable(exact_micro_batches, world.size)
@@ -203,7 +204,8 @@ def engine(  # noqa: PLR0913
         raise ConfigError("lockstep.engine: clip and ema do not work with own_steps, which take several updates")
     if own_steps is not None and own and own.by_sample:
         raise ConfigError("the task's sample_state does not work with own_steps, which take several updates in a step")
-    exact, shared = bool(exact_micro_batches), options.broadcast_buffers
+    exact = bool(exact_micro_batches)
+    shared = options.broadcast_buffers
 
     def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
         current = dataclasses.replace(settings, wrapper=wrapper)
@@ -223,11 +225,10 @@ def engine(  # noqa: PLR0913
         )
         return EMAEngine(outer, model, ema, getattr(bare, "masters", None), rested, newest[0]) if ema else outer
 
-    fixed_optimizer, refusal = (
-        isinstance(optimizer, Optimizer),
-        "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name),
-    )
-    changes, reads_groups = changes or Changes(), own_steps is not None
+    fixed_optimizer = isinstance(optimizer, Optimizer)
+    refusal = "" if ENGINES[name].remade else _REBUILD_REFUSAL.format(name)
+    changes = changes or Changes()
+    reads_groups = own_steps is not None
     return Remade(
         model, world, build, make, changes, fixed_optimizer=fixed_optimizer, refusal=refusal, reads_groups=reads_groups
     )
@@ -250,7 +251,9 @@ def _manual(
     if ENGINES[name].one_process and world.size > 1:
         raise ConfigError(f"--engine {name} with {world.size} processes: use --engine ddp, or start one process")
     manual: Engine = Manual(model, make, world, settings, own_steps)
-    return Hooked(manual, hooks) if hooks else manual
+    if hooks:
+        return Hooked(manual, hooks)
+    return manual
 
 
 def check_penalty(name: str, *, exact: bool, own_steps: bool) -> None:
@@ -421,13 +424,18 @@ def leave_groups(name: str, model: nn.Module) -> list[ProcessGroup]:
 
 def trained_set(engine: Engine) -> TrainedSet | None:
     """Return the trained parameters; None while they are those of a new run."""
-    return engine.trained() if isinstance(engine, Remade) else None
+    if isinstance(engine, Remade):
+        return engine.trained()
+    return None
 
 
 def kinds(engine: Engine) -> dict[str, str]:
     """Describe, by name in the state, tensors that forwards write and unfrozen parameters."""
     inner = engine.engine if isinstance(engine, Remade) else engine
-    written = inner.kinds() if isinstance(inner, EMAEngine | Buffered) else {}
+    if isinstance(inner, EMAEngine | Buffered):
+        written = inner.kinds()
+    else:
+        written = {}
     since: dict[str, int] = engine.since if isinstance(engine, Remade) else {}
     return {f"model/{name}": f"{name}, {UNFROZEN} {step}" for name, step in since.items()} | written
 
@@ -475,7 +483,10 @@ def check_copies(name: str, *, narrow: bool, exact: bool, hooked: bool, own_step
     if own_steps:
         raise ConfigError("--weight-copies step does not work with a task that steps its optimizers itself: drop it")
     if narrow and (exact or hooked):
-        conflict = "--exact, whose tree adds" if exact else "a task with hooks, which may read"
+        if exact:
+            conflict = "--exact, whose tree adds"
+        else:
+            conflict = "a task with hooks, which may read"
         raise ConfigError(
             f"--grad-dtype bf16 does not work with {conflict} the gradients of each micro-batch: drop it, and "
             "--weight-copies step sums them in float32"
@@ -584,7 +595,8 @@ def exchanged(name: str, options: EngineOptions, parameters: float, trained: flo
         trained: bytes of those that are trained.
     """
     if name == "fsdp" and options.sharding in ("full", "hybrid"):
-        return 2 * parameters, trained / 2  # for the forward and the backward; a reduce-scatter is half of a sum
+        # For the forward and the backward; a reduce-scatter is half of a sum
+        return 2 * parameters, trained / 2
     if name == "fsdp":
         return parameters, trained / 2
     if name == "zero":

@@ -75,13 +75,15 @@ class SampleState:
     """
 
     def __init__(self, places: Sequence[Place], world: World) -> None:
-        self._places, self._world = places, world
+        self._places = places
+        self._world = world
         self._merged: list[_Merged] = []
         self._is_checked = False
 
     def begin(self) -> None:
         """Forget an unfinished step."""
-        self._slots, self._merged = 0, []
+        self._slots = 0
+        self._merged = []
 
     @torch.no_grad()
     def begin_slot(self) -> None:
@@ -115,7 +117,8 @@ class SampleState:
         """
         if not self._slots and self._world.size == 1:
             return
-        every = self._merged or [_Merged(_before(place)) for place in self._places]  # this rank had no samples
+        # This rank had no samples
+        every = self._merged or [_Merged(_before(place)) for place in self._places]
         for place, merged in zip(self._places, every, strict=True):
             if not self._is_checked:
                 self._check(place, merged)
@@ -126,7 +129,8 @@ class SampleState:
     def _check(self, place: Place, merged: _Merged) -> None:
         if self._world.size > 1:
             collectives.all_reduce(merged.writers)  # collective
-        if not is_by_rows(merged.writers):  # waits for the device, in the first step
+        # Waits for the device, in the first step
+        if not is_by_rows(merged.writers):
             raise ConfigError(
                 f"the task's sample_state has '{place.name.removeprefix('task/')}', but several micro-batches of the "
                 "first step write the same elements: leave it out, and write it in `step_loss` or in the hook "
@@ -156,7 +160,8 @@ def is_by_rows(writers: Tensor) -> bool:
     Args:
         writers: how many wrote each element.
     """
-    several, any_at_all = torch.stack([(writers > 1).sum(), (writers > 0).sum()]).tolist()  # waits for the device
+    # Waits for the device
+    several, any_at_all = torch.stack([(writers > 1).sum(), (writers > 0).sum()]).tolist()
     return bool(2 * several < any_at_all or not any_at_all)
 
 
@@ -168,4 +173,6 @@ def _before(place: Place) -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of each element. uint8 [elements, bytes of one]"""
-    return as_bytes(tensor).view(tensor.numel(), -1) if tensor.numel() else tensor.new_empty(0, 1, dtype=torch.uint8)
+    if tensor.numel():
+        return as_bytes(tensor).view(tensor.numel(), -1)
+    return tensor.new_empty(0, 1, dtype=torch.uint8)

@@ -130,7 +130,8 @@ def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
     """
     if type(optimizer).__module__.startswith(_PLAIN_PACKAGES):
         return [("", optimizer)]
-    optimizers, states = [("", optimizer)], [optimizer.state]
+    optimizers = [("", optimizer)]
+    states = [optimizer.state]
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer) and not any(value.state is state for state in states):
             optimizers.append((f"{name}.", value))
@@ -193,11 +194,15 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         optimizer: any.
         states: its state.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has the optimizer inside
+    # ZeroRedundancyOptimizer has the optimizer inside
+    inner = getattr(optimizer, "optim", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    own = {name: value for name, value in vars(inner).items() if name not in ("state", "param_groups")}
+    own = {}
+    for name, value in vars(inner).items():
+        if name not in ("state", "param_groups"):
+            own[name] = value
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -226,7 +231,9 @@ def _chunks(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]
     if not _steps_in_parts(optimizer):
         return [parameters]
     sizes = [local_of(parameter).nbytes for parameter in parameters]
-    limit, chunks, filled = sum(sizes) // _PARTS, list[list[Tensor]](), 0
+    limit = sum(sizes) // _PARTS
+    chunks = list[list[Tensor]]()
+    filled = 0
     for parameter, size in zip(parameters, sizes, strict=True):
         if not chunks or filled + size > limit:
             chunks.append([])
@@ -240,7 +247,8 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     """Step these parameters with zero gradients; restore their values and clear gradients."""
     on_host = not _steps_in_parts(optimizer)
     locals_ = [local_of(parameter) for parameter in parameters]
-    before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]  # waits for the device
+    # Waits for the device
+    before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]
     zeros = torch.zeros((), device=locals_[0].device if locals_ else None)
 
     def evaluate() -> Tensor:
@@ -262,7 +270,8 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
         ) from error
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None
-        if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer replaced its memory: `.data =`
+        # An optimizer replaced its memory: `.data =`
+        if local_of(parameter).data_ptr() != local.data_ptr():
             parameter.data = local
         local.copy_(values)
 
@@ -308,7 +317,8 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], *, on_host: bool = False) -> None:
         self._on_host = on_host
         self._parameters = [(p, local_of(p), self._copy(local_of(p))) for p in parameters]
-        inner = getattr(optimizer, "optim", None)  # ZeroRedundancyOptimizer has the optimizer inside
+        # ZeroRedundancyOptimizer has the optimizer inside
+        inner = getattr(optimizer, "optim", None)
         outer = [optimizer] if isinstance(inner, Optimizer) else []
         self._copies = [
             self._copy_optimizer(each) for each in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))
@@ -318,7 +328,8 @@ class Snapshot:
     def put_back(self) -> None:
         """Restore everything."""
         for parameter, local, values in self._parameters:
-            if local_of(parameter).data_ptr() != local.data_ptr():  # an optimizer replaced its memory: `.data =`
+            # An optimizer replaced its memory: `.data =`
+            if local_of(parameter).data_ptr() != local.data_ptr():
                 parameter.data = local
             local.copy_(values)
         for optimizer, own, groups, states in self._copies:
@@ -335,16 +346,21 @@ class Snapshot:
                 optimizer.state[parameter] = self._thaw(values)
 
     def _copy_optimizer(self, optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any], list[Any], dict[Any, Any]]:
-        own = {k: self._freeze(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
-        groups = [
-            (group, {key: self._freeze(value) for key, value in group.items() if key != "params"})
-            for group in optimizer.param_groups
-        ]
+        own = {}
+        for k, v in vars(optimizer).items():
+            if k not in ("state", "param_groups"):
+                own[k] = self._freeze(v)
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append((group, {key: self._freeze(value) for key, value in group.items() if key != "params"}))
         return optimizer, own, groups, {p: self._freeze(values) for p, values in optimizer.state.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.to("cpu", copy=True) if self._on_host and tensor.is_cuda else tensor.clone()  # may wait
+        # may wait
+        if self._on_host and tensor.is_cuda:
+            return tensor.to("cpu", copy=True)
+        return tensor.clone()
 
     def _freeze(self, value: Any) -> Any:
         """Return (value, copy), where the copy covers whatever may change in the value."""

@@ -50,7 +50,8 @@ class Copied:
 
     def __init__(self, engine: Engine, copies: WeightCopies) -> None:
         self.model: nn.Module = engine.model
-        self._engine, self._copies = engine, copies
+        self._engine = engine
+        self._copies = copies
         self._is_active = False  # the current step has had a backward
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -100,7 +101,8 @@ class Hooked:
 
     def __init__(self, engine: Engine, hooks: Hooks) -> None:
         self.model: nn.Module = engine.model
-        self._engine, self._hooks = engine, hooks
+        self._engine = engine
+        self._hooks = hooks
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self._engine.accumulate(last, counts)
@@ -200,9 +202,16 @@ class Remade:
         refusal: str = "",
         reads_groups: bool = False,
     ) -> None:
-        self._plain, self._world, self._make, self._changes = model, world, make, changes
-        self._fixed_optimizer, self._refusal, self._reads_groups = fixed_optimizer, refusal, reads_groups
-        self._make_optimizer, self._steps, former = optimizer, changes.done, changes.known
+        self._plain = model
+        self._world = world
+        self._make = make
+        self._changes = changes
+        self._fixed_optimizer = fixed_optimizer
+        self._refusal = refusal
+        self._reads_groups = reads_groups
+        self._make_optimizer = optimizer
+        self._steps = changes.done
+        former = changes.known
         self._optimizer: Optimizer
         self._in_step = self._is_active = False
         self._since = dict(former.since) if former else {}
@@ -229,7 +238,8 @@ class Remade:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        self._in_step = self._is_active = True  # a pass that the optimizer repeats does not begin a step
+        # A pass that the optimizer repeats does not begin a step
+        self._in_step = self._is_active = True
         self._steps += 1
         try:
             return self.engine.step(factor, limit, momentum, evaluate)
@@ -289,13 +299,15 @@ class Remade:
     def _record_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         def build(model: nn.Module) -> Optimizer:
             self._optimizer = make(model)
-            switch(self._optimizer, training=True)  # or some refuse their first step
+            # Or some refuse their first step
+            switch(self._optimizer, training=True)
             return self._optimizer
 
         return build
 
     def _handle_change(self) -> None:
-        now, before = self._names_now(), set(self._trained)
+        now = self._names_now()
+        before = set(self._trained)
         fresh = [name for name in now if name not in before]
         changes = [f"unfroze {listed(fresh)}"] if fresh else []
         if removals := [name for name in self._trained if name not in set(now)]:
@@ -333,7 +345,12 @@ class Remade:
             ) from error
         odd = next((rank for rank, each in enumerate(every) if each != every[0]), None)
         if odd is not None:
-            actions = [each["remade"] if isinstance(each, dict) else "did not" for each in (every[0], every[odd])]
+            actions = []
+            for each in (every[0], every[odd]):
+                if isinstance(each, dict):
+                    actions.append(each["remade"])
+                else:
+                    actions.append("did not")
             raise LockstepError(
                 f"after step {self._steps} rank 0 {actions[0]} and rank {odd} {actions[1]}: make the same change "
                 "on every rank"
@@ -343,7 +360,9 @@ class Remade:
 
     def _rebuild(self, fresh: list[str]) -> None:
         """Rebuild the engine for the current parameters, with the former engine's states. Collective."""
-        state, wrapper, former = self.engine.state_dict() if self._is_active else {}, self.model, self._optimizer
+        state = self.engine.state_dict() if self._is_active else {}
+        wrapper = self.model
+        former = self._optimizer
         names: dict[int, str] = dict(zip(map(id, self._parameters), self._names, strict=True))
         optimizer = self._choose_optimizer(former, fresh)
         if optimizer is not former:
@@ -351,11 +370,13 @@ class Remade:
         rule_changes = _rule_changes(former, optimizer)
         drops = {names[key] for key in rule_changes if key in names}
         if not self._is_active:
-            former.state.clear()  # created to be loaded into: the first step creates its own
+            # Created to be loaded into: the first step creates its own
+            former.state.clear()
         elif optimizer is not former:
             optimizer.state.update({p: values for p, values in former.state.items() if id(p) not in rule_changes})
         del self.engine
-        gc.collect()  # hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
+        # Hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
+        gc.collect()
         self.engine = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
         self.model = self.engine.model
         self._record_build()
@@ -383,7 +404,10 @@ class Remade:
 
     def _load_former_state(self, state: dict[str, Tensor], drops: set[str]) -> None:
         """Load the former engine's state into the new one. Collective."""
-        entries = {n: t for n, t in state.items() if not (n.startswith("optimizer/") and _parameter_of(n) in drops)}
+        entries = {}
+        for n, t in state.items():
+            if not (n.startswith("optimizer/") and _parameter_of(n) in drops):
+                entries[n] = t
         own = self.engine.state_dict()  # collective
         entries |= {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE) and name not in entries}
         self.engine.load_state_dict(entries)  # collective

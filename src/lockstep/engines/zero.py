@@ -45,7 +45,8 @@ class Zero:
 
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("zero", world)
-        self._module, self._world = model, world
+        self._module = model
+        self._world = world
         self._plain = plain = optimizer(model)
         self._group_settings = settings_of(plain)
         self._zero = _split(plain)
@@ -92,7 +93,10 @@ class Zero:
         """Add the bits of this rank's copies to their totals, before the owners' replace them."""
         if self._trained:
             totals = torch.stack([_sum_of_words(parameter) for parameter in self._trained.values()])
-            self._totals = totals if self._totals is None else self._totals.add_(totals)
+            if self._totals is None:
+                self._totals = totals
+            else:
+                self._totals = self._totals.add_(totals)
 
     def copies(self) -> dict[str, Tensor]:
         """Return, by trained parameter, the total of its bits before each update: equal where all copies were.
@@ -101,7 +105,8 @@ class Zero:
         """
         if self._totals is None:
             return {}
-        return dict(zip(self._trained, self._totals.cpu().unbind(), strict=True))  # waits for the device
+        # Waits for the device
+        return dict(zip(self._trained, self._totals.cpu().unbind(), strict=True))
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         before = [dict(group) for group in self._plain.param_groups]
@@ -142,7 +147,10 @@ class Zero:
 
     def _groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Pair each group of the split optimizer, whose order differs, with the user's."""
-        plain = {id(group["params"][0]): group for group in self._plain.param_groups if group["params"]}
+        plain = {}
+        for group in self._plain.param_groups:
+            if group["params"]:
+                plain[id(group["params"][0])] = group
         return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
 
     def switch(self, name: str) -> None:
@@ -189,7 +197,8 @@ class Zero:
             for name, key, value in self._own_states():
                 source = local_of(state[f"optimizer/{name}/{key}"])
                 if isinstance(value, Tensor):
-                    if source.data_ptr() != value.data_ptr():  # else it was loaded in place
+                    # Else it was loaded in place
+                    if source.data_ptr() != value.data_ptr():
                         value.copy_(source)
                 else:
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(source.item())
@@ -210,9 +219,11 @@ class Zero:
         """Send states to the ranks that own them now. Collective."""
         received = {}
         for name in sorted(own.keys() & state.keys()):
-            source, target = _owner(state[name]), _owner(own[name])
+            source = _owner(state[name])
+            target = _owner(own[name])
             if source != target and None not in (source, target):
-                tensor, local = state[name], local_of(own[name])
+                tensor = state[name]
+                local = local_of(own[name])
                 values = local.new_empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
                 if source == self._world.rank:
                     values.copy_(local_of(tensor))
@@ -244,7 +255,10 @@ class Zero:
             # A mesh of one rank communicates nothing: without a backend it costs no process group.
             mesh = self._meshes[kind, owner] = DeviceMesh(kind, [owner], _init_backend=False)
         wide = getattr(torch, dtype)
-        local = value if isinstance(value, Tensor) else torch.tensor(0.0 if value is None else float(value), dtype=wide)
+        if isinstance(value, Tensor):
+            local = value
+        else:
+            local = torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
 
@@ -268,11 +282,14 @@ def _check_memory(trained: dict[str, nn.Parameter]) -> None:
 def _sum_of_words(tensor: Tensor) -> Tensor:
     """Sum a tensor's memory as int64 words modulo 2**64, 0-dim: one pass, as fast as a norm."""
     data = as_bytes(tensor)
-    if data.storage_offset() % 8:  # `view` needs words of 8 bytes to begin at one
+    # `view` needs words of 8 bytes to begin at one
+    if data.storage_offset() % 8:
         data = data.clone()
     end = data.numel() // 8 * 8
     total = data[:end].view(torch.int64).sum()
-    return total if end == data.numel() else total + data[end:].sum()
+    if end == data.numel():
+        return total
+    return total + data[end:].sum()
 
 
 def _switch_shards(engine: "weakref.ref[Zero]", name: str) -> None:
@@ -309,6 +326,7 @@ def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     # Group by group, each parameter goes to the least loaded rank. The group with the largest one comes first: the
     # others even out the loads.
     groups.sort(key=lambda group: -max((p.numel() for p in group["params"]), default=0))
-    takes = signature(type(optimizer)).parameters  # AdamW's defaults have a key that AdamW does not take
+    # AdamW's defaults have a key that AdamW does not take
+    takes = signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
     return ZeroRedundancyOptimizer(groups, type(optimizer), **defaults)

@@ -95,11 +95,16 @@ class Recomputer:
         device: torch.device,
         kernels: Callable[[int, int], AbstractContextManager[Any]] = lambda step, index: nullcontext(),
     ) -> None:
-        self._model, self._task, self._loss, self._seed, self._device = model, task, loss, seed, device
+        self._model = model
+        self._task = task
+        self._loss = loss
+        self._seed = seed
+        self._device = device
         self._kernels = kernels
         self._trained = _trainable_parameters(model)
         self._pending: dict[int, _PendingResult] = {}
-        self._start_state, self._state = _StateCopy(model, task), Digests()
+        self._start_state = _StateCopy(model, task)
+        self._state = Digests()
 
     @property
     def names(self) -> list[str]:
@@ -109,7 +114,8 @@ class Recomputer:
     def begin(self) -> None:
         """Begin an audited step: copy what its forwards may change."""
         self._pending = {}
-        self._trained = _trainable_parameters(self._model)  # may have changed since the last step
+        # May have changed since the last step
+        self._trained = _trainable_parameters(self._model)
         self._start_state, self._state = _StateCopy(self._model, self._task), _digest_state(self._model, self._task)
 
     @contextmanager
@@ -125,7 +131,8 @@ class Recomputer:
         def seen(loss: Tensor) -> Tensor:
             pending.bits.add(_LOSS, loss)
             handles.append(loss.register_hook(pending.roots.append))  # type: ignore[no-untyped-call]
-            for name, parameter in self._trained.items():  # called before this gradient is added to the others'
+            # Called before this gradient is added to the others'
+            for name, parameter in self._trained.items():
                 handles.append(parameter.register_hook(partial(pending.bits.add, name)))  # type: ignore[no-untyped-call]
             return loss
 
@@ -142,17 +149,23 @@ class Recomputer:
 
     def own(self, index: int) -> dict[str, str]:
         """Return the digests of a recorded micro-batch; {} if it was not recorded."""
-        return self._pending[index].bits.read() if index in self._pending else {}
+        if index in self._pending:
+            return self._pending[index].bits.read()
+        return {}
 
     def moved(self) -> bool:
         """Whether forwards have changed, since `begin`, state that affects a forward."""
-        return _digest_state(self._model, self._task).read() != self._state.read()  # waits for the device
+        # Waits for the device
+        return _digest_state(self._model, self._task).read() != self._state.read()
 
     def unlike(self, batch: MicroBatch, result: Recomputation) -> str:
         """Return why this rank cannot recompute a result: "data", "buffers", or "" if it can."""
         if of_batch(batch.held) != result.data:
             return "data"
-        return "" if of_digests(self._state.read()) == result.state else "buffers"  # waits for the device
+        # waits for the device
+        if of_digests(self._state.read()) == result.state:
+            return ""
+        return "buffers"
 
     def bits(self, step: int, batch: MicroBatch, result: Recomputation) -> dict[str, str]:
         """Recompute a micro-batch from the state at the step's start, without side effects.
@@ -168,7 +181,8 @@ class Recomputer:
         Raises:
             ConfigError: the model's gradient can only be computed in a full backward.
         """
-        now, digests = _StateCopy(self._model, self._task), Digests()
+        now = _StateCopy(self._model, self._task)
+        digests = Digests()
         with _preserve_generators(self._device):
             try:
                 self._start_state.put_back()
@@ -263,7 +277,8 @@ def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
 @contextmanager
 def _preserve_generators(device: torch.device) -> Iterator[None]:
     """Restore all generators at the end."""
-    numpy, python = np.random.get_state(), random.getstate()
+    numpy = np.random.get_state()
+    python = random.getstate()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
     np.random.set_state(numpy)
@@ -276,8 +291,14 @@ def named(names: list[str]) -> str:
     `the loss and the gradients of first.weight and 3 more parameters`.
     """
     parameters = [name for name in names if name != _LOSS]
-    more = f" and {len(parameters) - 1} more parameters" if len(parameters) > 1 else ""
-    gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}" if parameters else ""
+    if len(parameters) > 1:
+        more = f" and {len(parameters) - 1} more parameters"
+    else:
+        more = ""
+    if parameters:
+        gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}"
+    else:
+        gradient = ""
     return " and ".join(part for part in ("the loss" * (_LOSS in names), gradient) if part)
 
 
@@ -361,13 +382,19 @@ def audited(
     uniform = (derive(seed, "audit", step) >> 11) * 2.0**-53  # in [0, 1)
     if not least and share * max(stop - start for start, stop in runs) + uniform < 1.0:
         return []
-    shift = 1 + derive(seed, "audit", step, len(runs)) % (len(runs) - 1) if len(runs) > 1 else 0
+    if len(runs) > 1:
+        shift = 1 + derive(seed, "audit", step, len(runs)) % (len(runs) - 1)
+    else:
+        shift = 0
     chosen = []
     for owner, (start, stop) in enumerate(runs):
         size = stop - start
         count = min(max(math.floor(share * size + uniform), least), size)
         begin = derive(seed, "audit", step, owner) % size if size else 0
-        places = [0] * bool(count) if first_only else [(begin + k) % size for k in range(count)]
+        if first_only:
+            places = [0] * bool(count)
+        else:
+            places = [(begin + k) % size for k in range(count)]
         chosen += [Audited((owner - shift) % len(runs), start + place) for place in places]
     return chosen
 
@@ -394,13 +421,23 @@ class Audit:
         clock: Clock,
         kept: Callable[[], list[int]],
     ) -> None:
-        self._share, self._seed, self._first, self._world, self._batches = share, seed, first, world, batches
-        self._model, self._again, self._clock, self._kept = model, again, clock, kept
-        self._first_only = False  # forwards change state that affects the next: only a step's start is known
+        self._share = share
+        self._seed = seed
+        self._first = first
+        self._world = world
+        self._batches = batches
+        self._model = model
+        self._again = again
+        self._clock = clock
+        self._kept = kept
+        # Forwards change state that affects the next: only a step's start is known
+        self._first_only = False
         self._step, self._plan = -1, list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
-        self._odd: dict[int, dict[str, str]] = {}  # this rank's results that differ
-        self._last_matched: dict[int, int] = {}  # rank -> step of its last micro-batch that matched
+        # This rank's results that differ
+        self._odd: dict[int, dict[str, str]] = {}
+        # Rank -> step of its last micro-batch that matched
+        self._last_matched: dict[int, int] = {}
         self._warned: set[str] = set()
 
     def watch(self, step: int, batch: MicroBatch) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
@@ -438,7 +475,8 @@ class Audit:
         disputed = [Audited(rank, micro) for rank, each in enumerate(ranks) for micro in each.wrong]
         if disputed:
             first = min(disputed, key=lambda each: each.micro)
-            owner, result = owners[first.micro], results[first.micro]
+            owner = owners[first.micro]
+            result = results[first.micro]
             raise LockstepError(self._describe_fault(step, first, owner, result))  # collective
         self._last_matched |= {owners[micro]: step for each in ranks for micro in each.alike}
         self._warn(step, [(micro, reason) for each in ranks for micro, reason in each.unlike])
@@ -454,7 +492,8 @@ class Audit:
             self._stream = None
 
     def _plan_step(self, step: int) -> list[Audited]:
-        present, begins = self._batches.step_plan.present(step), step == self._first
+        present = self._batches.step_plan.present(step)
+        begins = step == self._first
         runs = self._batches.runs_of(step)
         audits = audited(
             *(self._seed, step, self._share, runs), first_only=self._first_only or begins, least=int(begins)
@@ -463,10 +502,13 @@ class Audit:
 
     def _recompute(self, step: int, results: dict[int, Recomputation]) -> _Comparison:
         """Recompute this rank's part, and compare it."""
-        comparison, self._odd = _Comparison([], [], []), {}
+        comparison = _Comparison([], [], [])
+        self._odd = {}
         for _, micro in [each for each in self._plan if each.auditor == self._world.rank]:
-            batch, result = self._load(step, micro), results.get(micro)
-            if result is None or not math.isfinite(result.root):  # an empty slot, without items, or a skipped step
+            batch = self._load(step, micro)
+            result = results.get(micro)
+            # An empty slot, without items, or a skipped step
+            if result is None or not math.isfinite(result.root):
                 continue
             reason = self._again.unlike(batch, result)
             if reason:
@@ -528,7 +570,10 @@ class Audit:
         ranks, why = judged([[of_digests(each) for each in rank_bits] for rank_bits in results])
         devices = ", ".join(f"{rank_label(rank)} ({gathered[rank][1]})" for rank in ranks)
         names = self._differing_names(results, ranks)
-        by = f", recomputed by {rank_label(disputed.auditor)}," if self._world.size > 1 else ", computed twice,"
+        if self._world.size > 1:
+            by = f", recomputed by {rank_label(disputed.auditor)},"
+        else:
+            by = ", computed twice,"
         subject = f"micro-batch {disputed.micro} of {rank_label(owner)}{by}"
         if why == EVERYBODY:
             return (
@@ -537,14 +582,20 @@ class Audit:
                 "fix it, or drop --guards.audit"
             )
         newest = gathered[0][2]
-        saved = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint"
+        if newest:
+            saved = f"the newest checkpoint is of step {newest}"
+        else:
+            saved = "there is no checkpoint"
         after = f"the step was not applied; {saved}{self._last_match(ranks)}"
         if why == ONE_OF_TWO:
             return (
                 f"step {step + 1}: one of {devices} computes wrongly: {subject} differs ({names}), and each rank "
                 f"repeats its result, so only a third rank could decide; {after}; test both devices before continuing"
             )
-        than = "from most other ranks" if why == BY_OTHERS else "from its own recomputation there"
+        if why == BY_OTHERS:
+            than = "from most other ranks"
+        else:
+            than = "from its own recomputation there"
         if self._world.size == 1:
             than += ": a faulty device, or a nondeterministic model"
         return (
@@ -564,12 +615,18 @@ class Audit:
 
     def _last_match(self, ranks: list[int]) -> str:
         steps = [self._last_matched[rank] for rank in ranks if rank in self._last_matched]
-        last = f"in step {min(steps) + 1}" if len(steps) == len(ranks) else "none in this start"
+        if len(steps) == len(ranks):
+            last = f"in step {min(steps) + 1}"
+        else:
+            last = "none in this start"
         return f", and the last matching audit there was {last}"
 
 
 def _device_label(device: torch.device) -> str:
-    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
+    if device.type == "cuda":
+        name = f"{device} {torch.cuda.get_device_name(device)}"
+    else:
+        name = str(device)
     return f"{platform.node()}, {name}"
 
 

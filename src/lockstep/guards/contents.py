@@ -64,7 +64,8 @@ class Contents:
     """
 
     def __init__(self, sets: Mapping[str, RetryingDataset], seed: int) -> None:
-        self._sets, self._seed = sets, seed
+        self._sets = sets
+        self._seed = seed
 
     def __getitem__(self, key: Key) -> tuple[dict[str, Digest | None], float]:
         """Return ({sample's label: its digest}, 0); a digest is None if two readings differ."""
@@ -76,9 +77,11 @@ class Contents:
                 label = f"sample {index} of the {name}"
                 if label in digests or time.monotonic() > ends:
                     continue
-                first, second = self._read(dataset, index), self._read(dataset, index)
+                first = self._read(dataset, index)
+                second = self._read(dataset, index)
                 digests[label] = first if alike(first, second) else None
-                ends = min(ends, time.monotonic() + _ENOUGH)  # the first may have opened files
+                # The first may have opened files
+                ends = min(ends, time.monotonic() + _ENOUGH)
         return digests, 0
 
     def _read(self, dataset: RetryingDataset, index: int) -> Digest:
@@ -121,7 +124,10 @@ def first_difference(before: Mapping[str, Digest | None], now: Mapping[str, Dige
     Samples that only one of the mappings has, and those that cannot be loaded, are not compared.
     """
     both = [label for label in now if label in before]
-    readable = [label for label in both if not any(map(_has_failed, (before[label], now[label])))]
+    readable = []
+    for label in both:
+        if not any(map(_has_failed, (before[label], now[label]))):
+            readable.append(label)
     return next((label for label in readable if not alike(before[label], now[label])), "")
 
 
@@ -132,7 +138,10 @@ def _has_failed(found: Digest | None) -> bool:
 def _compare(ranks: list[Any]) -> list[str]:
     host, first = ranks[0]
     for label, reference in first.items():
-        odd = [rank for rank, (_, each) in enumerate(ranks) if not alike(reference, each.get(label))]
+        odd = []
+        for rank, (_, each) in enumerate(ranks):
+            if not alike(reference, each.get(label)):
+                odd.append(rank)
         if odd:
             hosts = ", ".join(sorted({ranks[rank][0] for rank in odd})[:4])
             numbers = ", ".join(map(str, odd[:8])) + (", ..." if len(odd) > 8 else "")
@@ -143,7 +152,10 @@ def _compare(ranks: list[Any]) -> list[str]:
                 "every node the same files, and every rank the whole dataset, which lockstep splits"
             )
     unsteady = {label for _, each in ranks for label, digest in each.items() if digest is None}
-    kinds = {kind for each in first.values() if each for kind in each[2]}
+    kinds = set()
+    for each in first.values():
+        if each:
+            kinds.update(each[2])
     return [
         *(f"{label}: two readings differ, so ranks and resumes are not compared" for label in sorted(unsteady)),
         *(f"samples contain {kind}, which is not compared" for kind in sorted(kinds)),
@@ -156,7 +168,8 @@ def alike(first: Digest | None, second: Digest | None) -> bool:
         return True
     if first[0] != second[0] or len(first[1]) != len(second[1]):
         return False
-    norms, sums = zip(first[1][::2], second[1][::2], strict=True), zip(first[1][1::2], second[1][1::2], strict=True)
+    norms = zip(first[1][::2], second[1][::2], strict=True)
+    sums = zip(first[1][1::2], second[1][1::2], strict=True)
     return all(max(abs(a - b), abs(c - d)) <= _ROUNDING * max(a, b) for (a, b), (c, d) in zip(norms, sums, strict=True))
 
 
@@ -196,7 +209,8 @@ class _ContentReader:
             return self._add_array(np.asarray(value), depth)
         if isinstance(value, float):
             return self._add_floats("float", torch.tensor([value], dtype=torch.float64))
-        if isinstance(value, str | PurePath):  # nodes may keep their files in different folders
+        # Nodes may keep their files in different folders
+        if isinstance(value, str | PurePath):
             self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
         elif isinstance(value, bytes | bytearray):
             self._mark("bytes", len(value))

@@ -82,7 +82,8 @@ class Digests:
     def read(self) -> dict[str, str]:
         """Return name -> 16 hexadecimal digits, in the order of `add`."""
         waiting = [digest for digest in self._digests.values() if isinstance(digest, Tensor)]
-        numbers = iter(torch.stack(waiting).tolist() if waiting else ())  # waits for the device, once
+        # Waits for the device, once
+        numbers = iter(torch.stack(waiting).tolist() if waiting else ())
         return {
             name: digest if isinstance(digest, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
             for name, digest in self._digests.items()
@@ -163,7 +164,8 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
             waiting.append((name, word_sum(local)))
     if waiting:
         for (name, _), value in zip(waiting, torch.stack([sums for _, sums in waiting]).tolist(), strict=True):
-            table[name][1] = f"{value & ((1 << 64) - 1):016x}"  # waits for the device, once, in tolist
+            # Waits for the device, once, in tolist
+            table[name][1] = f"{value & ((1 << 64) - 1):016x}"
     return table
 
 
@@ -214,7 +216,8 @@ class Replicas:
         self._holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
         self._own = fingerprints({name: each for name, each in state.items() if self._holders[name].size > 1})
         digests: dict[_Holders, Any] = {}
-        for name, value in self._own.items():  # sorted by name, the same on every rank
+        # Sorted by name, the same on every rank
+        for name, value in self._own.items():
             digests.setdefault(self._holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
         self.digests = [[*group, digest.hexdigest()] for group, digest in digests.items()]
 
@@ -225,7 +228,10 @@ class Replicas:
             DifferenceError: as `check`.
         """
         if odd := _differing(ranks):
-            details = {name: value for name, value in self._own.items() if self._holders[name].key in odd}
+            details = {}
+            for name, value in self._own.items():
+                if self._holders[name].key in odd:
+                    details[name] = value
             raise DifferenceError(_describe(self._world.gather(details), step, kinds()))  # collective
 
 
@@ -326,7 +332,9 @@ def _tensor_label(name: str, kinds: Mapping[str, str]) -> str:
         return f"the average of {name.removeprefix(AVERAGE)}"
     if name.startswith(REPLACED):
         return f"{name.removeprefix(REPLACED)} before an update, which replaced it"
-    return f"{name}, which `loss` or the loop's body writes" if _is_own(name) else name
+    if _is_own(name):
+        return f"{name}, which `loss` or the loop's body writes"
+    return name
 
 
 def _differing_ranks(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:

@@ -39,10 +39,12 @@ class LossParameters:
     """
 
     def __init__(self, model: nn.Module, task: Task) -> None:
-        self._model, self._task = model, task
+        self._model = model
+        self._task = task
         self._outputs: set[Any] = set()
         self._leaves: list[weakref.ref[Tensor]] = []
-        self._is_compiled = model._compiled_call_impl is not None  # a private name of torch
+        # A private name of torch
+        self._is_compiled = model._compiled_call_impl is not None
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -83,7 +85,8 @@ class LossParameters:
         self._leaves = []
         if not leaves:
             return
-        names, trained = dict(_own_tensors(user_task(self._task))), _optimized(user_task(self._task))
+        names = dict(_own_tensors(user_task(self._task)))
+        trained = _optimized(user_task(self._task))
         leaves = [leaf for leaf in leaves if id(leaf) not in trained]
         # Gathered parameters of a sharded model, and copies of the weights that compiled code reads, are leaves too.
         if self._is_compiled or any(map(is_dtensor, self._model.parameters())):
@@ -91,7 +94,10 @@ class LossParameters:
         found = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
         if not found:
             return
-        more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        if len(found) > _MAX_SHOWN:
+            more = f" and {len(found) - _MAX_SHOWN} more"
+        else:
+            more = ""
         uses = ", ".join(found[:_MAX_SHOWN]) + more
         raise ConfigError(
             f"the task's `loss` uses {uses}, which require gradients and are not in the model, so nothing would train "
@@ -99,7 +105,8 @@ class LossParameters:
         )
 
     def _search(self, loss: Tensor) -> Iterator[Tensor]:
-        visited, queue = set(self._outputs), [loss.grad_fn]
+        visited = set(self._outputs)
+        queue = [loss.grad_fn]
         while queue:
             node: Any = queue.pop()
             if node is None or node in visited:

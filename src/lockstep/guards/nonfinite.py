@@ -108,14 +108,20 @@ class DeferredReader:
         if not self._lag and not self._cuda:
             return [_read(record, micro, [float(value) for value in every])]
         host, tensors = _split(every, "cuda" if self._cuda else "cpu")
-        values = torch.stack([tensor.reshape(()) for tensor in tensors]) if tensors else torch.empty(0)
+        if tensors:
+            values = torch.stack([tensor.reshape(()) for tensor in tensors])
+        else:
+            values = torch.empty(0)
         event = None
         if self._cuda:
-            values = values.to("cpu", non_blocking=True)  # from a device this goes into pinned memory
+            # From a device this goes into pinned memory
+            values = values.to("cpu", non_blocking=True)
             event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._in_flight.append(_Copy(record, micro, values, host, event))
-        return [self._receive()] if len(self._in_flight) > self._lag else []
+        if len(self._in_flight) > self._lag:
+            return [self._receive()]
+        return []
 
     def rest(self) -> Iterator[ReadStep]:
         """Yield all steps that were not returned yet."""
@@ -125,7 +131,8 @@ class DeferredReader:
     def _receive(self) -> ReadStep:
         record, micro, values, host, event = self._in_flight.popleft()
         if event:
-            event.synchronize()  # waits for the device, one step behind: it is busy with the next one
+            # Waits for the device, one step behind: it is busy with the next one
+            event.synchronize()
             self._free.append(event)
         return _read(record, micro, _merge_values(host, values.tolist()))
 
@@ -159,7 +166,9 @@ def _read(record: StepRecord, micro: list[Any], values: list[float]) -> ReadStep
 
 def _split(values: Sequence[Tensor | float], device: str) -> tuple[list[float | None], list[Tensor]]:
     """Split values into those on the host, None for others, and those on a device."""
-    on_device = [isinstance(value, Tensor) and value.device.type == device for value in values]
+    on_device = []
+    for value in values:
+        on_device.append(isinstance(value, Tensor) and value.device.type == device)
     host = [None if away else float(value) for value, away in zip(values, on_device, strict=True)]
     return host, [value for value, away in zip(values, on_device, strict=True) if away and isinstance(value, Tensor)]
 
@@ -229,7 +238,8 @@ def read_skips(path: Path, plan: dict[str, Any]) -> list[int]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         data = json.loads(retry_io(lambda: path.read_text(encoding="utf-8")))
         if data["plan"] == _digest_of(plan):
-            if "skipped" not in data:  # written before it counted as messages do
+            # Written before it counted as messages do
+            if "skipped" not in data:
                 return [int(step) for step in data["steps"]]
             return [int(step) - 1 for step in data["skipped"]]
     return []
@@ -265,7 +275,8 @@ def origin(
     losses = iter(step.losses)
     # Alone: in statistics of all ranks, one micro-batch that is not finite would make those of the others so.
     with unmoved(plain.buffers()), normalised_alone():
-        for batch in step.micro:  # all, on every rank: their forwards may have collectives
+        # all, on every rank: their forwards may have collectives
+        for batch in step.micro:
             seed(step.record.step, batch.index)
             module, finite = _first_nonfinite(plain, loss_of, batch)
             before = whole or not batch.weight or math.isfinite(next(losses))
@@ -302,7 +313,8 @@ def _first_nonfinite(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: 
     handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _modules(plain)]
     try:
         with torch.no_grad(), eager():
-            loss = float(loss_of(batch))  # waits for the device: the run stops or skips a step anyway
+            # Waits for the device: the run stops or skips a step anyway
+            loss = float(loss_of(batch))
     finally:
         for handle in handles:
             handle.remove()

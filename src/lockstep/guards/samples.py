@@ -43,10 +43,14 @@ class RetryingDataset(Dataset[Any]):
     """
 
     def __init__(self, inner: Any, *, retries: int, skips: int, rank: int) -> None:
-        self._inner, self._retries, self._rank = inner, retries, rank
-        self._skips = min(skips, max(0, len(inner) - 1))  # one must be left to replace the others
+        self._inner = inner
+        self._retries = retries
+        self._rank = rank
+        # One must be left to replace the others
+        self._skips = min(skips, max(0, len(inner) - 1))
         self.counts: Tensor = shared_zeros(2)
-        self._skipped: Tensor = shared_zeros(max(1, self._skips))  # samples, each + 1
+        # samples, each + 1
+        self._skipped: Tensor = shared_zeros(max(1, self._skips))
         self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = self._many

@@ -12,9 +12,13 @@ from lockstep.run_state import SpikeState
 
 __all__ = ["Spike"]
 
-_WINDOW, _LEAST, _EVERY = 128, 32, 16
-_DEVIATIONS, _TIMES = 8.0, 3.0
-_LATELY, _RISEN = 8, 2.5
+_WINDOW = 128
+_LEAST = 32
+_EVERY = 16
+_DEVIATIONS = 8.0
+_TIMES = 3.0
+_LATELY = 8
+_RISEN = 2.5
 _NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
 _LATE = 2  # steps until an estimate applies: a device delivers a step's norm during the next step
 
@@ -35,7 +39,8 @@ class Spike:
         self._latest: deque[float] = deque(maxlen=_LATELY)  # the last of them
         self._count = 0
         self._usual = math.inf  # limit by the last 128 norms, as last estimated
-        self._limits: deque[tuple[int, float]] = deque(maxlen=2)  # (first step, limit): the current and the next
+        # (first step, limit): the current and the next
+        self._limits: deque[tuple[int, float]] = deque(maxlen=2)
         self._first = 0  # the first step to learn from
 
     def limit(self, step: int) -> float:
@@ -72,7 +77,9 @@ class Spike:
         self._limits.extend([*earlier[-1:], (step, math.inf)])
         self._norms.clear()
         self._latest.clear()
-        self._count, self._usual, self._first = 0, math.inf, step
+        self._count = 0
+        self._usual = math.inf
+        self._first = step
 
     def state(self, trained: int) -> SpikeState:
         """Return the state, in numbers that JSON stores exactly.

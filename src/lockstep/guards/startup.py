@@ -66,16 +66,16 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     """
     if world.size == 1:
         return
-    weights = {
-        f"{kind}/{name}": value
-        for kind, model in models.items()
-        for name, value in model.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    }
+    weights = {}
+    for kind, model in models.items():
+        for name, value in model.state_dict().items():
+            if isinstance(value, torch.Tensor):
+                weights[f"{kind}/{name}"] = value
     replicas = desync.Replicas(weights, world)
 
     def compare(ranks: list[Any]) -> None:
-        if any(has_meta for has_meta, _ in ranks):  # only rank 0 drew them; they are broadcast
+        # Only rank 0 drew them; they are broadcast
+        if any(has_meta for has_meta, _ in ranks):
             return
         try:
             replicas.compare([digests for _, digests in ranks], 0)  # collective if they differ

@@ -16,7 +16,8 @@ from lockstep.distributed.progress import rank_label
 
 __all__ = ["Straggler"]
 
-_STEPS, _STRIKES = 5, 3
+_STEPS = 5
+_STRIKES = 3
 _LEAST = 2e-3  # seconds per step; a smaller difference is noise, whatever the ratio
 _SHARED = ("data", "computing")  # these grow with a rank's share
 _KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
@@ -32,9 +33,11 @@ class Straggler:
     """
 
     def __init__(self, ratio: float, relieved: Callable[[int, int], bool] = lambda rank, step: False) -> None:
-        self._ratio, self._relieved = ratio, relieved
+        self._ratio = ratio
+        self._relieved = relieved
         self._windows: list[list[BusySeconds]] = []
-        self._count, self._since = 0, 0
+        self._count = 0
+        self._since = 0
         self._strikes = 0
         self._suspect: tuple[int, str] | None = None
         self._reported: set[tuple[int, str]] = set()
@@ -51,7 +54,9 @@ class Straggler:
             self._windows.append(exchange.busy_by_rank)
         if step - self._since < _STEPS or not self._windows:
             return ""
-        heard, self._windows, self._since = self._windows, [], step
+        heard = self._windows
+        self._windows = []
+        self._since = step
         return self._find_slow_rank(heard, step)
 
     def repeat(self) -> None:
@@ -69,7 +74,10 @@ class Straggler:
             if seconds[slow] > max(self._ratio * others_median, others_median + _LEAST) and slowest is None:
                 slowest = (slow, kind, seconds[slow], others_median)
         suspect = slowest[:2] if slowest else None
-        self._strikes = self._strikes + 1 if suspect and suspect == self._suspect else int(suspect is not None)
+        if suspect and suspect == self._suspect:
+            self._strikes = self._strikes + 1
+        else:
+            self._strikes = int(suspect is not None)
         self._suspect = suspect
         if slowest is None or self._strikes < _STRIKES or suspect in self._reported:
             return ""

@@ -62,7 +62,9 @@ class Heartbeats:
     """Each rank's current position, in the rendezvous store under `keys`."""
 
     def __init__(self, store: TCPStore, keys: str, size: int) -> None:
-        self.store, self.keys, self.size = store, keys, size
+        self.store = store
+        self.keys = keys
+        self.size = size
 
     @property
     def interval(self) -> float:
@@ -80,7 +82,9 @@ class Heartbeats:
     def value(self, key: str) -> str:
         """Return the value of `key`; "" for none."""
         full = f"{self.keys}/{key}"
-        return self.store.get(full).decode() if self.store.check([full]) else ""
+        if self.store.check([full]):
+            return self.store.get(full).decode()
+        return ""
 
     def append(self, key: str, text: str) -> None:
         """Append to the value of `key`."""
@@ -177,7 +181,8 @@ def dump(logs: Path, rank: int, reason: str) -> Path:
 
 def _collectives() -> list[str]:
     """Return the flight recorder's last entries, oldest first, or why there are none."""
-    recorder: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # from torch 2.13 for gloo
+    # From torch 2.13 for gloo
+    recorder: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if recorder is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return ["no record of collectives: set TORCH_FR_BUFFER_SIZE=1000 (lockstep launch does)"]
     try:
@@ -231,7 +236,9 @@ class Inquiry:
     """
 
     def __init__(self, world: World, progress: Progress, folder: Path) -> None:
-        self._world, self._progress, self._folder = world, progress, folder
+        self._world = world
+        self._progress = progress
+        self._folder = folder
         self._keys = world.name("watch")
         self.heartbeats = self.connect(timedelta(seconds=world.timeout))
         self.called = False
@@ -264,9 +271,11 @@ class Inquiry:
             return self._verdict
 
     def _run_inquiry(self, reason: str) -> str:
-        place, (line, waits) = self._progress.place, where_main()
+        place = self._progress.place
+        line, waits = where_main()
         if threading.current_thread() is threading.main_thread():
-            line, waits = "its exchange with the others", True
+            line = "its exchange with the others"
+            waits = True
         dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
         _LOG.warning("%s: in %s, at %s", reason, place, line, extra={"only_file": True})
         if self.heartbeats is None:
@@ -275,27 +284,33 @@ class Inquiry:
         asking = threading.Thread(target=self._ask, args=(line, waits, verdicts), daemon=True)
         asking.start()
         asking.join(self.answer_time + _STORE.total_seconds())
-        return verdicts[0] if verdicts else self._describe_silence()
+        if verdicts:
+            return verdicts[0]
+        return self._describe_silence()
 
     def _ask(self, line: str, waits: bool, verdicts: list[str]) -> None:
         """Append the verdict on the ranks' answers to `verdicts`; nothing if the store does not answer."""
         end = time.monotonic() + self.answer_time
-        heartbeats = self.heartbeats  # no new connection: a thousand at once take the store seconds
+        # No new connection: a thousand at once take the store seconds
+        heartbeats = self.heartbeats
         while heartbeats and not verdicts:
             with contextlib.suppress(RuntimeError):
                 verdicts.append(self._verdict_from(heartbeats, line, waits, end))
                 return
-            heartbeats = self.connect()  # one whose request timed out may take the next answer for its own
+            # One whose request timed out may take the next answer for its own
+            heartbeats = self.connect()
 
     def _verdict_from(self, heartbeats: Heartbeats, line: str, waits: bool, end: float) -> str:
         """Answer; as the first that calls, also collect the answers and publish the verdict, else wait for it."""
-        store, key = heartbeats.store, f"{self._keys}/verdict"
+        store = heartbeats.store
+        key = f"{self._keys}/verdict"
         self._answer(heartbeats, line, waits)
         if store.add(f"{self._keys}/call", 1) == 1:
             verdict = self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
             store.set(key, verdict)
             return verdict
-        with contextlib.suppress(RuntimeError):  # not in time: the rank that called first is gone too
+        # Not in time: the rank that called first is gone too
+        with contextlib.suppress(RuntimeError):
             store.wait([key], timedelta(seconds=max(_LEAST_WAIT, end + _PUBLISH_TIME - time.monotonic())))
         if store.check([key]):
             return store.get(key).decode()
@@ -307,7 +322,8 @@ class Inquiry:
             if not self._has_answered:
                 place = self._progress.place
                 answer: dict[str, Any] = {"rank": self._world.rank, "step": place.step, "number": place.number}
-                answer |= {"line": line, "waits": waits or has_lost_peers()}  # it waited, and is on its way out
+                # It waited, and is on its way out
+                answer |= {"line": line, "waits": waits or has_lost_peers()}
                 heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
 
@@ -337,10 +353,10 @@ class Inquiry:
         busy = [rank for rank, answer in answers.items() if not answer["waits"]]
         behind = min(answer["step"] for answer in answers.values())
         late = busy or [rank for rank, answer in answers.items() if answer["step"] == behind]
-        lines = [
-            f"{rank_label(rank)} did not arrive: it is in step {answers[rank]['number']}, at {answers[rank]['line']}"
-            for rank in sorted(late)[:8]
-        ]
+        lines = []
+        for rank in sorted(late)[:8]:
+            answer = answers[rank]
+            lines.append(f"{rank_label(rank)} did not arrive: it is in step {answer['number']}, at {answer['line']}")
         return " and ".join(lines)
 
     def _last_position(self, rank: int, heartbeats: Heartbeats | None = None) -> str:
@@ -348,12 +364,17 @@ class Inquiry:
 
         It comes from the launcher's folder on this machine, or from its last heartbeat.
         """
-        folder = os.environ.get(FOLDER_VARIABLE) if self._world.is_first else None
+        if self._world.is_first:
+            folder = os.environ.get(FOLDER_VARIABLE)
+        else:
+            folder = None
         place = RankProgress.read(Path(folder) / str(rank)) if folder else None
         if place:
             return f": it was in {place}"
         heartbeat = heartbeats.place_of(rank) if heartbeats else ""
-        return f": it was in {heartbeat} at its last heartbeat" if heartbeat else ""
+        if heartbeat:
+            return f": it was in {heartbeat} at its last heartbeat"
+        return ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
         """Open another connection to the store, since a thread may be blocked in an earlier one.
@@ -399,33 +420,44 @@ class HangWatchdog:
     def __init__(
         self, world: World, exchange: StepExchange, folder: Path, report: Any = None, member: Member | None = None
     ) -> None:
-        self._world, self._exchange, self._folder, self._report = world, exchange, folder, report
+        self._world = world
+        self._exchange = exchange
+        self._folder = folder
+        self._report = report
         self._member = member
         self._ended = threading.Event()
         self._inquiry = Inquiry(world, exchange.progress, folder)
-        self._failed_since, self._warned = 0.0, False
+        self._failed_since = 0.0
+        self._warned = False
         self._looked = 0.0  # time of the last look at the others' heartbeats
-        self._present, self._longest = (0.0, 0.0), 0.0  # start and duration of this phase; longest of others
+        # start and duration of this phase; longest of others
+        self._present = (0.0, 0.0)
+        self._longest = 0.0
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
         self._thread.start()
-        if self._world.is_main:  # its own thread: a file system may answer late, or never
+        # Its own thread: a file system may answer late, or never
+        if self._world.is_main:
             threading.Thread(target=self._watch_stop_file, name="lockstep-stop", daemon=True).start()
         if self._member and self._world.is_main:
             threading.Thread(
                 target=self._watch_replacements, args=(self._member,), name="lockstep-wish", daemon=True
             ).start()
         heartbeats = self._inquiry.heartbeats
-        if heartbeats is not None:  # its own thread: a store that is gone may never answer
+        # Its own thread: a store that is gone may never answer
+        if heartbeats is not None:
             threading.Thread(
                 target=self._publish_heartbeats, args=(heartbeats,), name="lockstep-tell", daemon=True
             ).start()
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        named_error = self._name_lost_rank(error) if isinstance(error, PeerError) else None
+        if isinstance(error, PeerError):
+            named_error = self._name_lost_rank(error)
+        else:
+            named_error = None
         self._ended.set()
         self._thread.join()
         if named_error:
@@ -450,18 +482,22 @@ class HangWatchdog:
     def _watch_stop_file(self) -> None:
         """Watch for the file STOP on rank 0, and pass the request to the others."""
         while not self._ended.wait(_STOP_FILE_INTERVAL):
-            with contextlib.suppress(OSError):  # missing, or the file system fails
+            # missing, or the file system fails
+            with contextlib.suppress(OSError):
                 os.lstat(self._folder / "STOP")
                 self._exchange.stop(SAVE_AND_END)
 
     def _reason(self) -> str | LockstepError:
         """Return why this process must end, or the error itself; "" if all is well."""
-        progress, now = self._exchange.progress, time.monotonic()
-        idle, limit = now - progress.since, self._world.timeout + (_LOSS_GRACE if self._member else 0.0)
+        progress = self._exchange.progress
+        now = time.monotonic()
+        idle = now - progress.since
+        limit = self._world.timeout + (_LOSS_GRACE if self._member else 0.0)
         if progress.since != self._present[0]:
             self._longest = max(self._longest, self._present[1])
         self._present = progress.since, idle
-        if launcher_is_gone():  # a process blocked in a collective does not see the signal
+        # A process blocked in a collective does not see the signal
+        if launcher_is_gone():
             limit = min(limit, _ORPHAN + 2 * self._longest)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
         if progress.phase == IN_BODY and IN_BODY in watched and idle > limit / 2 and not self._warned:
@@ -473,7 +509,8 @@ class HangWatchdog:
         heartbeats = self._inquiry.heartbeats
         if heartbeats is None:
             return ""
-        pause = max(_CHECK_INTERVAL, heartbeats.interval / 4)  # all ranks may wait here, each looking at all others
+        # All ranks may wait here, each looking at all others
+        pause = max(_CHECK_INTERVAL, heartbeats.interval / 4)
         if progress.phase == READING and idle > _READ_ALONE_AFTER and now - self._looked >= pause:
             self._looked = now
             with contextlib.suppress(RuntimeError):

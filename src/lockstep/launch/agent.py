@@ -87,7 +87,8 @@ def adopt_orphans() -> Iterator[bool]:
     Yields:
         Whether the system does so.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, the system drops the exit codes of all children
+    # If ignored, the system drops the exit codes of all children
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopted = sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
         yield adopted
@@ -115,7 +116,9 @@ def _next_ended() -> int | None:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # there are no children
         return None
-    return ended.si_pid if ended else None
+    if ended:
+        return ended.si_pid
+    return None
 
 
 _GRACE = 2.0  # seconds for the others to report their progress, once one has failed
@@ -123,7 +126,9 @@ _KILLED = 0.3  # the same, if one was killed: no other failure causes that, so i
 _LEAVE = 0.5  # seconds to notify the other nodes that this one leaves
 _POLL = 0.05
 _STOP_SECONDS = 30.0  # after a signal until a process that is in no run, or stopped, is killed, as by torchrun
-_ROUND, _ENDED = "lockstep/round", "lockstep/ended"  # keys of the token and of a count, in the round's store
+# keys of the token and of a count, in the round's store
+_ROUND = "lockstep/round"
+_ENDED = "lockstep/ended"
 _EXIT_BARRIER = 10.0  # seconds for the other nodes' ranks to end too; their launchers may be gone
 _PRELOAD_DELAY = 5.0  # seconds after the start before preloading a process to fork from; short runs need none
 
@@ -140,7 +145,8 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
     """
     ranks = job.processes * job.nodes[1]
     ensure_descriptors(descriptors_of(ranks, hosts_store=job.is_host), f"the launcher of {ranks} ranks")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the last line reports the same
+    # The last line reports the same
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     before = dict(os.environ)
     for name, value in job.environment.items():
         os.environ.setdefault(name, value)
@@ -172,11 +178,13 @@ def run(job: Job) -> tuple[bool, signal.Signals | None, int]:
         if agent:
             agent.end()
         shutil.rmtree(folder, ignore_errors=True)
-        os.environ.clear()  # a run in this process would take itself for one whose launcher has died
+        # A run in this process would take itself for one whose launcher has died
+        os.environ.clear()
         os.environ.update(before)
     if result.is_failed() and (agent.stop_signal is None or agent.has_cause):
         raise agent.error()
-    has_saved = agent.stop_signal is not None and code != 0  # a script's ranks then end by KeyboardInterrupt
+    # A script's ranks then end by KeyboardInterrupt
+    has_saved = agent.stop_signal is not None and code != 0
     return has_saved or not result.is_failed(), agent.stop_signal, code
 
 
@@ -204,17 +212,22 @@ class _Agent(LocalElasticAgent):
             local_addr=local_address(job),
         )
         super().__init__(spec, self._stderr, start_method="spawn")
-        self._folder, self._job = Path(os.environ[FOLDER_VARIABLE]), job
+        self._folder = Path(os.environ[FOLDER_VARIABLE])
+        self._job = job
         self.stop_signal: signal.Signals | None = None
         self._hangup = self._forward if heeds_hangup() else signal.SIG_IGN
         self._failure: ProcessFailure | None = None
-        self._restart_failures: list[ProcessFailure] = []  # failures that led to restarts
+        # Failures that led to restarts
+        self._restart_failures: list[ProcessFailure] = []
         self._oom_kills, self._oom_check_time = count_oom_kills(), time.monotonic()
         self._end_reason = ""  # why a loss ended the other processes too
-        self._names: dict[int, str] = {}  # names of the processes, by local rank
+        # Names of the processes, by local rank
+        self._names: dict[int, str] = {}
         self._given_names: list[str] = []  # the same, on a node that came back
-        self._spared: set[int] = set()  # local ranks of processes that the run continues without
-        self._killed: dict[str, str] = {}  # why this launcher killed a process, by its name
+        # Local ranks of processes that the run continues without
+        self._spared: set[int] = set()
+        # Why this launcher killed a process, by its name
+        self._killed: dict[str, str] = {}
         self._failed: dict[str, ProcessFailure] = {}  # by name
         self._decisions = open_decisions(job, self._describe, self._folder, self._print)
         self._membership: Decisions | None = None
@@ -223,7 +236,8 @@ class _Agent(LocalElasticAgent):
         self._started = time.monotonic()
 
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
-        for local, name in enumerate(self._given_names):  # torch passes what the processes will have
+        # Torch passes what the processes will have
+        for local, name in enumerate(self._given_names):
             envs[local][MEMBER_VARIABLE] = name
         super()._setup_local_watchdog(envs)
 
@@ -232,7 +246,10 @@ class _Agent(LocalElasticAgent):
 
         A count of restarts would not do: each launcher counts its own.
         """
-        seat = self._decisions.rejoin(self._job.processes) if self._decisions else None
+        if self._decisions:
+            seat = self._decisions.rejoin(self._job.processes)
+        else:
+            seat = None
         self._given_names = seat.names if seat else []
         if seat:
             self._take_seat(worker_group, seat)
@@ -247,7 +264,8 @@ class _Agent(LocalElasticAgent):
                 raise
             self._end_reason = "the launcher of node 0, where all meet, is gone"
             error = self.error()
-            error.exit_code = StorageError.exit_code  # another start may succeed
+            # Another start may succeed
+            error.exit_code = StorageError.exit_code
             raise error from None
         store: Any = worker_group.store
         if worker_group.group_rank == 0:
@@ -262,27 +280,39 @@ class _Agent(LocalElasticAgent):
             for local, slot in enumerate(slots)
         ]
         group: Any = worker_group  # torch types what it sets later as None
-        group.group_rank, group.group_world_size, group.store = seat.node, seat.nodes, HashStore()
+        group.group_rank = seat.node
+        group.group_world_size = seat.nodes
+        group.store = HashStore()
         host, _, port = self._job.endpoint.rpartition(":")
-        group.master_addr, group.master_port = host, int(port)  # unused: the launcher has a meeting point
+        # unused: the launcher has a meeting point
+        group.master_addr = host
+        group.master_port = int(port)
         os.environ[ROUND_VARIABLE] = seat.token
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for place in self._folder.iterdir():
             place.unlink(missing_ok=True)  # of processes before a restart
-        self._oom_kills, self._end_reason, self._killed, self._spared = count_oom_kills(), "", {}, set()
+        self._oom_kills = count_oom_kills()
+        self._end_reason = ""
+        self._killed = {}
+        self._spared = set()
         self._failed = {}
         self._started = time.monotonic()
         self._names = {worker.local_rank: str(worker.global_rank) for worker in worker_group.workers}
         self._names.update(enumerate(self._given_names))
         if self._decisions:
-            token, names = os.environ[ROUND_VARIABLE], list(self._names.values())
-            self._membership = self._decisions if self._decisions.begin(token, names, worker_group) else None
+            token = os.environ[ROUND_VARIABLE]
+            names = list(self._names.values())
+            if self._decisions.begin(token, names, worker_group):
+                self._membership = self._decisions
+            else:
+                self._membership = None
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for local, pid in pids.items():
             self._bind(local, pid)
         os.environ.pop(ENDED_VARIABLE, None)
-        for number in STOP_SIGNALS:  # after torch's, which would end the processes before they save
+        # After torch's, which would end the processes before they save
+        for number in STOP_SIGNALS:
             signal.signal(number, self._hangup if number == signal.SIGHUP else self._forward)
         return pids
 
@@ -296,7 +326,8 @@ class _Agent(LocalElasticAgent):
         return Event(state, source)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        os.environ.setdefault(ENDED_VARIABLE, str(time.time()))  # where a node comes or goes, none has failed here
+        # Where a node comes or goes, none has failed here
+        os.environ.setdefault(ENDED_VARIABLE, str(time.time()))
         super()._stop_workers(worker_group)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
@@ -306,7 +337,11 @@ class _Agent(LocalElasticAgent):
             leave_terminal()
         if self._membership:
             self._spare([local for local, name in self._names.items() if self._membership.rank_of(name) is None])
-            self._membership.stop_signal = signal.SIGTERM if number == signal.SIGHUP else number  # for other nodes
+            # for other nodes
+            if number == signal.SIGHUP:
+                self._membership.stop_signal = signal.SIGTERM
+            else:
+                self._membership.stop_signal = number
         is_repeat = self.stop_signal == number == signal.SIGINT
         self.stop_signal = signal.Signals(number)
         if self._stopped_at is None:
@@ -322,7 +357,9 @@ class _Agent(LocalElasticAgent):
         return {rank: handler.proc for rank, handler in handlers.items() if rank not in self._spared}
 
     def _reap(self) -> None:
-        children = [handler.proc for handler in getattr(self._pcontext, "subprocess_handlers", {}).values()]
+        children = []
+        for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            children.append(handler.proc)
         if self._preloaded:
             children.append(self._preloaded.process)
         reap_orphans(children)
@@ -345,9 +382,12 @@ class _Agent(LocalElasticAgent):
         if has_loss:
             self._explain(processes, worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and not has_loss:  # a process has ended since it was polled
+        # A process has ended since it was polled
+        if result.is_failed() and not has_loss:
             self._explain(processes, worker_group)
-        return RunResult(state=WorkerState.FAILED) if has_loss and not result.is_failed() else result
+        if has_loss and not result.is_failed():
+            return RunResult(state=WorkerState.FAILED)
+        return result
 
     def _kill_unresponsive(self) -> None:
         """Kill processes that ignore a signal, or that are stopped and so cannot see it.
@@ -393,7 +433,8 @@ class _Agent(LocalElasticAgent):
             if name not in self._failed:
                 self._failed[name] = self._read_failure(local, codes[local] or 0, time.time(), group)
         self._end_reason = membership.update(living, {name: self._failed[name] for name in names})
-        if membership.stop_signal and self.stop_signal is None:  # sent to another node's launcher
+        # Sent to another node's launcher
+        if membership.stop_signal and self.stop_signal is None:
             self._forward(membership.stop_signal, None)
         self._report_printer(membership)
         places = {name: local for local, name in self._names.items()}
@@ -404,13 +445,16 @@ class _Agent(LocalElasticAgent):
         for name in membership.silent:
             self._processes()[places[name]].kill()
             self._killed[name] = "it said nothing while the others waited for it, and was ended"
-        self._spare([places[name] for name in membership.refused], kill=False)  # it reports why, and ends
+        # It reports why, and ends
+        self._spare([places[name] for name in membership.refused], kill=False)
         for name in membership.replace:
             if self.stop_signal is None:
                 self._replace(places[name], group)
             else:
                 self._spare([places[name]])
-        membership.silent, membership.refused, membership.replace = [], [], []
+        membership.silent = []
+        membership.refused = []
+        membership.replace = []
         return True
 
     def _report_printer(self, membership: Decisions) -> None:
@@ -426,7 +470,8 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         for local in locals_:
             if kill:
-                context.subprocess_handlers[local].proc.kill()  # not waited for: this may run in a signal handler
+                # Not waited for: this may run in a signal handler
+                context.subprocess_handlers[local].proc.kill()
             context._running_local_ranks.discard(local)
             self._spared.add(local)
 
@@ -435,7 +480,8 @@ class _Agent(LocalElasticAgent):
         context: Any = self._pcontext
         slot, _, times = self._names[local].partition(".")
         self._names[local] = name = f"{slot}.{int(times or 0) + 1}"
-        with contextlib.suppress(OSError):  # its predecessor's note has been read
+        # Its predecessor's note has been read
+        with contextlib.suppress(OSError):
             Path(context.error_files[local]).unlink(missing_ok=True)
         (self._folder / slot).unlink(missing_ok=True)
         ended_while_running(self._folder, slot, forget=True)
@@ -457,7 +503,8 @@ class _Agent(LocalElasticAgent):
 
     def _print(self, line: str) -> None:
         self._stderr.show()
-        with contextlib.suppress(OSError):  # a closed terminal must not end the run
+        # A closed terminal must not end the run
+        with contextlib.suppress(OSError):
             print(f"lockstep: {line}", file=sys.stderr, flush=True)
 
     def _await_ends(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> dict[int, tuple[int, float]]:
@@ -479,7 +526,10 @@ class _Agent(LocalElasticAgent):
     def _explain(self, processes: dict[int, "subprocess.Popen[bytes]"], group: WorkerGroup) -> None:
         """Find the first failure, and announce a restart."""
         ends = self._await_ends(processes)
-        silent = [local for local, process in processes.items() if process.poll() is None] if ends else []
+        if ends:
+            silent = [local for local, process in processes.items() if process.poll() is None]
+        else:
+            silent = []
         for local in silent:  # a stopped process takes no other signal
             processes[local].kill()
             processes[local].wait()
@@ -487,7 +537,8 @@ class _Agent(LocalElasticAgent):
         elsewhere = self._membership.fatal if self._membership else None
         self._failure = first_failure([*failures, elsewhere] if elsewhere else failures)
         whens = [when for _, when in ends.values()] or [self._failure.when]
-        os.environ[ENDED_VARIABLE] = str(min(whens))  # for the timeline, after a restart
+        # For the timeline, after a restart
+        os.environ[ENDED_VARIABLE] = str(min(whens))
         if self._membership and self._membership.is_orphaned:
             self._remaining_restarts = 0
         if len(failures) > 1 and len({failure.message for failure in failures}) == 1 and self._failure.message:
@@ -498,11 +549,13 @@ class _Agent(LocalElasticAgent):
         if self._final_code:
             self._remaining_restarts = 0
         if self._end_reason == AGAIN and self.stop_signal is None and not self._failure.is_error:
-            self._remaining_restarts += 1  # torch's agent takes it off again: a loss is none of --max-restarts
+            # torch's agent takes it off again: a loss is none of --max-restarts
+            self._remaining_restarts += 1
             self._print(self._summary())
             return
         if self._remaining_restarts and any(self._failure.repeats(earlier) for earlier in self._restart_failures):
-            self._remaining_restarts, self._end_reason = 0, f"{REPEATED}, so it is not restarted once more"
+            self._remaining_restarts = 0
+            self._end_reason = f"{REPEATED}, so it is not restarted once more"
         self._restart_failures.append(self._failure)
         if self._remaining_restarts and self.stop_signal is None:
             number = self._job.restarts - self._remaining_restarts + 1
@@ -524,18 +577,25 @@ class _Agent(LocalElasticAgent):
     @property
     def _host(self) -> str:
         """This node's name, for messages of a run on several nodes; "" on one."""
-        return socket.gethostname() if self._job.nodes[1] > 1 else ""
+        if self._job.nodes[1] > 1:
+            return socket.gethostname()
+        return ""
 
     def _rank_of(self, local: int, group: WorkerGroup) -> tuple[int, int]:
         """Return a process's rank now and at the start."""
         slot = int(group.workers[local].global_rank)
-        now = self._membership.rank_of(self._names[local]) if self._membership else None
+        if self._membership:
+            now = self._membership.rank_of(self._names[local])
+        else:
+            now = None
         return slot if now is None else now, slot
 
     @property
     def code(self) -> int:
         """The exit code of a run that saved before its end on other nodes; else 0."""
-        return self._membership.code if self._membership else 0
+        if self._membership:
+            return self._membership.code
+        return 0
 
     @property
     def has_cause(self) -> bool:
@@ -546,16 +606,22 @@ class _Agent(LocalElasticAgent):
         rank, slot = self._rank_of(local, group)
         assert self._pcontext is not None
         note = Path(self._pcontext.error_files[local])
-        place, run_code = RankProgress.read(self._folder / str(slot)), read_end(self._folder)
+        place = RankProgress.read(self._folder / str(slot))
+        run_code = read_end(self._folder)
         failure = ProcessFailure.read(rank, code, note, place, when, run_code=run_code)
         failure = dataclasses.replace(failure, at_start=slot, host=self._host)
         why = self._killed.get(self._names.get(local, ""))
-        return dataclasses.replace(failure, message=why) if why else failure
+        if why:
+            return dataclasses.replace(failure, message=why)
+        return failure
 
     def _summary(self) -> str:
         if self._failure is None:
             return "the processes failed on another node; see its launcher's last line"
-        more = f"; {self._end_reason}" if self._end_reason not in ("", "-") else ""
+        if self._end_reason not in ("", "-"):
+            more = f"; {self._end_reason}"
+        else:
+            more = ""
         causes = self._membership.causes if self._membership and more else []
         if len(causes) > 1:
             more += f"; the first of {len(causes)} losses: {causes[0]}"
@@ -575,10 +641,14 @@ class _Agent(LocalElasticAgent):
     def error(self) -> LockstepError:
         """Return the error for the last line on the user's screen."""
         failure = self._failure
-        advice = "" if self.has_cause else "; the same command goes on from the newest checkpoint, if there is one"
+        if self.has_cause:
+            advice = ""
+        else:
+            advice = "; the same command goes on from the newest checkpoint, if there is one"
         error = LockstepError(self._summary() + advice)
         error.follows = failure is None or failure.follows
-        if failure and -failure.code in STOP_SIGNALS and not failure.message:  # before the steps began
+        # Before the steps began
+        if failure and -failure.code in STOP_SIGNALS and not failure.message:
             error.exit_code = 128 - failure.code
         elif failure:
             error.exit_code = self._final_code or failure.exit_code
@@ -586,7 +656,8 @@ class _Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait a little for the ranks of other nodes to end too; their launchers may be gone."""
-        if self._membership:  # node 0's launcher has waited for them, and knows of each
+        # Node 0's launcher has waited for them, and knows of each
+        if self._membership:
             return
         store: Any = self._store
         until = time.monotonic() + _EXIT_BARRIER
@@ -618,7 +689,10 @@ class _Handler(SubprocessHandler):
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         stderr = self._stderr.name if self._stderr else ""
-        forked = self._preloaded.start(args[1:], env, stderr) if self._preloaded else None
+        if self._preloaded:
+            forked = self._preloaded.start(args[1:], env, stderr)
+        else:
+            forked = None
         return forked or super()._popen(args, env)
 
 

@@ -83,7 +83,10 @@ def command(argv: list[str]) -> int:
 
 
 def _launch(args: argparse.Namespace, target: list[str], exact: bool) -> int:
-    logs = None if args.nccl_debug is None else log_folder(args.nccl_debug, target)
+    if args.nccl_debug is None:
+        logs = None
+    else:
+        logs = log_folder(args.nccl_debug, target)
     _use_slurm(args)
     job = _job(args, target, exact)
     if logs:
@@ -140,7 +143,8 @@ def _is_exact(target: list[str]) -> bool:
         flags.asked(options, values)
         return cli.build(cli.apply_preset(values)).exact
     if target and target[0] in ("evaluate", "doctor", "profile"):
-        return "--exact" in target  # for evaluate, its run's configuration decides later
+        # For evaluate, its run's configuration decides later
+        return "--exact" in target
     if target and target[0].endswith(".py"):
         if not Path(target[0]).is_file():
             raise ConfigError(f"launch: there is no file {target[0]}; pass a script, or train, after `--`")
@@ -153,7 +157,9 @@ def _is_exact(target: list[str]) -> bool:
 
 
 def _parser() -> Parser:
-    elsewhere = {name.partition(".")[2] or name: _ELSEWHERE for name in (*FOREIGN, *cli.option_list())}
+    elsewhere = {}
+    for name in (*FOREIGN, *cli.option_list()):
+        elsewhere[name.partition(".")[2] or name] = _ELSEWHERE
     parser = Parser(
         prog="lockstep launch",
         usage="lockstep launch [flags] -- train [flags of train]   or   ... -- script.py [arguments]",
@@ -216,7 +222,8 @@ def _use_slurm(args: argparse.Namespace) -> None:
 
 
 def _job(args: argparse.Namespace, target: list[str], exact: bool) -> Job:
-    defaults = {"nproc_per_node": 1, "nnodes": "1", "node_rank": 0}  # None: not given, for srun and --slurm
+    # None: not given, for srun and --slurm
+    defaults = {"nproc_per_node": 1, "nnodes": "1", "node_rank": 0}
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -267,12 +274,14 @@ def _shares(processes: int, environ: Mapping[str, str]) -> tuple[frozenset[int],
     Elsewhere another run on this machine may divide the same cores. With GPUs on several NUMA nodes the right share
     depends on where each process's GPU is, which is not known here.
     """
-    task, granted = SlurmTask.read(environ), environ.get("SLURM_CPUS_ON_NODE", "")
+    task = SlurmTask.read(environ)
+    granted = environ.get("SLURM_CPUS_ON_NODE", "")
     is_alone = "SLURM_STEP_NODELIST" in environ and (task is None or task.local_size == 1)
     if sys.platform != "linux" or not is_alone or processes == 1 or any(name in environ for name in _OWN_BINDING):
         return ()
     own = os.sched_getaffinity(0)
-    if str(len(own)) != granted:  # Slurm confines nothing, so these are not this job's cores
+    # Slurm confines nothing, so these are not this job's cores
+    if str(len(own)) != granted:
         return ()
     if environ.get("SLURM_GPUS_ON_NODE", "0") != "0" and len(numa_nodes(own)) > 1:
         return ()
@@ -287,7 +296,9 @@ def _losses(args: argparse.Namespace, nodes: tuple[int, int]) -> int:
             print(f"lockstep: {text} the processes of all nodes, and --max-restarts starts them again", file=sys.stderr)
         return 0
     most = _MAX_LOSSES if args.max_losses is None else args.max_losses
-    return most if args.nproc_per_node * nodes[1] > 1 else 0
+    if args.nproc_per_node * nodes[1] > 1:
+        return most
+    return 0
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -299,10 +310,12 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _endpoint(args: argparse.Namespace, nodes: tuple[int, int]) -> tuple[str, int]:
-    host, port = args.master_addr, args.master_port
+    host = args.master_addr
+    port = args.master_port
     if args.rdzv_endpoint:
         host, _, text = args.rdzv_endpoint.rpartition(":")
-        if ":" in host and not host.startswith("["):  # IPv6 without a port, or without its brackets
+        # IPv6 without a port, or without its brackets
+        if ":" in host and not host.startswith("["):
             text = ""
         if not host or not text.isascii() or not text.isdigit():
             raise ConfigError(
@@ -354,8 +367,13 @@ def _environment(processes: int, host: str, exact: bool) -> dict[str, str]:
 
 def _torchrun_command(job: Job) -> str:
     """Return the closest command for plain torchrun, with the variables set here."""
-    variables = [f"{name}={os.environ.get(name, value)}" for name, value in sorted(job.environment.items())]
-    nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
+    variables = []
+    for name, value in sorted(job.environment.items()):
+        variables.append(f"{name}={os.environ.get(name, value)}")
+    if job.nodes[0] == job.nodes[1]:
+        nodes = str(job.nodes[0])
+    else:
+        nodes = f"{job.nodes[0]}:{job.nodes[1]}"
     rendezvous = [f"--rdzv-endpoint={job.endpoint}", f"--rdzv-backend={job.backend}", f"--rdzv-id={job.run_id}"]
     if job.options:
         rendezvous.append("--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in job.options.items()))

@@ -160,4 +160,6 @@ class Job:
     @property
     def run_secret(self) -> Secret:
         """The secret of this --rdzv-id alone, so that nothing signed in another run with the same secret is read."""
-        return self.secret.derive(f"run {self.run_id}") if self.secret else self.secret
+        if self.secret:
+            return self.secret.derive(f"run {self.run_id}")
+        return self.secret

@@ -234,15 +234,18 @@ def _manifest(parser: Parser, args: argparse.Namespace, target: list[str]) -> st
         if getattr(args, name):
             raise ConfigError(f"--{name.replace('_', '-')} is set in each pod by the controller; leave it out")
     config = _config(target)
-    resources, volumes = _resources(args.resource or ()), _volumes(args.volume or ())
-    nodes, processes = _nodes(args.nnodes or "1"), _processes(args, resources)
+    resources = _resources(args.resource or ())
+    volumes = _volumes(args.volume or ())
+    nodes = _nodes(args.nnodes or "1")
+    processes = _processes(args, resources)
     if config and "://" not in config.save_dir:
         _check_save_dir(config.save_dir, volumes)
     name = _job_name(args.name, config, nodes)
     if mask_args(target) != target:
         raise ConfigError("a flag after `--` holds a secret, and the manifest would show it; give it by --secret NAME")
     trainjob = args.kind == "trainjob"
-    import jinja2  # here: setup.py loads this module for its flags, where nothing is installed
+    # here: setup.py loads this module for its flags, where nothing is installed
+    import jinja2
 
     environment = jinja2.Environment(autoescape=False, undefined=jinja2.StrictUndefined)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
@@ -286,7 +289,9 @@ def _config(target: list[str]) -> Config | None:
 
 
 def _launcher_flags(parser: Parser, args: argparse.Namespace) -> list[str]:
-    parsed = [(f"--{name.replace('_', '-')}", getattr(args, name), parser.get_default(name)) for name in _OF_PODS]
+    parsed = []
+    for name in _OF_PODS:
+        parsed.append((f"--{name.replace('_', '-')}", getattr(args, name), parser.get_default(name)))
     return [word for flag, value, default in parsed if value != default for word in (flag, str(value))]
 
 
@@ -308,7 +313,10 @@ def _nodes(text: str) -> int:
 
 
 def _processes(args: argparse.Namespace, resources: Mapping[str, str]) -> int:
-    gpus = [int(amount) for name, amount in resources.items() if name.endswith("/gpu") and amount.isdigit()]
+    gpus = []
+    for name, amount in resources.items():
+        if name.endswith("/gpu") and amount.isdigit():
+            gpus.append(int(amount))
     return _at_least("--nproc-per-node", (sum(gpus) or 1) if args.nproc_per_node is None else args.nproc_per_node, 1)
 
 
@@ -385,7 +393,10 @@ def _variables(
             raise ConfigError(f"--env {name}: the manifest would show this secret; put it into a Secret, and --secret")
     cores = resources.get("cpu", "")
     if cores.isdigit():  # a pod sees every core of its machine
-        threads = 1 if config and config.exact else max(1, int(cores) // processes)
+        if config and config.exact:
+            threads = 1
+        else:
+            threads = max(1, int(cores) // processes)
         variables.setdefault("OMP_NUM_THREADS", str(threads))
     return variables
 
@@ -404,7 +415,8 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
         ConfigError: PET_NPROC_PER_NODE or PET_NODE_RANK is no number.
     """
     values = {name: environ.get(f"PET_{name.upper()}", "") for name in _VARIABLES}
-    if values["nnodes"] == "1":  # one pod meets on loopback: the name of its own may not resolve yet
+    # One pod meets on loopback: the name of its own may not resolve yet
+    if values["nnodes"] == "1":
         values |= {"master_addr": "", "master_port": ""}
     if values["nproc_per_node"] in ("auto", "gpu", "cpu"):
         values["nproc_per_node"] = str(_count_devices(values["nproc_per_node"]))
@@ -416,7 +428,10 @@ def torchrun_flags(environ: Mapping[str, str]) -> list[str]:
 
 def _count_devices(kind: str) -> int:
     """Count the GPUs of this node, or its cores if it has none or `kind` is "cpu"; as torchrun does."""
-    gpus = 0 if kind == "cpu" else importlib.import_module("torch").cuda.device_count()
+    if kind == "cpu":
+        gpus = 0
+    else:
+        gpus = importlib.import_module("torch").cuda.device_count()
     if kind == "gpu" and not gpus:
         raise ConfigError("the environment variable PET_NPROC_PER_NODE is 'gpu', and this node has none")
     return int(gpus or os.cpu_count() or 1)
@@ -440,7 +455,8 @@ def wait_for_master(host: str, own: bool, seconds: float = _WAIT) -> None:
     Raises:
         LockstepError: it has none after that time.
     """
-    until, say = time.monotonic() + seconds, time.monotonic() + _SAY
+    until = time.monotonic() + seconds
+    say = time.monotonic() + _SAY
     while True:
         try:
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

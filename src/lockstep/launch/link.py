@@ -37,13 +37,18 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, secret: Secret, *, is_server: bool) -> None:
-        self._secret, self._ends = secret, ("server", "client") if is_server else ("client", "server")
-        self._sent = self._received = 0  # messages, so that none can be left out, repeated or sent back
+        self._secret = secret
+        self._ends = ("server", "client") if is_server else ("client", "server")
+        # messages, so that none can be left out, repeated or sent back
+        self._sent = self._received = 0
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._incoming, self._outgoing = connection, b"", b""
+        self._connection = connection
+        self._incoming = b""
+        self._outgoing = b""
         self.is_open, self.opened = True, time.monotonic()
-        self.heard, self.number = self.opened, ""
+        self.heard = self.opened
+        self.number = ""
         if not is_server:
             self._meet(secrets.token_hex(16))
             self._outgoing = f"{self.number}\n".encode()

@@ -83,7 +83,11 @@ class Membership:
         describe: Callable[[ProcessFailure], str] = str,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._least, self._most, self._describe, self._now = store, least, most, describe, now
+        self._store = store
+        self._least = least
+        self._most = most
+        self._describe = describe
+        self._now = now
         self.members: list[str] = []
         self.number = 0
         self.replace: list[str] = []
@@ -91,27 +95,44 @@ class Membership:
         self.refused: list[str] = []
         self.fatal: ProcessFailure | None = None
         self._starting: list[str] = []  # new processes that have not joined yet
-        self._lost: dict[str, ProcessFailure] = {}  # lost members without a replacement yet
-        self._doomed: dict[str, ProcessFailure] = {}  # members that leave with another of their replica
+        # Lost members without a replacement yet
+        self._lost: dict[str, ProcessFailure] = {}
+        # Members that leave with another of their replica
+        self._doomed: dict[str, ProcessFailure] = {}
         self._times: list[float] = []  # of losses
-        self._alarms: list[float] = []  # times of generations formed without a loss or a new process
+        # Times of generations formed without a loss or a new process
+        self._alarms: list[float] = []
         self._failures: list[ProcessFailure] = []
-        self._early: list[tuple[int | None, bool, int]] = []  # ends before the steps, after which all started again
-        self._first_end = 0.0  # of a process that only lost the others, before the steps
+        # Ends before the steps, after which all started again
+        self._early: list[tuple[int | None, bool, int]] = []
+        # Of a process that only lost the others, before the steps
+        self._first_end = 0.0
         self._first_report: float | None = None
-        self._replica_size = 1  # ranks that together have one copy of the states; read at the first loss
+        # Ranks that together have one copy of the states; read at the first loss
+        self._replica_size = 1
         self._keys = ""
 
     def begin(self, round_: str, members: list[str]) -> None:
         """Reset for a new start of all processes; only the times of losses are kept."""
-        self._keys, self.members, self.number = key_prefix(round_), members, 0
-        self.replace, self.silent, self.refused, self._starting = [], [], [], []
-        self._lost, self._doomed, self._first_report, self.fatal = {}, {}, None, None
-        self._replica_size, self._first_end = 1, 0.0
+        self._keys = key_prefix(round_)
+        self.members = members
+        self.number = 0
+        self.replace = []
+        self.silent = []
+        self.refused = []
+        self._starting = []
+        self._lost = {}
+        self._doomed = {}
+        self._first_report = None
+        self.fatal = None
+        self._replica_size = 1
+        self._first_end = 0.0
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
-        return self.members.index(name) if name in self.members else None
+        if name in self.members:
+            return self.members.index(name)
+        return None
 
     @property
     def causes(self) -> list[ProcessFailure]:
@@ -140,7 +161,10 @@ class Membership:
             self.fatal = first_failure(errors or ended.values())
             if living and self.fatal.follows and self._waits_for_cause(now):
                 return ""
-            reason = self._start_again(self.fatal, now) if self._is_starting(ended) else "-"
+            if self._is_starting(ended):
+                reason = self._start_again(self.fatal, now)
+            else:
+                reason = "-"
             self._announce_end(reason)
             return reason
         for name, failure in ended.items():
@@ -187,12 +211,16 @@ class Membership:
                 return ready or "-"
             self._replica_size = int(self._value("replica") or 1)
         repeats = any(failure.repeats(cause) for cause in self._failures)
-        if failure not in self._failures:  # the processes of a lost node share one, which is one loss
+        # The processes of a lost node share one, which is one loss
+        if failure not in self._failures:
             self._times = [when for when in self._times if now - when < _HOUR] + [now]
             self._failures.append(failure)
         if name in self.members:
             self._lost[name] = failure
-            mates = [each for each in self._survivors(living) if self._replica(each) == self._replica(name)]
+            mates = []
+            for each in self._survivors(living):
+                if self._replica(each) == self._replica(name):
+                    mates.append(each)
             self._doomed |= dict.fromkeys(mates, failure)
         else:  # no member waits for it
             self._starting.remove(name)
@@ -204,7 +232,9 @@ class Membership:
             return f"{len(survivors)} of {len(self.members)} processes are left, but --min-ranks is {self._least}"
         if len(self._times) > self._most:
             return f"that is loss {len(self._times)} within an hour, but --max-losses is {self._most}"
-        return REPEATED if repeats else ""
+        if repeats:
+            return REPEATED
+        return ""
 
     def _announce_end(self, reason: str) -> None:
         """Send the reason to members that wait for the next generation: they end."""
@@ -220,7 +250,8 @@ class Membership:
             return ""
         survivors = self._survivors(living)
         new = {name: report for name in self._starting if name in living and (report := self._report(f"new/{name}"))}
-        here = f"here/{self.number + 1}"  # one request a poll while nobody is lost
+        # One request a poll while nobody is lost
+        here = f"here/{self.number + 1}"
         has_reports = bool(survivors) and self._store.check([f"{self._keys}/{here}"])
         reports = {name: each for name in survivors if has_reports and (each := self._report(f"{here}/{name}"))}
         if not reports:
@@ -228,11 +259,17 @@ class Membership:
             if not self._lost and self._whole(new):
                 self._store.set(f"{self._keys}/wish/{self.number}", "1")
             return ""
-        self._first_report = now if self._first_report is None else self._first_report
+        if self._first_report is None:
+            self._first_report = now
+        else:
+            self._first_report = self._first_report
         silent = [name for name in survivors if name not in reports]
         if silent:
             timed_out = any(report.timed_out for report in reports.values())
-            most = _SHORT_SLACK if timed_out else max(report.patience for report in reports.values()) + _SLACK
+            if timed_out:
+                most = _SHORT_SLACK
+            else:
+                most = max(report.patience for report in reports.values()) + _SLACK
             if now - self._first_report > most:
                 self.silent = silent
             return ""
@@ -245,8 +282,11 @@ class Membership:
         for name in refused:
             self.refused.append(name)
             self._store.set(f"{self._keys}/seat/{name}", _REFUSED)
-        losses = [self._describe_loss(failure) for failure in dict.fromkeys(self._lost.values())]
-        if not losses and not fresh and not refused:  # they lost contact though all are alive: limited like losses
+        losses = []
+        for failure in dict.fromkeys(self._lost.values()):
+            losses.append(self._describe_loss(failure))
+        # They lost contact though all are alive: limited like losses
+        if not losses and not fresh and not refused:
             now = self._now()
             self._alarms = [when for when in self._alarms if now - when < _HOUR] + [now]
             if len(self._alarms) > _ALARMS_PER_LOSS * self._most:
@@ -259,7 +299,9 @@ class Membership:
         text = Generation(self.number, self.members, all_reports, fresh, losses).to_json()
         self._starting = [name for name in self._starting if name not in fresh and name not in refused]
         self.replace += list(self._lost)
-        self._lost, self._doomed, self._first_report = {}, {}, None
+        self._lost = {}
+        self._doomed = {}
+        self._first_report = None
         self._store.set(f"{self._keys}/members/{self.number}", text)
         for name in fresh:
             self._store.set(f"{self._keys}/seat/{name}", text)
@@ -283,7 +325,10 @@ class Membership:
 
     def _describe_loss(self, failure: ProcessFailure) -> str:
         """Describe a loss, and name the ranks of its replica that left with it."""
-        ranks = [self.members.index(name) for name, cause in self._doomed.items() if cause is failure]
+        ranks = []
+        for name, cause in self._doomed.items():
+            if cause is failure:
+                ranks.append(self.members.index(name))
         if not ranks:
             return self._describe(failure)
         names = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, sorted(ranks)))}"
@@ -291,11 +336,15 @@ class Membership:
 
     def _report(self, key: str) -> LeaveReport | None:
         text = self._value(key)
-        return LeaveReport(*json.loads(text)) if text else None
+        if text:
+            return LeaveReport(*json.loads(text))
+        return None
 
     def _value(self, key: str) -> str:
         full = f"{self._keys}/{key}"
-        return self._store.get(full).decode() if self._store.check([full]) else ""
+        if self._store.check([full]):
+            return self._store.get(full).decode()
+        return ""
 
 
 def _slot(name: str) -> int:

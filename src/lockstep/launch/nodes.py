@@ -38,7 +38,9 @@ __all__ = ["Coordinator", "Decisions", "Follower", "Seat", "open_decisions"]
 _INFO = "lockstep/launcher"  # of each node, in the round's store
 _INFO_SECONDS = 60.0  # for all launchers of a round to write it
 _RUN = "lockstep/run"  # address of the run under way, in the rendezvous' store, for a node that comes back
-_SEAT_SECONDS, _SEAT_PAUSE = 2.0, 0.5  # seconds in which a loss is usually settled
+# seconds in which a loss is usually settled
+_SEAT_SECONDS = 2.0
+_SEAT_PAUSE = 0.5
 _REPORT_SECONDS = 15.0
 _CONNECT_SECONDS = 10.0
 _HELLO_SECONDS = 5.0  # for a connection's first message
@@ -144,11 +146,15 @@ def open_decisions(
         os.environ.pop(name, None)  # of another launcher around this one
     several = job.nodes[1] > 1
     if several and not job.is_host:
-        return Follower(job, folder, say) if job.backend == "c10d" else None
+        if job.backend == "c10d":
+            return Follower(job, folder, say)
+        return None
     host = job.endpoint.rpartition(":")[0]
     listener = listen(host, 0) if job.losses else None
     if listener is None:
-        return Coordinator(None, "", None, folder, job.run_secret, say) if several and job.backend == "c10d" else None
+        if several and job.backend == "c10d":
+            return Coordinator(None, "", None, folder, job.run_secret, say)
+        return None
     port = listener.getsockname()[1]
     store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     membership = Membership(store, least=job.least, most=job.losses, describe=describe)
@@ -202,22 +208,31 @@ class Coordinator:
         say: Callable[[str], None] = print,
     ) -> None:
         self._say = say
-        self._membership, self._meeting, self._listener, self._folder = membership, meeting, listener, folder
+        self._membership = membership
+        self._meeting = meeting
+        self._listener = listener
+        self._folder = folder
         if listener:
             listener.setblocking(False)
-        self._secret, self._round_secret, self._token = secret, secret, ""
-        self._published: Any = None  # the rendezvous' store, while it has this run's address
-        self._newest: dict[str, int] = {}  # the last number in the names of another node's process, by slot
+        self._secret = secret
+        self._round_secret = secret
+        self._token = ""
+        # The rendezvous' store, while it has this run's address
+        self._published: Any = None
+        # The last number in the names of another node's process, by slot
+        self._newest: dict[str, int] = {}
         self._waiting: list[Link] = []  # connections without a first message
         self._met: set[str] = set()  # the numbers of this round's connections
         self._nodes: list[_Node] = []
         self._world: set[str] = set()
         self._own: set[str] = set()
-        self._everyone: set[str] = set()  # the living of all nodes, computed again only where something changed
+        # The living of all nodes, computed again only where something changed
+        self._everyone: set[str] = set()
         self._own_living: set[str] = set()
         self._is_stale = True
         self._state: dict[str, Any] = {}  # what all nodes are to know
-        self._version = 0  # of `_state`: a node that has it gets a beat in its place
+        # Of `_state`: a node that has it gets a beat in its place
+        self._version = 0
         self.replace: list[str] = []
         self.silent: list[str] = []
         self.refused: list[str] = []
@@ -229,24 +244,37 @@ class Coordinator:
     @property
     def members(self) -> list[str]:
         """Names by rank."""
-        return self._membership.members if self._membership else []
+        if self._membership:
+            return self._membership.members
+        return []
 
     @property
     def number(self) -> int:
         """The generation's."""
-        return self._membership.number if self._membership else 0
+        if self._membership:
+            return self._membership.number
+        return 0
 
     @property
     def causes(self) -> list[ProcessFailure]:
         """The failures that were losses, oldest first."""
-        return self._membership.causes if self._membership else []
+        if self._membership:
+            return self._membership.causes
+        return []
 
     def begin(self, round_: str, names: list[str], group: Any) -> bool:
         """Reset for a new start of all processes; return whether a loss is survived."""
         self._close_links()
-        self._waiting, self._met, self._nodes = [], set(), []
-        self._own, self._is_stale = set(names), True
-        self.replace, self.silent, self.refused, self.fatal, self.is_over = [], [], [], None, False
+        self._waiting = []
+        self._met = set()
+        self._nodes = []
+        self._own = set(names)
+        self._is_stale = True
+        self.replace = []
+        self.silent = []
+        self.refused = []
+        self.fatal = None
+        self.is_over = False
         self.code = self.stop_signal = 0
         ranks = [str(rank) for rank in range(group.workers[0].world_size)]
         self._world = set(ranks)
@@ -257,13 +285,15 @@ class Coordinator:
             if self._membership and self._listener:
                 number = secrets.token_hex(16)
                 self._round_secret = self._secret.derive(number)
-                host, port = self._meeting.rpartition(":")[0], self._listener.getsockname()[1]
+                host = self._meeting.rpartition(":")[0]
+                port = self._listener.getsockname()[1]
                 info = {"meeting": self._meeting, "host": host, "port": port, "number": number}
             _exchange(group, info, self._secret)
             if info and isinstance(group.store, PrefixStore):
                 self._published = group.store.underlying_store
                 self._published.set(_RUN, self._secret.sign("run", info).decode())
-        self._token, self._newest = round_, {}
+        self._token = round_
+        self._newest = {}
         return self._membership is not None
 
     def rejoin(self, processes: int) -> Seat | None:
@@ -275,7 +305,9 @@ class Coordinator:
 
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
-        return self._membership.rank_of(name) if self._membership else None
+        if self._membership:
+            return self._membership.rank_of(name)
+        return None
 
     def add_new(self, name: str) -> None:
         """Add a new process of this node, which has not joined yet."""
@@ -308,7 +340,10 @@ class Coordinator:
         if self.is_over:
             self.code = max([read_end(self._folder), *(node.code for node in self._nodes)])
         reason = "" if self.is_over else membership.update(everyone, failures)
-        self.fatal = None if membership.fatal in ended.values() else membership.fatal
+        if membership.fatal in ended.values():
+            self.fatal = None
+        else:
+            self.fatal = membership.fatal
         self._instruct(reason, membership)
         return reason
 
@@ -318,7 +353,8 @@ class Coordinator:
             heard = set[str]().union(*(node.slots for node in self._nodes))
             unheard = self._world - self._own - heard
             self._everyone = set[str].union(living, unheard, *(node.living for node in self._nodes))
-            self._own_living, self._is_stale = set(living), False
+            self._own_living = set(living)
+            self._is_stale = False
         return self._everyone
 
     def close(self) -> None:
@@ -358,7 +394,8 @@ class Coordinator:
             return
         self._is_stale = True
         names = [str(name) for name in hello["names"]]
-        number, label = int(hello["node"]), int(hello["label"])
+        number = int(hello["node"])
+        label = int(hello["label"])
         self._nodes.append(_Node(number, label or number, str(hello["host"]), link, names, set(names)))
 
     def _give_seat(self, link: Link, hello: dict[str, Any]) -> Seat | None:
@@ -392,7 +429,8 @@ class Coordinator:
             self._is_stale = self._is_stale or heard != node.living
             node.living = heard
             node.failed = {name: _failure(values) for name, values in report["failed"].items()}
-            node.code, node.stop_signal = report["code"], report["stop"]
+            node.code = report["code"]
+            node.stop_signal = report["stop"]
             for name in report["new"]:
                 self.add_new(name)
                 slot, _, number = name.partition(".")
@@ -408,7 +446,8 @@ class Coordinator:
             self._say(f"node {node.label} ({node.host}): its launcher is silent; the run has ended without it")
             node.link.close()
             node.is_lost = True
-            node.living, self._is_stale = set(), True
+            node.living = set()
+            self._is_stale = True
 
     def _lose(self, node: _Node, why: str) -> None:
         """Count a node's processes as lost, once; a process that ended well stays so."""
@@ -418,15 +457,20 @@ class Coordinator:
             return
         places = [self.rank_of(name) for name in sorted(node.living)]
         ranks = sorted(rank for rank in places if rank is not None)
-        named = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}" if ranks else "no rank"
+        if ranks:
+            named = f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+        else:
+            named = "no rank"
         message = f"node {node.label} ({node.host}, with {named}) is lost: {why}"
-        node.link.send({"lost": message})  # read by a launcher that was stopped, once it runs again
+        # Read by a launcher that was stopped, once it runs again
+        node.link.send({"lost": message})
         node.link.close()
         failure = ProcessFailure(
             ranks[0] if ranks else 0, 1, message, when=time.time(), place=_progress(self._folder), shared=True
         )
         node.failed |= dict.fromkeys(node.living, failure)
-        node.living, self._is_stale = set(), True
+        node.living = set()
+        self._is_stale = True
 
     def _instruct(self, reason: str, membership: Membership) -> None:
         """Send each node what is decided about its processes; keep this node's."""
@@ -443,7 +487,8 @@ class Coordinator:
             "cause": _values(membership.fatal) if reason and membership.fatal else None,
         }
         if state != self._state:
-            self._state, self._version = state | {"members": [*membership.members]}, self._version + 1
+            self._state = state | {"members": [*membership.members]}
+            self._version = self._version + 1
         has_orders = bool(membership.replace or membership.silent or membership.refused)
         for node in self._nodes:
             if has_orders:
@@ -452,7 +497,8 @@ class Coordinator:
                 continue
             if node.version != self._version:
                 node.link.send(self._state)
-                node.version, node.sent_at = self._version, now
+                node.version = self._version
+                node.sent_at = now
             elif now - node.sent_at > _BEAT:
                 node.link.send(_NOTHING_NEW)
                 node.sent_at = now
@@ -487,7 +533,10 @@ class Follower:
     """
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]) -> None:
-        self._endpoint, self._folder, self._secret, self._say = job.endpoint, folder, job.run_secret, say
+        self._endpoint = job.endpoint
+        self._folder = folder
+        self._secret = job.run_secret
+        self._say = say
         self._label, self._patience = job.node_rank, join_seconds(job)
         self._link: Link | None = None
         self._new: list[str] = []
@@ -513,9 +562,19 @@ class Follower:
         Raises:
             LockstepError: it cannot be reached.
         """
-        seat, self._seat, self._has_begun = self._seat, None, True
-        self.members, self.number, self._new, self._end, self._lost, self._sent = [], 0, [], "", "", {}
-        self.replace, self.silent, self.refused, self.fatal = [], [], [], None
+        seat = self._seat
+        self._seat = None
+        self._has_begun = True
+        self.members = []
+        self.number = 0
+        self._new = []
+        self._end = ""
+        self._lost = ""
+        self._sent = {}
+        self.replace = []
+        self.silent = []
+        self.refused = []
+        self.fatal = None
         self.is_over = self.is_orphaned = False
         self.code = self.stop_signal = 0
         if seat:  # connected since it was given
@@ -545,11 +604,16 @@ class Follower:
         if self._has_begun:
             return None
         host, _, port = self._endpoint.rpartition(":")
-        began, report, why = time.monotonic(), _SEAT_SECONDS, ""
+        began = time.monotonic()
+        report = _SEAT_SECONDS
+        why = ""
         try:
             store = TCPStore(host, int(port), None, False, timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False)
             while (seconds := time.monotonic() - began) < self._patience:
-                info = self._secret.read("run", store.get(_RUN)) if store.check([_RUN]) else None
+                if store.check([_RUN]):
+                    info = self._secret.read("run", store.get(_RUN))
+                else:
+                    info = None
                 if info is None:  # no run is under way: it meets the others
                     return None
                 why = self._ask_for_seat(info, processes)
@@ -584,7 +648,8 @@ class Follower:
 
     def _connect(self, info: dict[str, Any], hello: dict[str, Any]) -> Link:
         connection = socket.create_connection((info["host"], info["port"]), timeout=_CONNECT_SECONDS)
-        os.environ[MEETING_VARIABLE], os.environ[FOLLOWER_VARIABLE] = info["meeting"], "1"
+        os.environ[MEETING_VARIABLE] = info["meeting"]
+        os.environ[FOLLOWER_VARIABLE] = "1"
         self._link = Link(connection, self._secret.derive(info["number"]), is_server=False)
         self._link.send({"host": socket.gethostname(), "label": self._label} | hello)
         return self._link
@@ -592,8 +657,12 @@ class Follower:
     def rank_of(self, name: str) -> int | None:
         """Return a member's current rank; None if it is not a member."""
         if not self.members:  # nothing heard yet
-            return int(name) if name.isdigit() else None
-        return self.members.index(name) if name in self.members else None
+            if name.isdigit():
+                return int(name)
+            return None
+        if name in self.members:
+            return self.members.index(name)
+        return None
 
     def add_new(self, name: str) -> None:
         """Add a new process of this node, which has not joined yet."""
@@ -611,16 +680,21 @@ class Follower:
         now = time.monotonic()
         if self._new or report != self._sent or now - self._sent_at > _BEAT:
             self._link.send(report | {"new": self._new})
-            self._new, self._sent, self._sent_at = [], report, now
+            self._new = []
+            self._sent = report
+            self._sent_at = now
         for message in self._link.receive():
             self._lost = message.get("lost", self._lost)
             for name in _ORDERS:
                 getattr(self, name).extend(message.get(name, []))
             if "members" not in message:
                 continue
-            self.members, self.number = message["members"], message["number"]
+            self.members = message["members"]
+            self.number = message["number"]
             self.printer = message["printer"]
-            self.is_over, self.code, self._end = message["over"], message["code"], message["end"]
+            self.is_over = message["over"]
+            self.code = message["code"]
+            self._end = message["end"]
             self.stop_signal = max(self.stop_signal, message["stop"])
             self.fatal = _failure(message["cause"]) if message["cause"] else None
         if self.fatal and _values(self.fatal) in report["failed"].values():
@@ -672,7 +746,8 @@ class Follower:
 
 def _exchange(group: Any, own: dict[str, Any] | None, secret: Secret) -> dict[str, Any] | None:
     """Exchange the launchers' addresses in a round's store; return the coordinator's, None if there is none."""
-    store, size = group.store, group.group_world_size
+    store = group.store
+    size = group.group_world_size
     keys = [f"{_INFO}/{number}" for number in range(size)]
     store.set(keys[group.group_rank], secret.sign("addresses", own).decode())
     store.wait(keys, timedelta(seconds=_INFO_SECONDS))

@@ -118,12 +118,15 @@ def _mapped(host: str) -> str:
     """Return the address that torch asks the name server about: IPv4 as IPv6."""
     with contextlib.suppress(OSError):
         host = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    return host if ":" in host else f"::ffff:{host}"
+    if ":" in host:
+        return host
+    return f"::ffff:{host}"
 
 
 def _await_host(host: str, port: int, limit: float, say: Callable[[str], None]) -> None:
     """Wait until node 0's launcher listens. Raises as `open_rendezvous`."""
-    deadline, report = time.monotonic() + limit, time.monotonic() + _REPORT_SECONDS
+    deadline = time.monotonic() + limit
+    report = time.monotonic() + _REPORT_SECONDS
     while why := check_store(host, port, _GREETING_SECONDS, f"--master-addr {host} --master-port {port}"):
         advice = "check that its launcher runs, --master-addr, --master-port, and the firewall"
         left = deadline - time.monotonic()
@@ -142,7 +145,10 @@ def _check_settings(job: Job, store: TCPStore) -> None:
         ConfigError: the settings or the secrets differ.
         LockstepError: node 0's launcher wrote none.
     """
-    nodes = str(job.nodes[0]) if job.nodes[0] == job.nodes[1] else f"{job.nodes[0]}:{job.nodes[1]}"
+    if job.nodes[0] == job.nodes[1]:
+        nodes = str(job.nodes[0])
+    else:
+        nodes = f"{job.nodes[0]}:{job.nodes[1]}"
     own = {"--nnodes": nodes, "--rdzv-id": job.run_id}
     if job.is_host:  # over those of a stranger who was faster
         store.set(_SETTINGS, job.secret.sign("settings", own).decode())
@@ -161,7 +167,8 @@ def _check_settings(job: Job, store: TCPStore) -> None:
     for flag, value in own.items():
         if value != theirs[flag]:
             refused = f"{socket.gethostname()} with {flag} {value}"
-            store.set(_REFUSED, job.secret.sign("refused", refused).decode())  # its run may be another
+            # Its run may be another
+            store.set(_REFUSED, job.secret.sign("refused", refused).decode())
             raise ConfigError(f"{flag} is {value} here, and {theirs[flag]} on node 0; start all launchers alike")
 
 
@@ -230,10 +237,14 @@ class NodeRendezvous(RendezvousHandler):
     def __init__(
         self, handler: RendezvousHandler, job: Job, store: TCPStore | None, say: Callable[[str], None]
     ) -> None:
-        self._handler, self._job, self._store, self._say = handler, job, store, say
+        self._handler = handler
+        self._job = job
+        self._store = store
+        self._say = say
         self._counter = _WaitingCounter(handler)
         self._has_warned = False
-        self._last = ""  # description, since torch takes all out who waited for too long
+        # description, since torch takes all out who waited for too long
+        self._last = ""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the other launchers.
@@ -242,7 +253,8 @@ class NodeRendezvous(RendezvousHandler):
             LockstepError: not enough came in time.
             RendezvousError: the meeting point is closed or gone.
         """
-        self._counter = _WaitingCounter(self._handler)  # a count from before this round would cause another one
+        # A count from before this round would cause another one
+        self._counter = _WaitingCounter(self._handler)
         met = threading.Event()
         threading.Thread(target=self._report, args=(met,), name="lockstep-nodes", daemon=True).start()
         if self._store:
@@ -268,7 +280,8 @@ class NodeRendezvous(RendezvousHandler):
     def _describe(self) -> str:
         """Describe who has come, and what to check."""
         least, most = self._job.nodes
-        holder: Any = getattr(self._handler, "_state_holder", None)  # the same name since torch 2.11
+        # The same name since torch 2.11
+        holder: Any = getattr(self._handler, "_state_holder", None)
         if holder is None:
             return f"fewer than {least} nodes have come to {self._job.endpoint}; check the other launchers"
         state = holder.state
@@ -351,7 +364,8 @@ class _WaitingCounter:
 
     def read(self) -> int:
         """Return the newest count once, else 0."""
-        count, self._count = self._count, 0
+        count = self._count
+        self._count = 0
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._poll, daemon=True)
             self._thread.start()

@@ -38,7 +38,9 @@ class SignedBackend(RendezvousBackend):
 
     def __init__(self, store: Store, run_id: str, secret: Secret) -> None:
         self._backend = C10dRendezvousBackend(store, run_id)
-        self._store, self._key, self._secret = store, f"torch.rendezvous.{run_id}", secret
+        self._store = store
+        self._key = f"torch.rendezvous.{run_id}"
+        self._secret = secret
 
     @property
     def name(self) -> str:
@@ -53,7 +55,8 @@ class SignedBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """Store a state of this process, unless another launcher was faster; return the newest one."""
-        values = _to_json(pickle.loads(state))  # pickled by the caller, a line before
+        # Pickled by the caller, a line before
+        values = _to_json(pickle.loads(state))
         found = self._backend.set_state(self._secret.sign(_PURPOSE, values), token)
         return found and (self._read(found[0]), found[1], found[2])
 
@@ -89,9 +92,14 @@ def _to_json(state: _RendezvousState) -> dict[str, Any]:
 
 def _from_json(values: dict[str, Any]) -> _RendezvousState:
     state = _RendezvousState()
-    state.round, state.complete, state.closed = int(values["round"]), bool(values["complete"]), bool(values["closed"])
+    state.round = int(values["round"])
+    state.complete = bool(values["complete"])
+    state.closed = bool(values["closed"])
     deadline = values["deadline"]
-    state.deadline = None if deadline is None else datetime.fromisoformat(deadline)
+    if deadline is None:
+        state.deadline = None
+    else:
+        state.deadline = datetime.fromisoformat(deadline)
     state.participants = {_NodeDesc(*node): int(rank) for *node, rank in values["participants"]}
     state.wait_list = {_NodeDesc(*node) for node in values["wait_list"]}
     state.redundancy_list = {_NodeDesc(*node) for node in values["redundancy_list"]}

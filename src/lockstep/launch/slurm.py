@@ -173,7 +173,10 @@ def _checked(args: argparse.Namespace) -> dict[str, str]:
     """Check the flags, and return the values of --set by key."""
     for flag in ("nnodes", "node_rank", "master_addr", "rdzv_endpoint", "rdzv_id"):
         if getattr(args, flag) is not None:
-            way = "use --nodes" if flag == "nnodes" else "the launchers read it from Slurm in the job; leave it out"
+            if flag == "nnodes":
+                way = "use --nodes"
+            else:
+                way = "the launchers read it from Slurm in the job; leave it out"
             raise ConfigError(f"--{flag.replace('_', '-')} cannot be used with --slurm: {way}")
     for flag in ("nodes", "gpus_per_node", "chain"):
         value = getattr(args, flag)
@@ -270,14 +273,17 @@ def _fill(
     target: Sequence[str],
 ) -> str:
     """Fill the holes of the script."""
-    text, holes = _SCRIPT, dict[str, str]()
+    text = _SCRIPT
+    holes = dict[str, str]()
     if args.slurm:
         try:
             text = Path(args.slurm).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--slurm {args.slurm}: cannot read the template: {error}") from error
         holes = {name: values[name] for name in _HOLE.findall(text) if name in values}
-    lines = [f"#SBATCH --{key}" + (f"={_quote(value)}" if value else "") for key, value in options.items()]
+    lines = []
+    for key, value in options.items():
+        lines.append(f"#SBATCH --{key}" + (f"={_quote(value)}" if value else ""))
     quoted = f'"{folder}"'.replace("%a", "$SLURM_ARRAY_TASK_ID")
     holes = {
         "command": _command(args, target, quoted, options["job-name"] if args.seeds else ""),
@@ -295,7 +301,9 @@ def _fill(
 
 def _quote(value: str) -> str:
     """Quote a value as sbatch reads it in a script."""
-    return value if re.fullmatch(r"[\w@%+=:,./-]+", value) else '"' + value.replace('"', '\\"') + '"'
+    if re.fullmatch(r"[\w@%+=:,./-]+", value):
+        return value
+    return '"' + value.replace('"', '\\"') + '"'
 
 
 def _command(args: argparse.Namespace, target: Sequence[str], folder: str, name: str) -> str:
@@ -314,7 +322,10 @@ def _command(args: argparse.Namespace, target: Sequence[str], folder: str, name:
             words += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     if args.nccl_debug is not None:
         words += ["--nccl-debug", *([args.nccl_debug] if args.nccl_debug else [])]
-    errors = shlex.quote(args.stderr) if args.stderr else f"{folder}/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.stderr"
+    if args.stderr:
+        errors = shlex.quote(args.stderr)
+    else:
+        errors = f"{folder}/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.stderr"
     text = f"{shlex.join(words)} --stderr {errors} \\\n    -- {shlex.join(target)}"
     if name:
         text += f' --experiment-name {shlex.quote(name)}-seed"$SLURM_ARRAY_TASK_ID" --seed "$SLURM_ARRAY_TASK_ID"'
@@ -354,7 +365,9 @@ def _submit_chain(script: Path, count: int) -> list[str]:
         if done.returncode:
             if jobs:
                 subprocess.run(["scancel", *jobs], check=False)
-            words = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+            words = []
+            for line in done.stderr.splitlines():
+                words.append(line.removeprefix("sbatch: ").removeprefix("error: "))
             raise ConfigError(f"sbatch refused the job: {'; '.join(filter(None, words)) or 'it gave no reason'}")
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
@@ -365,7 +378,9 @@ def _order(error: BaseException) -> int:
         return 0
     if error.follows:
         return 1
-    return -1 if error.exit_code in FINAL_CODES else 0
+    if error.exit_code in FINAL_CODES:
+        return -1
+    return 0
 
 
 @contextlib.contextmanager
@@ -383,7 +398,8 @@ def record_end() -> Iterator[None]:
     file = Path(folder) / os.environ.get("SLURMD_NODENAME", "node")
     with contextlib.suppress(OSError):
         file.touch()
-    order, line = 2, ""
+    order = 2
+    line = ""
     try:
         yield
     except BaseException as error:

@@ -55,7 +55,8 @@ class RankStderr(DefaultLogsSpecs):
         """Create the next file of a rank, and show it from now on; return its path, or "" if there is none."""
         if self._folder is None:
             return ""
-        stem, number = f"rank-{int(rank):05d}", 1
+        stem = f"rank-{int(rank):05d}"
+        number = 1
         while True:
             path = self._folder / (f"{stem}.err" if number == 1 else f"{stem}.{number}.err")
             try:
@@ -82,7 +83,8 @@ class RankStderr(DefaultLogsSpecs):
 
 
 def _write(text: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed terminal must not end the run
+    # A closed terminal must not end the run
+    with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         sys.stderr.buffer.write(text)
         sys.stderr.flush()
@@ -93,16 +95,19 @@ class _Reader:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._file = path, path.open("rb", buffering=0)
-        self._label = f"{rank_label(rank)}: ".encode() if rank else b""  # as in the log
+        # As in the log
+        self._label = f"{rank_label(rank)}: ".encode() if rank else b""
         self._rest = b""
 
     def show(self, *, is_last: bool = False) -> None:
         new = b""
-        with contextlib.suppress(OSError):  # the storage does not answer; the file has it all the same
+        # The storage does not answer; the file has it all the same
+        with contextlib.suppress(OSError):
             new = self._file.read(_ENOUGH) or b""
         *lines, self._rest = (self._rest + new).split(b"\n")
         if self._rest and (is_last or len(self._rest) > _ENOUGH):
-            lines, self._rest = [*lines, self._rest], b""
+            lines = [*lines, self._rest]
+            self._rest = b""
         if lines:
             labelled = (line if line.startswith(self._label) else self._label + line for line in lines)
             _write(b"".join(line + b"\n" for line in labelled))

@@ -39,12 +39,15 @@ __all__ = [
 
 _MODULE = ("-m", "lockstep")  # the start of a command that can be forked
 _LATER = ("lockstep.training.named_task",)  # modules that a run loads on demand
-_READY, _BEGIN = b"r", b"b"
+_READY = b"r"
+_BEGIN = b"b"
 _LENGTH = 8  # bytes of a request's length
 _BLAS = "OPENBLAS_NUM_THREADS"
 _ANSWER = 2.0  # seconds for a fork
 _PID = 32  # bytes, enough for any pid
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of linux/prctl.h
+# of linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _NAME = 15  # bytes of a name
 
 
@@ -101,7 +104,8 @@ class Preloaded:
     def __init__(self) -> None:
         self._socket, child_end = socket.socketpair()
         command = [sys.executable, "-m", "lockstep.launch.workers", str(child_end.fileno())]
-        environment = os.environ | {_BLAS: "1"}  # OpenBLAS starts its threads when numpy is loaded
+        # OpenBLAS starts its threads when numpy is loaded
+        environment = os.environ | {_BLAS: "1"}
         self.process = subprocess.Popen(command, pass_fds=[child_end.fileno()], env=environment, start_new_session=True)
         child_end.close()
         self._socket.settimeout(0.0)
@@ -143,7 +147,8 @@ class Preloaded:
                 pid = b""
             if not pid:
                 return None
-            with contextlib.suppress(OSError):  # it has ended already; its exit code will show that
+            # It has ended already; its exit code will show that
+            with contextlib.suppress(OSError):
                 own_end.sendall(_BEGIN)
             return ForkedProcess(int(pid))
 
@@ -176,18 +181,23 @@ def _serve(own: socket.socket) -> list[str]:
     Raises:
         ConnectionError: the launcher is gone.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))  # when the launcher dies; forks do not inherit it
+    # When the launcher dies; forks do not inherit it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     importlib.import_module("lockstep.commands.train").import_training()
     for module in _LATER:
         importlib.import_module(module)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # a terminal sends them to all; the launcher ends this process
+        # A terminal sends them to all; the launcher ends this process
+        signal.signal(number, signal.SIG_IGN)
     if len(os.listdir("/proc/self/task")) > 1:
         return []  # a fork would not be safe
     own.sendall(_READY)
     while True:
         head, descriptors, _, _ = socket.recv_fds(own, _LENGTH, 1, socket.MSG_WAITALL)
-        text = own.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL) if head else b""
+        if head:
+            text = own.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        else:
+            text = b""
         if not text:
             return []
         request: dict[str, Any] = json.loads(text)
@@ -204,7 +214,9 @@ def _serve(own: socket.socket) -> list[str]:
                 time.sleep(0.001)
             _reset_process(request["environment"], request["stderr"])
             launcher.sendall(str(os.getpid()).encode())
-            return list(request["argv"]) if launcher.recv(1) == _BEGIN else []
+            if launcher.recv(1) == _BEGIN:
+                return list(request["argv"])
+            return []
 
 
 def _reset_process(environment: dict[str, str], stderr: str) -> None:
@@ -216,12 +228,16 @@ def _reset_process(environment: dict[str, str], stderr: str) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.setsid()
-    name = f"lockstep {environment.get('RANK', '')}".encode()  # its command line stays that of this module
+    # Its command line stays that of this module
+    name = f"lockstep {environment.get('RANK', '')}".encode()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name[:_NAME])
     os.environ.clear()
     os.environ.update(environment)
     threads = (environment.get(_BLAS) or environment.get("OMP_NUM_THREADS", "")).partition(",")[0]
-    count = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+    if threads.isdigit():
+        count = int(threads)
+    else:
+        count = len(os.sched_getaffinity(0))
     if count > 1:
         threadpoolctl.threadpool_limits(count, user_api="blas")
 
@@ -244,9 +260,11 @@ def private_folder() -> Path:
     Also removes the folders of launchers that are gone.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
-    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)  # no process started here inherits it
+    # No process started here inherits it
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
     for candidate in folder.parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or a living launcher's
+        # Another user's, or a living launcher's
+        with contextlib.suppress(OSError):
             if candidate != folder and time.time() - candidate.lstat().st_mtime > _YOUNG:
                 _remove(candidate)
     return folder
@@ -261,7 +279,8 @@ def life_pipe(folder: Path) -> Path:
     path = folder / "launcher"
     try:
         os.mkfifo(path, 0o600)
-        os.open(path, os.O_RDWR)  # no process started here inherits it; O_WRONLY would wait for a reader
+        # No process started here inherits it; O_WRONLY would wait for a reader
+        os.open(path, os.O_RDWR)
     except OSError as error:
         raise LockstepError(f"cannot create a named pipe in {folder}: {error}; set TMPDIR to a local folder") from error
     return path

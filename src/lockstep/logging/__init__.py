@@ -62,7 +62,8 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
         self._displays: list[Any] = []
-        self._waiting: deque[dict[str, Any] | None] = deque()  # None: an expected record
+        # None: an expected record
+        self._waiting: deque[dict[str, Any] | None] = deque()
         self._reported: set[int] = set()
 
     def start(self, info: dict[str, Any]) -> None:
@@ -117,7 +118,8 @@ class Sinks:
 
     def flush(self) -> None:
         """Drop expected records, and write those queued behind them."""
-        waiting, self._waiting = self._waiting, deque()
+        waiting = self._waiting
+        self._waiting = deque()
         for record in waiting:
             if record is not None:
                 self._write(record)

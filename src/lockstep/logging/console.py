@@ -67,7 +67,8 @@ class Ticker:
             self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # the terminal is gone: the run continues without a bar
+        # The terminal is gone: the run continues without a bar
+        with contextlib.suppress(Exception):
             while not self._over.wait(self._seconds):
                 with _TERMINAL_LOCK:
                     if not self._over.is_set():
@@ -81,8 +82,10 @@ class _Screen(Terminal):
     """
 
     def on_broken_pipe(self) -> None:
-        self.quiet = True  # the run continues; its records and its log are in its folder
-        with contextlib.suppress(OSError, ValueError):  # buffered output must not fail at exit
+        # The run continues; its records and its log are in its folder
+        self.quiet = True
+        # Buffered output must not fail at exit
+        with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
@@ -116,7 +119,9 @@ def count_text(count: float) -> str:
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= 0.9995 * size:
             return f"{count / size:#.3g}".rstrip(".") + unit
-    return f"{count:.3g}" if count < 100 else f"{count:.0f}"
+    if count < 100:
+        return f"{count:.3g}"
+    return f"{count:.0f}"
 
 
 def duration_text(seconds: float) -> str:
@@ -128,12 +133,16 @@ def duration_text(seconds: float) -> str:
     days, hour = divmod(hours, 24)
     if days:
         return f"{days} d {hour:02d}:{minute:02d}:{second:02d}"
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+    if hour:
+        return f"{hour}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
 
 
 def loss_text(loss: float) -> str:
     """Format a loss with four decimals, or five digits if very large or small."""
-    return f"{loss:.4f}" if 0.001 <= abs(loss) < 10000 else f"{loss:.5g}"
+    if 0.001 <= abs(loss) < 10000:
+        return f"{loss:.4f}"
+    return f"{loss:.5g}"
 
 
 def _numbers_of(record: Mapping[str, Any], items: str) -> list[str]:
@@ -154,7 +163,9 @@ def _numbers_of(record: Mapping[str, Any], items: str) -> list[str]:
 
 def _losses(record: Mapping[str, Any], loss: float) -> str:
     """Format the evaluation's loss; with several sets each one's, with its name."""
-    by_set = [f"{name} {loss_text(record[f'evaluation/{name}/loss'])}" for name in _sets(record)]
+    by_set = []
+    for name in _sets(record):
+        by_set.append(f"{name} {loss_text(record[f'evaluation/{name}/loss'])}")
     return "  ".join(by_set) or loss_text(loss)
 
 
@@ -196,9 +207,9 @@ def summary_rows(values: Mapping[str, Any], steps: int, items: str) -> list[tupl
         items: name of the items, in the plural.
     """
     memory = values.get("memory") or None  # 0: not measured
-    evaluated = [
-        (name if name == "perplexity" else f"evaluation {name}", text) for name, text in _evaluated(values, items)
-    ]
+    evaluated = []
+    for name, text in _evaluated(values, items):
+        evaluated.append((name if name == "perplexity" else f"evaluation {name}", text))
     rows: tuple[tuple[str, Any, Callable[[Any], str]], ...] = (
         ("experiment", values.get("experiment"), str),
         ("steps", values.get("global_step"), lambda step: f"{step} of {steps}"),
@@ -226,7 +237,10 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
         if loss is not None:
             numbers.append((f"{prefix}loss", loss_text(loss)))
             numbers += [(f"{prefix}perplexity", f"{perplexity(loss):.4g}")] if items == "tokens" else []
-        own = [name.removeprefix(f"evaluation/{prefix}") for name in record if name.startswith(f"evaluation/{prefix}")]
+        own = []
+        for name in record:
+            if name.startswith(f"evaluation/{prefix}"):
+                own.append(name.removeprefix(f"evaluation/{prefix}"))
         metrics = [name for name in own if name not in ("loss", "items")]
         numbers += [(f"{prefix}{name}", f"{record[f'evaluation/{prefix}{name}']:.5g}") for name in metrics]
     return numbers
@@ -234,7 +248,10 @@ def _evaluated(record: Mapping[str, Any], items: str) -> list[tuple[str, str]]:
 
 def _sets(record: Mapping[str, Any]) -> list[str]:
     """Return the names of the evaluation's sets, if they have names."""
-    counted = [name.removesuffix("/items") for name in record if name.endswith("/items") and name != "evaluation/items"]
+    counted = []
+    for name in record:
+        if name.endswith("/items") and name != "evaluation/items":
+            counted.append(name.removesuffix("/items"))
     return [name.removeprefix("evaluation/") for name in counted if f"{name}/loss" in record]
 
 
@@ -245,7 +262,11 @@ def _epochs(record: Mapping[str, Any]) -> float | None:
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), for a loss that is a mean over tokens in nats."""
-    return math.exp(loss) if loss < 700 else math.inf if loss > 0 else math.nan
+    if loss < 700:
+        return math.exp(loss)
+    if loss > 0:
+        return math.inf
+    return math.nan
 
 
 # --- sink
@@ -312,7 +333,11 @@ class Console:
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
         """Move the bar, now and then; during an evaluation show (done, total)."""
-        self._step, self._activity = step, [f"evaluating {evaluated[0]}/{evaluated[1]}"] if evaluated else []
+        self._step = step
+        if evaluated:
+            self._activity = [f"evaluating {evaluated[0]}/{evaluated[1]}"]
+        else:
+            self._activity = []
         if self._bar is not None and self._bar.is_due(_MOVE):
             self._draw()
 
@@ -346,16 +371,21 @@ class Console:
 
     def _remember(self, record: Mapping[str, Any]) -> None:
         peak = max(self._latest.get("memory") or 0, record.get("memory") or 0)
-        self._latest = {**self._latest, **record, **({"memory": peak} if peak else {})}  # new, for the timer
+        # new, for the timer
+        self._latest = {**self._latest, **record, **({"memory": peak} if peak else {})}
         if "running_loss" in record:
             self._losses.append((float(record["global_step"]), float(record["running_loss"])))
 
     def _time_left(self) -> float | None:
         """Return the seconds until the last step at the recent pace; None if unknown."""
-        (first, since), (last, until) = self._recent[0], self._recent[-1]
+        first, since = self._recent[0]
+        last, until = self._recent[-1]
         if first == last:  # no record yet
-            last, until = self._step, time.monotonic()
-        return (until - since) / (last - first) * (self._steps - self._step) if last > first else None
+            last = self._step
+            until = time.monotonic()
+        if last > first:
+            return (until - since) / (last - first) * (self._steps - self._step)
+        return None
 
     def _tick(self) -> None:
         """Redraw; called by the timer."""
@@ -370,7 +400,8 @@ class Console:
 
     def _table(self, summary: Mapping[str, Any]) -> None:
         if "epoch" in summary:
-            self._latest.pop("epoch_progress", None)  # belongs to the last record's epoch, not the summary's
+            # Belongs to the last record's epoch, not the summary's
+            self._latest.pop("epoch_progress", None)
         rows = summary_rows({**self._latest, **summary}, self._steps, self._items)
         margin = max((len(name) for name, _ in rows), default=0)
         self._page.line("")
@@ -394,7 +425,10 @@ class Console:
                 self._page.show(Text(line))
 
     def _files(self, files: Mapping[str, Any] | Iterable[Any]) -> None:
-        pairs = [(str(name), path) for name, path in files.items()] if isinstance(files, Mapping) else []
+        if isinstance(files, Mapping):
+            pairs = [(str(name), path) for name, path in files.items()]
+        else:
+            pairs = []
         lines = [str(path) for path in files] if not pairs else []
         margin = max((len(name) for name, _ in pairs), default=0)
         lines += [f"{name:<{margin}}  {path}" for name, path in pairs]
@@ -435,8 +469,12 @@ class _Page:
 
     def _write(self, text: str) -> None:
         """Write a line into a file or a pipe, where rich would add nothing to it and takes ten times as long."""
-        file, encoding = self.terminal.file, self.terminal.encoding
-        text = text if self.unicode else text.encode(encoding, "backslashreplace").decode(encoding)
+        file = self.terminal.file
+        encoding = self.terminal.encoding
+        if self.unicode:
+            text = text
+        else:
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
             file.write(f"{text}\n")
             file.flush()

@@ -33,7 +33,9 @@ class CsvFile:
     """
 
     def __init__(self, path: Path, resume_step: int = 0, evaluated: bool = True) -> None:
-        self._path, self._resume_step, self._evaluated = path, resume_step, evaluated
+        self._path = path
+        self._resume_step = resume_step
+        self._evaluated = evaluated
         self._names: list[str] = []
         self._file: BinaryIO | None = None
 
@@ -66,7 +68,8 @@ class CsvFile:
             self._rewrite(names, [*(each + [""] * (len(names) - len(old_names)) for each in rows), row])
             self._file, self._names = open(self._path, "ab", buffering=0), names  # noqa: SIM115
             return
-        end, data = os.fstat(self._file.fileno()).st_size, _lines([row])
+        end = os.fstat(self._file.fileno()).st_size
+        data = _lines([row])
         try:
             while data:
                 data = data[self._file.write(data) or 0 :]
@@ -95,7 +98,9 @@ class CsvFile:
 
 def _cell(value: Any) -> str:
     value = plain(value)
-    return "" if value is None else str(value)
+    if value is None:
+        return ""
+    return str(value)
 
 
 def _lines(rows: Iterable[Sequence[str]]) -> bytes:

@@ -51,7 +51,9 @@ class JsonLines:
         if path.exists():
             _trim(path, resume_step, evaluated)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        self._end, self._incomplete = os.fstat(self._file.fileno()).st_size, False  # bytes of complete lines
+        # bytes of complete lines
+        self._end = os.fstat(self._file.fileno()).st_size
+        self._incomplete = False
 
     def start(self, info: dict[str, Any]) -> None:
         """Do nothing; other files describe the run."""
@@ -63,7 +65,8 @@ class JsonLines:
         """
         line = _encode({name: plain(value) for name, value in record.items()}).encode() + b"\n"
         self._drop_incomplete_line()
-        end, self._incomplete = self._end + len(line), True
+        end = self._end + len(line)
+        self._incomplete = True
         try:
             while line:
                 line = line[self._file.write(line) or 0 :]
@@ -71,7 +74,8 @@ class JsonLines:
             with contextlib.suppress(OSError):
                 self._drop_incomplete_line()
             raise
-        self._end, self._incomplete = end, False
+        self._end = end
+        self._incomplete = False
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Sync the file to the disk and close it."""
@@ -139,14 +143,19 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return mask(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(float(value))
+        if math.isfinite(value):
+            return value
+        return str(float(value))
     if value is None or isinstance(value, bool | int):
         return value
-    return plain(value.item())  # a numpy or torch number; anything else is the caller's mistake
+    # A numpy or torch number; anything else is the caller's mistake
+    return plain(value.item())
 
 
 def _number(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    return value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -154,7 +163,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):  # cut short, or not UTF-8
         return None
-    return record if isinstance(record, dict) else None
+    if isinstance(record, dict):
+        return record
+    return None
 
 
 def _keeps(line: bytes, last_step: int | None, evaluated: bool) -> bool:

@@ -48,7 +48,8 @@ def open_log(folder: Path, rank: int, stderr: bool = True) -> logging.Logger:
     if stderr:
         logger.addHandler(_Stderr(rank))
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # a root handler would show each line again, unmasked
+    # A root handler would show each line again, unmasked
+    logger.propagate = False
     return logger
 
 
@@ -97,7 +98,10 @@ class _TerminalLine(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        if record.levelno >= logging.WARNING:
+            level = f"{record.levelname.lower()}: "
+        else:
+            level = ""
         prefix = f"{rank_label(self._rank)}: " if self._rank else ""
         return f"{prefix}{level}{_message_of(record)}"
 

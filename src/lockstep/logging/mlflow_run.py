@@ -26,9 +26,12 @@ __all__ = [
 
 _FINISH_TIMEOUT = 120.0  # seconds to wait for the server at the end of a run
 _RUN_TAG = "lockstep.run"  # by which a resumed run finds its MLflow run
-_RUN_VARIABLE, _EXPERIMENT_VARIABLE = "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID"
+_RUN_VARIABLE = "MLFLOW_RUN_ID"
+_EXPERIMENT_VARIABLE = "MLFLOW_EXPERIMENT_ID"
 _IDS = (_RUN_VARIABLE, _EXPERIMENT_VARIABLE)
-_MOST_PARAMS, _MOST_CHARACTERS = 100, 500  # of a batch, and of a value; what every server takes
+# of a batch, and of a value; what every server takes
+_MOST_PARAMS = 100
+_MOST_CHARACTERS = 500
 
 
 @final
@@ -46,9 +49,11 @@ class MLflow:
 
     def __init__(self, folder: Path, experiment: str, run_id: str) -> None:
         self._local_uri = f"sqlite:///{(folder / 'mlflow.db').absolute()}"
-        self._experiment, self._run_id = experiment, run_id
+        self._experiment = experiment
+        self._run_id = run_id
         self._artifacts = (folder / "mlflow").absolute().as_uri()
-        self._queue: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()  # records, then a status
+        # records, then a status
+        self._queue: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -145,7 +150,10 @@ class MLflow:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "lockstep"
         if found := target.client.get_experiment_by_name(name):
             return str(found.experiment_id)
-        options = {"artifact_location": self._artifacts} if target.is_local else {}
+        if target.is_local:
+            options = {"artifact_location": self._artifacts}
+        else:
+            options = {}
         return str(target.client.create_experiment(name, **options))
 
 
@@ -168,7 +176,8 @@ class _Target(NamedTuple):
 def _log_params(client: Any, run: str, info: dict[str, Any]) -> None:
     """Log the parameters that the run lacks: MLflow refuses to change one."""
     data = client.get_run(run).data
-    prefix = "" if _RUN_TAG in data.tags else "lockstep."  # the program's own parameters have the plain names
+    # The program's own parameters have the plain names
+    prefix = "" if _RUN_TAG in data.tags else "lockstep."
     params = [each for each in _params(info, prefix) if each.key not in data.params]
     for at in range(0, len(params), _MOST_PARAMS):
         client.log_batch(run, params=params[at : at + _MOST_PARAMS])
@@ -182,7 +191,8 @@ def _name(name: str) -> str:
 def _metrics(record: dict[str, Any]) -> list[Any]:
     from mlflow.entities import Metric
 
-    now, step = time.time_ns() // 1_000_000, int(record["global_step"])
+    now = time.time_ns() // 1_000_000
+    step = int(record["global_step"])
     return [Metric(_name(name), float(value), now, step) for name, value in record.items() if name != "global_step"]
 
 

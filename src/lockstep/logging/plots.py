@@ -80,17 +80,27 @@ def curve(
     columns = width - margin - 2
     dots = (2, 4) if unicode else (1, 1)
     lit = _pixels(finite, (low, high), columns * dots[0], height * dots[1])
-    rows = _braille(lit, columns, height) if unicode else _ascii(lit, columns, height)
+    if unicode:
+        rows = _braille(lit, columns, height)
+    else:
+        rows = _ascii(lit, columns, height)
     edge, corner, line = ("│", "└", "─") if unicode else ("|", "+", "-")
-    lines = [f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip() for row, text in enumerate(rows)]
-    first, last = label(finite[0][0]), label(finite[-1][0])
+    lines = []
+    for row, text in enumerate(rows):
+        lines.append(f"{labels.get(row, ''):>{margin}} {edge}{text}".rstrip())
+    first = label(finite[0][0])
+    last = label(finite[-1][0])
     gap = columns - len(first) - len(last)
-    axis = first + " " * gap + last if len(finite) > 1 and gap > 0 else first
+    if len(finite) > 1 and gap > 0:
+        axis = first + " " * gap + last
+    else:
+        axis = first
     return [*lines, " " * (margin + 1) + corner + line * columns, " " * (margin + 2) + axis]
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     pad = abs(high) * 0.1 or 1.0  # a flat line runs through the middle
@@ -102,7 +112,8 @@ def _pixels(points: list[Point], span: Point, width: int, height: int) -> set[tu
 
     Neighbouring columns are joined by a line.
     """
-    (first_x, _), (last_x, _) = points[0], points[-1]
+    first_x, _ = points[0]
+    last_x, _ = points[-1]
     low, high = span
     columns: dict[int, list[float]] = {}
     for x, y in points:

@@ -36,7 +36,8 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, resume_step: int = 0) -> None:
-        self._folder, self._resume_step = folder, resume_step
+        self._folder = folder
+        self._resume_step = resume_step
         self._writer: Any = None
 
     def start(self, info: dict[str, Any]) -> None:
@@ -50,7 +51,8 @@ class TensorBoard:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = self._resume_step + 1 if self._resume_step else 0  # 0 purges all, for a run that starts over
+        # 0 purges all, for a run that starts over
+        purge = self._resume_step + 1 if self._resume_step else 0
         self._writer = SummaryWriter(self._folder, purge_step=purge)
         text = mask(json.dumps(info, indent=1, default=str))
         self._writer.add_text("run", f"```\n{text}\n```", self._resume_step)
@@ -68,7 +70,9 @@ class TensorBoard:
             self._writer.close()
 
 
-_START_TIMEOUT, _FINISH_TIMEOUT = 60.0, 120.0  # seconds to wait for the service at the start and the end of a run
+# seconds to wait for the service at the start and the end of a run
+_START_TIMEOUT = 60.0
+_FINISH_TIMEOUT = 120.0
 
 
 @final
@@ -114,7 +118,8 @@ class WandB:
         """
         import wandb
 
-        self._run, self._is_own = wandb.run, wandb.run is None
+        self._run = wandb.run
+        self._is_own = wandb.run is None
         if self._run is not None:
             self._run.config.update({"lockstep": info}, allow_val_change=True)
             return
@@ -166,7 +171,8 @@ def remote_sinks(config: Config, folder: Path, start: int, run_id: str, *, evalu
     if config.tensorboard:
         chosen.append(TensorBoard(folder / "tensorboard", start))
     if config.wandb:
-        name, project = config.experiment_name, config.wandb_project
+        name = config.experiment_name
+        project = config.wandb_project
         chosen.append(WandB(folder, name, run_id, project=project, resume_step=start))
     if config.mlflow:
         chosen.append(MLflow(folder, config.experiment_name, run_id))
@@ -182,5 +188,7 @@ def _masked(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         return masked(value)
     if isinstance(value, str):
-        return "***" if value and is_secret_name(name) else mask(value)
+        if value and is_secret_name(name):
+            return "***"
+        return mask(value)
     return value

@@ -67,7 +67,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """
     logits = logits.flatten(0, -2)
     if logits.dtype is not torch.float64:
-        logits = logits.float()  # a sum over a large vocabulary is too coarse in half precision
+        # A sum over a large vocabulary is too coarse in half precision
+        logits = logits.float()
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
@@ -89,7 +90,9 @@ def summed_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor
         return summed_cross_entropy(head(rows), targets)
 
     parts = zip(torch.split(hidden.flatten(0, 1), chunk), torch.split(labels.flatten(), chunk), strict=True)
-    losses = [checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in parts]
+    losses = []
+    for each in parts:
+        losses.append(checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False))
     total: Tensor = losses[0]
     for loss in losses[1:]:
         total = total + loss
@@ -119,7 +122,10 @@ def _kernels() -> Any:
 
 
 def _sums(gradient: Tensor) -> Tensor:
-    wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    if gradient.dtype is torch.float64:
+        wide = torch.float64
+    else:
+        wide = torch.float32
     return gradient.sum(0, dtype=wide)
 
 
@@ -225,7 +231,8 @@ class _Qkv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors  # read once: activation checkpointing computes them when they are
+        # Read once: activation checkpointing computes them when they are
+        x, weight = ctx.saved_tensors
         parts = (part.reshape(-1, part.shape[-1]) for part in (query, key, value))
         gradient, sums = torch.ops.lockstep.stacked_gradient(*parts)
         return _linear_backward(ctx, x, weight, gradient, sums)
@@ -279,8 +286,10 @@ class _Replacement(nn.Linear):
 
         `settings` become attributes.
         """
-        layer = cls(linear.in_features, linear.out_features, device="meta")  # draws nothing
-        layer.weight, layer.bias = linear.weight, linear.bias
+        # Draws nothing
+        layer = cls(linear.in_features, linear.out_features, device="meta")
+        layer.weight = linear.weight
+        layer.bias = linear.bias
         vars(layer).update(settings)
         return layer.train(linear.training)
 

@@ -102,7 +102,8 @@ class Past:
         """Append keys and values, and return all, each [batch, heads, time, size]."""
         if self._held is not None:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self._held, (key, value), strict=True))
-        self._held, self.time = (key, value), key.shape[2]
+        self._held = (key, value)
+        self.time = key.shape[2]
         return key, value
 
 
@@ -111,8 +112,10 @@ class _Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
-        self.inputs = nn.Linear(config.width, 3 * config.width)  # queries, keys and values in one product
+        self.heads = config.heads
+        self.dropout = config.dropout
+        # queries, keys and values in one product
+        self.inputs = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, past: Past | None = None) -> Tensor:
@@ -177,15 +180,18 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config, self.ending = config, _ended
+        self.config = config
+        self.ending = _ended
         device = torch.get_default_device()
-        with torch.device("meta"):  # else each layer draws its weights, and reset_parameters draws them again
+        # Else each layer draws its weights, and reset_parameters draws them again
+        with torch.device("meta"):
             self.tokens = nn.Embedding(config.padded_vocab, config.width)
             self.positions = nn.Embedding(config.context, config.width)
             self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
-        for module in self.modules():  # `to_empty` swaps tensors, which fake ones do not allow
+        # `to_empty` swaps tensors, which fake ones do not allow
+        for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
         self.reset_parameters()
@@ -248,7 +254,9 @@ class GPT(nn.Module):
         x = x if self.residual is None else x.to(self.residual)
         for number, block in enumerate(self.blocks):
             x = block(x, mask, past[number]) if past else block(x, mask)
-        return self._head(self.norm(x)) if labels is None else self.ending(self, x, labels, chunk)
+        if labels is None:
+            return self._head(self.norm(x))
+        return self.ending(self, x, labels, chunk)
 
     def _head(self, x: Tensor) -> Tensor:
         return F.linear(x, weight_of(self.tokens, x))
@@ -341,7 +349,8 @@ def generate(  # noqa: PLR0913
     Returns:
         int64 [batch, time + at most `max_new_tokens`].
     """
-    training, past = model.training, None
+    training = model.training
+    past = None
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     ends = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
     model.eval()

@@ -134,7 +134,10 @@ def _by_turns(
                 "{% generation %}, or set --data.labels all"
             )
         begin = alike(tokens, _encoded(tokenizer, before))
-        end = len(tokens) if len(after) == len(text) else alike(tokens, _encoded(tokenizer, after))
+        if len(after) == len(text):
+            end = len(tokens)
+        else:
+            end = alike(tokens, _encoded(tokenizer, after))
         labelled[begin:end] = [True] * (end - begin)
     return tokens, labelled
 
@@ -145,7 +148,8 @@ def _rendered(
     answer: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    if not messages:  # the assistant begins: few templates render nothing at all
+    # The assistant begins: few templates render nothing at all
+    if not messages:
         return ""
     given = {"tools": list(tools)} if tools else {}
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer, **given))
@@ -161,7 +165,9 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 # What some architectures apply to the logits of their head, by the name in their configuration.
 _CAP = "final_logit_softcapping"
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier")
-_BEFORE, _AFTER = 32, 16  # tokens around the end of a document that are compared
+# tokens around the end of a document that are compared
+_BEFORE = 32
+_AFTER = 16
 
 
 def logits_of(model: nn.Module, input_ids: Tensor, **inputs: Tensor) -> Tensor:
@@ -186,7 +192,9 @@ def inputs_of(batch: Any) -> dict[str, Tensor]:
     From such positions, without a mask, `transformers` makes the attention masks of packed documents itself, one for
     each kind of layer; a mask of ours would also replace those of sliding windows.
     """
-    return {"position_ids": batch["positions"]} if "positions" in batch else {}
+    if "positions" in batch:
+        return {"position_ids": batch["positions"]}
+    return {}
 
 
 def takes_documents(architecture: type[nn.Module]) -> bool:
@@ -218,7 +226,8 @@ def with_loss(model: Any, *, of_logits: bool = False) -> nn.Module:
 def _forward(self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **kwargs: Any) -> Any:
     if summed_labels is None:
         return type(self).forward(self, *inputs, **kwargs)
-    options = {name: value for name, value in kwargs.items() if value is not None}  # adapters pass on whatever there is
+    # Adapters pass on whatever there is
+    options = {name: value for name, value in kwargs.items() if value is not None}
     hidden = self.base_model(*inputs, **options).last_hidden_state
     loss: Tensor = self.ending(self, hidden, summed_labels, chunk)
     return loss
@@ -228,7 +237,9 @@ def _forward_of_logits(
     self: Any, *inputs: Any, summed_labels: Tensor | None = None, chunk: int = 0, **kwargs: Any
 ) -> Any:
     output = type(self).forward(self, *inputs, **kwargs)
-    return output if summed_labels is None else self.ending(self, output.logits, summed_labels, chunk)
+    if summed_labels is None:
+        return output
+    return self.ending(self, output.logits, summed_labels, chunk)
 
 
 def _summed_ending(model: Any, hidden: Tensor, labels: Tensor, chunk: int) -> Tensor:
@@ -258,7 +269,8 @@ def same_head(model: nn.Module, ids: Tensor, loss: Any) -> bool:
     few = ids[:1, :8]
     plain = loss(logits_of(model, few), few)
     inside = model(input_ids=few, use_cache=False, summed_labels=few, chunk=3)
-    return bool((plain - inside).abs() <= _close(plain) * plain.abs())  # waits for the device
+    # Waits for the device
+    return bool((plain - inside).abs() <= _close(plain) * plain.abs())
 
 
 @torch.no_grad()
@@ -274,19 +286,25 @@ def keeps_apart(model: nn.Module, ids: Tensor, positions: Tensor, documents: Ten
     row = int(documents.amax(dim=1).argmax())  # waits for the device
     first = documents[row] == 0
     end = int(first.sum())  # waits for the device
-    after = end + int((documents[row] == 1)[end : end + _AFTER].sum())  # waits for the device
+    # Waits for the device
+    after = end + int((documents[row] == 1)[end : end + _AFTER].sum())
     span = slice(max(0, end - _BEFORE), after)
-    few, places = ids[row : row + 1, span], positions[row : row + 1, span]
-    changed = torch.where(first[span], (few + 1) % (int(ids.max()) + 1), few)  # waits for the device
+    few = ids[row : row + 1, span]
+    places = positions[row : row + 1, span]
+    # Waits for the device
+    changed = torch.where(first[span], (few + 1) % (int(ids.max()) + 1), few)
     left, right = (logits_of(model, each, position_ids=places)[:, end - span.start :] for each in (few, changed))
     if not left.numel():
         return True
     exact = left.dtype in (torch.float32, torch.float64)
-    return bool((left - right).abs().max() <= (1e-5 if exact else 1e-2) * left.abs().max())  # waits for the device
+    # Waits for the device
+    return bool((left - right).abs().max() <= (1e-5 if exact else 1e-2) * left.abs().max())
 
 
 def _close(loss: Tensor) -> float:
-    return 1e-9 if loss.dtype is torch.float64 else 2e-3
+    if loss.dtype is torch.float64:
+        return 1e-9
+    return 2e-3
 
 
 Say = Callable[[str], None]
@@ -328,7 +346,10 @@ class HubModel:
         self, name: str, *, revision: str = "", trust_remote_code: bool = False, cache: Path, say: Say
     ) -> None:
         transformers = transformers_for("--model-name", name)
-        self.name, self._trust, self._cache, self._say = name, trust_remote_code, cache, say
+        self.name = name
+        self._trust = trust_remote_code
+        self._cache = cache
+        self._say = say
         self._where = where(name)
         with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = transformers.AutoConfig.from_pretrained(
@@ -350,7 +371,8 @@ class HubModel:
 
     def with_layers(self, layers: int) -> "HubModel":
         """Return the same architecture with `layers` layers."""
-        model, fields = copy.copy(self), self._config.to_dict()
+        model = copy.copy(self)
+        fields = self._config.to_dict()
         fields |= {name: value[:layers] for name, value in fields.items() if name == "layer_types" and value}
         model._config = type(self._config).from_dict({**fields, "use_cache": False})
         model._config.get_text_config().num_hidden_layers = layers
@@ -387,7 +409,8 @@ class HubModel:
                     model = self._initialise(vocab_size)
                 return quantization.use_placeholders(model, _quantizable(model), dtype or torch.float32).train()
             model = self._initialise(vocab_size)
-            for parameter in model.parameters():  # not the tables: bfloat16 would round rotary frequencies
+            # Not the tables: bfloat16 would round rotary frequencies
+            for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype or torch.float32)
             return model.train()
 
@@ -410,11 +433,14 @@ class HubModel:
             low_cpu_mem_usage=True,
             **(quantization.arguments(transformers) if quantization else {}),
         )
-        return quantization.prepare(model) if quantization else model
+        if quantization:
+            return quantization.prepare(model)
+        return model
 
     def _initialise(self, vocab_size: int) -> nn.Module:
         config = self._config
-        if vocab_size != self.vocab_size:  # a tokenizer of its own: the special tokens' numbers mean nothing there
+        # A tokenizer of its own: the special tokens' numbers mean nothing there
+        if vocab_size != self.vocab_size:
             config = type(config).from_dict({**config.to_dict(), "vocab_size": vocab_size})
             config.use_cache = False
             config.bos_token_id = config.eos_token_id = config.pad_token_id = None
@@ -501,7 +527,10 @@ class HubTokenizer:
             tokens, learned = chat_tokens(self._tokenizer, turns, 0)
         except DataError:  # of a template for other turns, or one that changes earlier text
             return []
-        special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        special = set()
+        for number, token in self._tokenizer.added_tokens_decoder.items():
+            if token.special:
+                special.add(number)
         return sorted({token for token, mark in zip(tokens, learned, strict=True) if mark and token in special})
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -526,7 +555,10 @@ class HubTokenizer:
 
     def _fingerprint(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        text = backend.to_str() if backend is not None else repr(sorted(self._tokenizer.get_vocab().items()))
+        if backend is not None:
+            text = backend.to_str()
+        else:
+            text = repr(sorted(self._tokenizer.get_vocab().items()))
         template = _chat_template(self._tokenizer)
         return hashlib.sha256(f"{text} {self.separator} {template}".encode()).hexdigest()[:32]
 
@@ -539,7 +571,8 @@ def save_trained(folder: Path, separator: int, *, temperature: float, top_k: int
         separator: the token that ends and begins a document; it is the tokenizer's next one, and gets a name.
         temperature, top_k: of `GenerationConfig`, as `lockstep generate` has them.
     """
-    transformers, end = transformers_for("--format hf", str(folder)), "<|endoftext|>"
+    transformers = transformers_for("--format hf", str(folder))
+    end = "<|endoftext|>"
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
         bos_token=end,
@@ -569,7 +602,9 @@ def _quantizable(model: nn.Module) -> list[str]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the members of the module list with the most parameters."""
     stacks: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(stacks, key=_size).children()) if stacks else []
+    if stacks:
+        return list(max(stacks, key=_size).children())
+    return []
 
 
 def _size(module: nn.Module) -> int:
@@ -596,7 +631,8 @@ def as_it_is(flag: str, name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
+            # Of the package's own imports: nothing that a user could act on
+            warnings.simplefilter("ignore")
             import transformers
     except ImportError as error:
         raise ConfigError(
@@ -608,7 +644,9 @@ def as_it_is(flag: str, name: str) -> Any:
 
 def where(name: str) -> str:
     """Return a name as `transformers` takes it: OWNER/NAME, or a folder's path."""
-    return name if is_hub_name(name) else str(Path(name).expanduser())
+    if is_hub_name(name):
+        return name
+    return str(Path(name).expanduser())
 
 
 @contextmanager

@@ -64,7 +64,11 @@ class HubClassifier:
         say: Say,
     ) -> None:
         self._transformers = transformers_for("--model-name", name)
-        self.name, self._kind, self._trust, self._cache, self._say = name, kind, trust_remote_code, cache, say
+        self.name = name
+        self._kind = kind
+        self._trust = trust_remote_code
+        self._cache = cache
+        self._say = say
         self._where, self.untrained = where(name), tuple[str, ...]()
         with explained("--model-name", name), once_per_node(name, cache, say):
             self._config = self._transformers.AutoConfig.from_pretrained(
@@ -76,7 +80,10 @@ class HubClassifier:
                 label2id={label: number for number, label in enumerate(classes)},
             )
             file = self._transformers.utils.cached_file(self._where, "config.json", revision=revision or None)
-            commit = self._transformers.utils.extract_commit_hash(file, None) if is_hub_name(name) else ""
+            if is_hub_name(name):
+                commit = self._transformers.utils.extract_commit_hash(file, None)
+            else:
+                commit = ""
             self.revision = str(commit or "")
             preprocessing = self._preprocessing() if kind == IMAGES else {}
         if pad >= 0:
@@ -105,7 +112,8 @@ class HubClassifier:
                 with once_per_node(self.name, self._cache, self._say):
                     return self._read(auto, dtype).train()
             model: nn.Module = auto.from_config(self._config, dtype=torch.float32, trust_remote_code=self._trust)
-            for parameter in model.parameters():  # initialised in float32 whatever the dtype
+            # Initialised in float32 whatever the dtype
+            for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
             return model.train()
 
@@ -121,7 +129,8 @@ class HubClassifier:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-        classes, initial = self._config.num_labels, sorted(loading_info["missing_keys"])
+        classes = self._config.num_labels
+        initial = sorted(loading_info["missing_keys"])
         for name, stored, expected in loading_info["mismatched_keys"]:
             if tuple(stored[1:]) != tuple(expected[1:]) or expected[0] != classes:
                 raise ConfigError(
@@ -157,7 +166,10 @@ class HubClassifier:
             model: Any = getattr(self._transformers, self._kind).from_config(
                 self._config, trust_remote_code=self._trust
             )
-            odd = [name for name, tensor in model.state_dict().items() if shapes.get(name) != tuple(tensor.shape)]
+            odd = []
+            for name, tensor in model.state_dict().items():
+                if shapes.get(name) != tuple(tensor.shape):
+                    odd.append(name)
             if odd:
                 raise ConfigError(f"--format hf: {self.name} has a tensor {odd[0]}, the checkpoint none of its shape")
         model.config.architectures = [type(model).__name__]
@@ -168,7 +180,10 @@ class HubClassifier:
                 "image_std": self.std,
                 "size": {"height": self.size, "width": self.size},
             }
-            settings = {**self._preprocessing(), **image_settings} if self.size else self._preprocessing()
+            if self.size:
+                settings = {**self._preprocessing(), **image_settings}
+            else:
+                settings = self._preprocessing()
             (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -210,8 +225,11 @@ class HubEncoder:
             list(texts), *([list(pairs)] if pairs else []), truncation=True, max_length=longest, verbose=False
         )
         keys = list(encoding)
-        rows = [dict(zip(keys, values, strict=True)) for values in zip(*(encoding[key] for key in keys), strict=True)]
-        one = {"input_ids": self.pad, "attention_mask": 1}  # for a text without tokens: no model takes an empty one
+        rows = []
+        for values in zip(*(encoding[key] for key in keys), strict=True):
+            rows.append(dict(zip(keys, values, strict=True)))
+        # For a text without tokens: no model takes an empty one
+        one = {"input_ids": self.pad, "attention_mask": 1}
         return [row if row["input_ids"] else {key: [one.get(key, 0)] for key in keys} for row in rows]
 
     def save(self, folder: Path) -> None:

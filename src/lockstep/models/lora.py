@@ -101,7 +101,10 @@ def chosen_modules(model: nn.Module, patterns: str) -> list[str]:
         names = _reached(modules, part)
         if not names:
             close = difflib.get_close_matches(part, sorted({*modules, *_lasts(modules)}), n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(modules)[:8])}"
+            if close:
+                hint = f"did you mean {close[0]}?"
+            else:
+                hint = f"the model's are {', '.join(_lasts(modules)[:8])}"
             raise ConfigError(f"--lora.modules-to-save: '{part}' matches no module; {hint}")
         reached.update(names)
     outer = [name for name in modules if name in reached and not is_within(name.rpartition(".")[0], reached)]
@@ -137,7 +140,10 @@ def chosen_targets(model: nn.Module, patterns: str, full: Collection[str] = ()) 
     Raises:
         ConfigError: one matches no linear layer (the nearest is named), or there are none.
     """
-    linear = {name: module for name, module in _linear(model).items() if not is_within(name, full)}
+    linear = {}
+    for name, module in _linear(model).items():
+        if not is_within(name, full):
+            linear[name] = module
     names = list(dict.fromkeys(name for part in _parts(patterns) for name in _matched(model, part, linear)))
     if not patterns.strip():
         heads = _heads(model)
@@ -158,9 +164,11 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
 
     Those that torch's own attention reads but does not call are left out.
     """
-    within = {
-        id(part) for each in model.modules() if isinstance(each, nn.MultiheadAttention) for part in each.modules()
-    }
+    within = set()
+    for each in model.modules():
+        if isinstance(each, nn.MultiheadAttention):
+            for part in each.modules():
+                within.add(id(part))
     return {
         name: module
         for name, module in model.named_modules()
@@ -199,7 +207,10 @@ def _matched(model: nn.Module, pattern: str, linear: dict[str, nn.Module]) -> li
             f"--lora.targets: '{pattern}' is {modules[0]}, a {kind}, but only linear layers take adapters; remove it"
         )
     close = difflib.get_close_matches(pattern, sorted({*_lasts(linear), *linear}), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"the model's are {', '.join(_lasts(linear)[:8]) or 'none'}"
+    if close:
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"the model's are {', '.join(_lasts(linear)[:8]) or 'none'}"
     raise ConfigError(f"--lora.targets: '{pattern}' matches no linear layer; {hint}")
 
 
@@ -235,7 +246,8 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     peft = _peft()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # if linear layers of both kinds are adapted, peft warns of the other kind
+            # If linear layers of both kinds are adapted, peft warns of the other kind
+            warnings.simplefilter("ignore")
             peft.inject_adapter_in_model(_config(peft, adapters), model)
     except ValueError as error:
         raise ConfigError(f"--lora.targets: peft rejects them: {' '.join(str(error).split())[:200]}") from error
@@ -244,7 +256,10 @@ def inject(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> None:
     for name in trained_names(model, adapters.whole):
         parameter = model.get_parameter(name).requires_grad_(True)
         parameter.data = parameter.data.to(dtype)
-    fast = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+    fast = []
+    for each in model.modules():
+        if isinstance(each, nn.TransformerEncoderLayer):
+            fast.append(each)
     if any(
         True for each in fast for _ in _layers(each)
     ):  # in an evaluation its fast path reads the base's weights directly
@@ -295,7 +310,9 @@ def exported_name(name: str, full: Collection[str]) -> str:
     """Return a trained tensor's name in a file of peft; "" for the base."""
     if is_within(name, full):
         return f"base_model.model.{name}"
-    return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.search(name) else ""
+    if _ADAPTER.search(name):
+        return f"base_model.model.{name.replace('.default.', '.')}"
+    return ""
 
 
 @torch.no_grad()
@@ -307,11 +324,14 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
-    dtype, left_out, tensors = _dtype_of(model), scales(model), {}
+    dtype = _dtype_of(model)
+    left_out = scales(model)
+    tensors = {}
     for name, tensor in model.state_dict().items():
         if _ADAPTER.search(name) or name in left_out:
             continue
-        layer, base = layers.get(name), quantized.get(name)
+        layer = layers.get(name)
+        base = quantized.get(name)
         tensor = tensor if base is None else dequantize(base, dtype)
         if layer is not None:
             change = layer.get_delta_weight("default")

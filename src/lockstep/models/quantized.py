@@ -77,7 +77,8 @@ class Quantization(NamedTuple):
         stored = getattr(model, "dtype", torch.float32)
         for _, layer in quantized_layers(model):
             if hasattr(layer, "compute_dtype"):
-                layer.compute_dtype, layer.compute_type_is_set = self.compute or stored, True
+                layer.compute_dtype = self.compute or stored
+                layer.compute_type_is_set = True
         return keep_unchanged(model)
 
     def use_placeholders(self, model: nn.Module, layers: Collection[str], dtype: torch.dtype) -> nn.Module:
@@ -161,7 +162,9 @@ class _PlaceholderProduct(torch.autograd.Function):
 
 def bits_of(layer: Any) -> str:
     """Return the value of --model.load-in that makes such a layer."""
-    return "8bit" if hasattr(layer, "state") else "4bit"
+    if hasattr(layer, "state"):
+        return "8bit"
+    return "4bit"
 
 
 def keep_unchanged(model: nn.Module, device: torch.device | None = None) -> nn.Module:
@@ -200,7 +203,8 @@ def _follow(layer: Any) -> None:
     if layer.weight.CB is not None:
         layer.init_8bit_state()
     if layer.state.SCB is not None and layer.state.SCB.device != layer.weight.device:
-        layer.state.SCB = layer.state.SCB.to(layer.weight.device)  # once, after a move; waits for the device
+        # once, after a move; waits for the device
+        layer.state.SCB = layer.state.SCB.to(layer.weight.device)
     layer.state.CB = layer.weight.data
 
 

@@ -38,18 +38,31 @@ class TimmModel:
     """
 
     def __init__(self, name: str, *, classes: int, cache: Path, say: Callable[[str], None]) -> None:
-        self._timm, self.name, self._classes, self._cache, self._say = _timm(name), name, classes, cache, say
+        self._timm = _timm(name)
+        self.name = name
+        self._classes = classes
+        self._cache = cache
+        self._say = say
         if not self._timm.is_model(name):
             close = self._timm.list_models(f"*{name.partition('.')[0]}*")[:3]
-            hint = f"it has {', '.join(close)}" if close else "timm.list_models() names them"
+            if close:
+                hint = f"it has {', '.join(close)}"
+            else:
+                hint = "timm.list_models() names them"
             raise ConfigError(f"--model-name timm:{name}: timm has no such model; {hint}")
         pretrained_cfg = self._timm.get_pretrained_cfg(name)
-        settings = pretrained_cfg.to_dict() if pretrained_cfg is not None else {}
+        if pretrained_cfg is not None:
+            settings = pretrained_cfg.to_dict()
+        else:
+            settings = {}
         self.size = int(settings.get("input_size", (3, 224, 224))[-1])
         self.mean: tuple[float, ...] = tuple(settings.get("mean", (0.485, 0.456, 0.406)))
         self.std: tuple[float, ...] = tuple(settings.get("std", (0.229, 0.224, 0.225)))
         last = settings.get("classifier") or ()
-        self._last = () if settings.get("num_classes") == classes else (last,) if isinstance(last, str) else tuple(last)
+        if settings.get("num_classes") == classes:
+            self._last = ()
+        else:
+            self._last = (last,) if isinstance(last, str) else tuple(last)
         self.untrained: tuple[str, ...] = ()
 
     def build(self, *, pretrained: bool, dropout: float = 0.0) -> nn.Module:

@@ -173,9 +173,11 @@ class Layer(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.attention_norm = nn.LayerNorm(width)
-        self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values in one product
+        # queries, keys and values in one product
+        self.inputs = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
@@ -185,7 +187,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, places, width = x.shape
         projections = self.inputs(self.attention_norm(x)).view(batch, places, 3, self.heads, width // self.heads)
-        query, key, value = projections.permute(2, 0, 3, 1, 4).unbind(0)  # each [batch, heads, places, width / heads]
+        # Each [batch, heads, places, width / heads]
+        query, key, value = projections.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout if self.training else 0.0)
         x = x + self.drop(self.output(mixed.transpose(1, 2).reshape(batch, places, width)))
         return cast(Tensor, x + self.drop(self.contract(F.gelu(self.expand(self.mlp_norm(x))))))
@@ -242,7 +245,8 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [batch, classes] of images [batch, channels, size, size]."""
-        x = self.patches(images).flatten(2).transpose(1, 2)  # [batch, patches, width]
+        # [batch, patches, width]
+        x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat((self.token.expand(len(x), -1, -1), x), dim=1) + self.positions
         x = self.drop(x)
         for block in self.blocks:

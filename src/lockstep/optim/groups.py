@@ -161,15 +161,24 @@ def groups(
             decay.
     """
     undecayed: set[torch.Tensor] = set() if decay_embeddings else embeddings(model)
-    chosen, depths = matched(model, rules.patterns), _depths(model, rules)
+    chosen = matched(model, rules.patterns)
+    depths = _depths(model, rules)
     buckets: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():  # a tied parameter comes once
+    # A tied parameter comes once
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        decays, rule = parameter.ndim >= 2 and parameter not in undecayed, chosen.get(name, GroupRule(""))
-        decay = (weight_decay if decays else 0.0) if rule.decay is None else rule.decay
+        decays = parameter.ndim >= 2 and parameter not in undecayed
+        rule = chosen.get(name, GroupRule(""))
+        if rule.decay is None:
+            decay = weight_decay if decays else 0.0
+        else:
+            decay = rule.decay
         base = separate_lr if parameter in separate else lr
-        rate = base * rule.times * depths.get(name, 1.0) if rule.lr is None else rule.lr
+        if rule.lr is None:
+            rate = base * rule.times * depths.get(name, 1.0)
+        else:
+            rate = rule.lr
         buckets.setdefault((parameter in separate, not decays, decay, rate), []).append((name, parameter))
     if not buckets:
         raise ConfigError("--model-name: no parameter of the model has requires_grad=True; unfreeze the ones to train")
@@ -208,7 +217,10 @@ def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
     modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
     close = difflib.get_close_matches(pattern, sorted({*names, *modules}), n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"a name looks like {names[0]}"
+    if close:
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"a name looks like {names[0]}"
     return f"--optim.groups: '{pattern}' matches no parameter; {hint}"
 
 
@@ -222,7 +234,10 @@ def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
             "`blocks(model)`, or drop the flag"
         )
     layer_of = {parameter: k for k, block in enumerate(rules.blocks, 1) for parameter in block.parameters()}
-    tables, last, entered, depths = embeddings(model), len(rules.blocks) + 1, False, {}
+    tables = embeddings(model)
+    last = len(rules.blocks) + 1
+    entered = False
+    depths = {}
     for name, parameter in model.named_parameters():
         layer = layer_of.get(parameter)
         entered = entered or layer is not None

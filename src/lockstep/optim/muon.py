@@ -46,7 +46,8 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # also of load_state_dict, which makes new groups
+        # Also of load_state_dict, which makes new groups
+        super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
@@ -102,15 +103,21 @@ class _RowsMuon(Muon):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, buffer = local_of(parameter.grad), local_of(state["momentum_buffer"])
+        gradient = local_of(parameter.grad)
+        buffer = local_of(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        if group["nesterov"]:
+            update = gradient.lerp(buffer, group["momentum"])
+        else:
+            update = buffer
         return update.to(torch.bfloat16, copy=True)
 
     def _apply(self, entries: list[tuple[Tensor, dict[str, Any]]], updates: list[Tensor]) -> None:
         mesh: Any = entries[0][0].device_mesh  # type: ignore[attr-defined]
         last = mesh.ndim - 1  # the shards' dimension
-        shards, rank, device = mesh.get_group(last), mesh.get_local_rank(last), torch.device(mesh.device_type)
+        shards = mesh.get_group(last)
+        rank = mesh.get_local_rank(last)
+        device = torch.device(mesh.device_type)
         shapes = [tuple(parameter.shape) for parameter, _ in entries]
         owners = assign_owners([rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(last))
         own = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
@@ -121,7 +128,8 @@ class _RowsMuon(Muon):
         ]
         results = scatter_rows(matrices, shapes, owners, updates[0], shards)  # collective
         for (parameter, group), rows in zip(entries, results, strict=True):
-            local, rate = local_of(parameter), group["lr"]
+            local = local_of(parameter)
+            rate = group["lr"]
             local.mul_(1 - rate * group["weight_decay"])
             step = _adjust_lr(rate, group["adjust_lr_fn"], parameter.shape)
             local.add_(rows.to(local.device), alpha=-step)
@@ -136,9 +144,13 @@ def hidden_matrices(model: nn.Module, blocks: Sequence[nn.Module], rules: Rules)
     Raises:
         ConfigError: there are none, or a rule assigns to Muon a parameter that is not a real matrix.
     """
-    tables, chosen = embeddings(model), matched(model, rules.patterns)
+    tables = embeddings(model)
+    chosen = matched(model, rules.patterns)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    plain = [p for p in trainable.values() if p.ndim == 2 and not p.is_complex() and p not in tables]
+    plain = []
+    for p in trainable.values():
+        if p.ndim == 2 and not p.is_complex() and p not in tables:
+            plain.append(p)
     inside = {p for block in blocks for p in block.parameters()}
     hidden: set[Tensor] = {p for p in plain if p in inside} if blocks else set(plain[:-1])
     for name, parameter in trainable.items():

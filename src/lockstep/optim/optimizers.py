@@ -203,7 +203,8 @@ def adam(
 def _kernel(members: list[dict[str, Any]], fused: bool | None) -> dict[str, Any]:
     if fused is None:
         fused = all(_fusable(parameter) for group in members for parameter in group["params"])
-    return {"fused": fused, "foreach": None if fused else True}  # foreach gives the plain loop's bits with fewer calls
+    # Foreach gives the plain loop's bits with fewer calls
+    return {"fused": fused, "foreach": None if fused else True}
 
 
 def sgd(

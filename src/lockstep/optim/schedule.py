@@ -39,8 +39,10 @@ class TorchSchedule:
     """
 
     def __init__(self, make: Make, lr: float) -> None:
-        self._make, self._lr = make, lr
-        self._table, self._steps = array("d"), 0
+        self._make = make
+        self._lr = lr
+        self._table = array("d")
+        self._steps = 0
 
     def __call__(self, step: int, steps: int) -> float:
         """Return the factor of `step` (0-based) in a plan of `steps`.
@@ -52,7 +54,8 @@ class TorchSchedule:
             ConfigError: `make` failed, returned no scheduler, or one that depends on more than the step.
         """
         if steps != self._steps:
-            self._table, self._steps = _tabulate(self._make, self._lr, steps), steps
+            self._table = _tabulate(self._make, self._lr, steps)
+            self._steps = steps
         return self._table[min(step, steps - 1)]
 
 
@@ -79,12 +82,14 @@ def _tabulate(make: Make, lr: float, steps: int) -> "array[float]":
     table = array("d")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of torch's own SequentialLR
+            # Warnings of torch's own SequentialLR
+            warnings.simplefilter("ignore")
             scheduler = make(optimizer, steps)
             _check(scheduler, optimizer)
             for step in range(steps):
                 if step:
-                    optimizer.step()  # before the scheduler's, as torch requires
+                    # Before the scheduler's, as torch requires
+                    optimizer.step()
                     scheduler.step()
                 table.append(float(group["lr"]) / lr)
                 if group["momentum"] != _DUMMY_MOMENTUM:
@@ -179,7 +184,10 @@ def factor(  # noqa: PLR0913
         return max(floor, gamma ** ((step - warmup) // (period or max(1, horizon // 3))))
     if step >= horizon and shape != "cosine-periodic":
         return floor
-    begin = max(warmup, horizon - round(cooldown * horizon)) if shape == "wsd" else warmup
+    if shape == "wsd":
+        begin = max(warmup, horizon - round(cooldown * horizon))
+    else:
+        begin = warmup
     progress = max(0.0, (step - begin) / max(1, horizon - begin))
     if shape == "linear":
         share = 1.0 - progress

@@ -70,10 +70,15 @@ def plot(series: Sequence[Series], title: str, text: str = "", *, sizes: bool = 
     spans = [span for each in series for span in each.spans]
     if not spans:
         return None
-    low, high = min(span.low for span in spans), max(span.high for span in spans)
-    first_step, last_step = min(span.first for span in spans), max(span.last for span in spans)
+    low = min(span.low for span in spans)
+    high = max(span.high for span in spans)
+    first_step = min(span.first for span in spans)
+    last_step = max(span.last for span in spans)
     log = not sizes and low > 0 and math.log10(high / low) > _DECADES
-    marks = _byte_marks(high) if sizes else _decade_marks(low, high) if log else _round_marks(low, high)
+    if sizes:
+        marks = _byte_marks(high)
+    else:
+        marks = _decade_marks(low, high) if log else _round_marks(low, high)
     scale = _Scale(
         first_step, last_step, *((math.log10(marks[0]), math.log10(marks[-1])) if log else (marks[0], marks[-1])), log
     )
@@ -99,7 +104,9 @@ class _Scale:
     def x(self, step: float) -> int:
         """Return the distance from the left."""
         wide = self.right - self.left
-        return round((step - self.left) / wide * _SIDE) if wide else _SIDE // 2
+        if wide:
+            return round((step - self.left) / wide * _SIDE)
+        return _SIDE // 2
 
     def y(self, value: float) -> int:
         """Return the distance from the top."""
@@ -114,12 +121,15 @@ def _draw_series(series: Series, scale: _Scale) -> str:
     points = [(scale.x(span.step), scale.y(_clamped_mean(span))) for span in series.spans]
     line = "M" + "L".join(f"{x} {y}" for x, y in points)
     paths = f'<path class="line {colour}{" dash" * series.dashed}" d="{line}"/>'
-    if series.dots or len(points) == 1:  # a line of zero length with round caps stays round at any scale
+    # A line of zero length with round caps stays round at any scale
+    if series.dots or len(points) == 1:
         marks = "".join(f"M{x} {y}h0" for x, y in points)
         paths += f'<path class="dot {colour}" d="{marks}"/>'
     if any(span.high > span.low for span in series.spans):
         tops = [f"{scale.x(span.step)} {scale.y(span.high)}" for span in series.spans]
-        bottoms = [f"{scale.x(span.step)} {scale.y(span.low)}" for span in reversed(series.spans)]
+        bottoms = []
+        for span in reversed(series.spans):
+            bottoms.append(f"{scale.x(span.step)} {scale.y(span.low)}")
         paths = f'<path class="area {colour}" d="M{"L".join(tops + bottoms)}Z"/>' + paths
     return paths
 
@@ -127,7 +137,9 @@ def _draw_series(series: Series, scale: _Scale) -> str:
 def _clamped_mean(span: CurveSpan) -> float:
     """Return the mean, clamped to the range, since a sum of huge values may overflow."""
     mean = span.mean
-    return min(max(mean, span.low), span.high) if math.isfinite(mean) else span.high
+    if math.isfinite(mean):
+        return min(max(mean, span.low), span.high)
+    return span.high
 
 
 def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
@@ -135,7 +147,8 @@ def bar(parts: Sequence[tuple[str, float]], title: str) -> str:
     total = math.fsum(size for _, size in parts)
     if not total:
         return ""
-    rects, at = "", 0.0
+    rects = ""
+    at = 0.0
     for index, (name, size) in enumerate(parts):
         wide = size / total * _SIDE
         rects += (
@@ -153,13 +166,17 @@ def _round_marks(low: float, high: float) -> list[float]:
     """Return three to six marks around the range: 1, 2 or 5 times a power of ten."""
     if not high / 2 - low / 2 > 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
-        low, high = low - pad, high + pad
+        low = low - pad
+        high = high + pad
     rough = (high / 4 - low / 4) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     wide = next((power * each for each in (1, 2, 5) if power * each >= rough), power * 10)
-    first, last = math.floor(low / wide), math.ceil(high / wide)
+    first = math.floor(low / wide)
+    last = math.ceil(high / wide)
     marks = [place * wide for place in range(int(first), int(last) + 1)]
-    return marks if all(map(math.isfinite, marks)) else [low, high]
+    if all(map(math.isfinite, marks)):
+        return marks
+    return [low, high]
 
 
 def _byte_marks(high: float) -> list[float]:
@@ -170,17 +187,22 @@ def _byte_marks(high: float) -> list[float]:
 
 def _decade_marks(low: float, high: float) -> list[float]:
     """Return at most six powers of ten around the range."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     every = -(-(last - first) // 5)
     marks = [10.0**place for place in range(first, last, every)] + [10.0 ** min(last, 308)]
-    return marks if marks[-1] >= high else [*marks[:-1], high]
+    if marks[-1] >= high:
+        return marks
+    return [*marks[:-1], high]
 
 
 def _label(value: float) -> str:
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size <= abs(value) < 1e15:
             return f"{value / size:.4g}{name}"
-    return "0" if value == 0 else f"{value:.3g}"
+    if value == 0:
+        return "0"
+    return f"{value:.3g}"
 
 
 _BYTES = "peak"  # the unit of a chart of bytes
@@ -273,7 +295,10 @@ def _figure(
             few = name.startswith("evaluation/") and len(spans) <= 32
             dashed = len(runs) > 1 and index > 0
             series.append(Series(label, spans, few and not dashed, colour, dashed))
-            caption = label if len(runs) == 1 else f"{facts.name} · {label}" if len(names) > 1 else facts.name
+            if len(runs) == 1:
+                caption = label
+            else:
+                caption = f"{facts.name} · {label}" if len(names) > 1 else facts.name
             entry = f"{facts.name} · {label}, dashed" if dashed else caption
             legend.append((entry, colour % COLOURS))
             rows += [(caption, *row) for row in _table_rows(curve, samples, bytes_text if unit == _BYTES else number)]

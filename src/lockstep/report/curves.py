@@ -39,9 +39,12 @@ class CurveSpan:
 
     def merge(self, span: "CurveSpan") -> None:
         """Merge the values of another span."""
-        self.first, self.last = min(self.first, span.first), max(self.last, span.last)
-        self.count, self.total = self.count + span.count, self.total + span.total
-        self.low, self.high = min(self.low, span.low), max(self.high, span.high)
+        self.first = min(self.first, span.first)
+        self.last = max(self.last, span.last)
+        self.count = self.count + span.count
+        self.total = self.total + span.total
+        self.low = min(self.low, span.low)
+        self.high = max(self.high, span.high)
 
 
 class Curve:
@@ -55,7 +58,8 @@ class Curve:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._limit, self._width = most, 1
+        self._limit = most
+        self._width = 1
         self._spans: dict[int, CurveSpan] = {}
         self.count = self.bad = 0
         self.first_bad: int | None = None
@@ -102,14 +106,16 @@ class Curve:
 
     def spans(self, most: int = _MOST) -> list[CurveSpan]:
         """Return at most `most` spans, in order of steps."""
-        merged, width = dict(self._spans), 1
+        merged = dict(self._spans)
+        width = 1
         while len(merged) > most:
             width *= 2
             merged = _merge(self._spans, width)
         return [merged[place] for place in sorted(merged)]
 
     def _double(self) -> None:
-        self._spans, self._width = _merge(self._spans, 2), self._width * 2
+        self._spans = _merge(self._spans, 2)
+        self._width = self._width * 2
 
 
 def _merge(spans: dict[int, CurveSpan], width: int) -> dict[int, CurveSpan]:

@@ -48,7 +48,9 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def shown(value: Any, most: int = 160) -> str:
     """Format a value for the page: secrets masked, control characters escaped, long text cut."""
     text = printable(mask(value if isinstance(value, str) else _plain(value)))
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 1]}…"
 
 
 def _plain(value: Any) -> str:
@@ -204,21 +206,32 @@ class Records:
     def newest(self, name: str) -> float | None:
         """Return the newest finite value; None if there is none."""
         curve = self.curves.get(name)
-        return None if curve is None or curve.count == curve.bad else curve.newest[1]
+        if curve is None or curve.count == curve.bad:
+            return None
+        return curve.newest[1]
 
 
 def _float(value: Any) -> float:
     """Convert to float: NaN if it is no number, inf if it is too large."""
-    value = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        value = _NOT_FINITE.get(value, value)
+    else:
+        value = value
     with contextlib.suppress(OverflowError):
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        return math.nan
     return math.inf
 
 
 _RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints", "timeline.jsonl")
 _READ_BUDGET = 512 << 20  # bytes of checkpoints read for their fingerprints
-_LOGS, _LINES = 64, 12  # files that are read, and lines that are shown
-_CHECKPOINTS, _CERTIFICATES, _VERDICTS = 24, 4, 8
+# files that are read, and lines that are shown
+_LOGS = 64
+_LINES = 12
+_CHECKPOINTS = 24
+_CERTIFICATES = 4
+_VERDICTS = 8
 _LINE = re.compile(rb"(\S+) rank (\d+) (WARNING|ERROR) (.*)")
 _SPIKE = b"three times the usual or more"  # as the guards log it
 _TROUBLES = {
@@ -286,7 +299,10 @@ class RunFacts:
     @property
     def step(self) -> int:
         """Steps trained, by the newest record, checkpoint or state."""
-        curves = [curve.newest[0] for curve in self.records.curves.values() if curve.count > curve.bad]
+        curves = []
+        for curve in self.records.curves.values():
+            if curve.count > curve.bad:
+                curves.append(curve.newest[0])
         stored = [self.state.global_step, integer_of(self.ended.get("step"))]
         return max(
             [*curves, *(each for each in stored if each is not None), *(each.step for each in self.checkpoints), 0]
@@ -309,7 +325,9 @@ class RunFacts:
     def best(self) -> tuple[str, float, int] | None:
         """(metric, value, step) of the best evaluation."""
         best = self.state.selection.best
-        return (shown(best.metric, 60), best.metric_value, best.step) if best else None
+        if best:
+            return (shown(best.metric, 60), best.metric_value, best.step)
+        return None
 
     def verdict(self) -> str:
         """Summarise how the run ended, its quality, and its problems."""
@@ -336,7 +354,9 @@ class RunFacts:
         if self.profiles:
             text += f" {shown(self.profiles[-1].get('sentence', ''), 300)}"
         problems = [f"{kind}: {count}" for kind, count in self.troubles]
-        return f"{text} Problems: {'; '.join(problems)}." if problems else text
+        if problems:
+            return f"{text} Problems: {'; '.join(problems)}."
+        return text
 
     def waits(self) -> str:
         """Describe the part that most exceeds its normal time; "" if none does.
@@ -353,9 +373,11 @@ class RunFacts:
                 )  # the first includes the start
                 parts[name.removeprefix("time/")] = max(0.0, total)
         seconds = self.account.seconds
-        steps, step_total = seconds[TRAINING] + seconds[LOADING], sum(parts.values())
+        steps = seconds[TRAINING] + seconds[LOADING]
+        step_total = sum(parts.values())
         by_part = {"steps": steps, "data": seconds[LOADING], "saves": seconds[SAVES], "evaluation": seconds[EVALUATION]}
-        by_part["exchange"] = steps * parts.get("exchange", 0.0) / (step_total or 1.0)  # only the records have it
+        # Only the records have it
+        by_part["exchange"] = steps * parts.get("exchange", 0.0) / (step_total or 1.0)
         workers = _number_of(self.config.get("data.workers")) or 0
         return waits(by_part, workers=workers, ranks=self.account.starts[-1].world, wall=self.account.wall)
 
@@ -386,7 +408,8 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
     facts.state.selection.best = evaluated.best or facts.state.selection.best
     facts.ended = _small_json(folder / "ended.json", notes)
     facts.environment = _small_json(folder / "environment.json", notes)
-    facts.is_script = (folder / "command.json").is_file()  # written by lockstep.commands.script
+    # Written by lockstep.commands.script
+    facts.is_script = (folder / "command.json").is_file()
     _read_config(facts)
     try:
         facts.account = goodput(folder / "timeline.jsonl")
@@ -402,16 +425,22 @@ def gather(folder: Path, *, digits: bool = False) -> RunFacts:
 
 def number(value: float) -> str:
     """Format a curve's value with five digits."""
-    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e12 and value == int(value) else f"{value:.5g}"
+    if 1e5 <= abs(value) < 1e12 and value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.5g}"
 
 
 def integer_of(value: Any) -> int | None:
     """Return the value if it is an integer, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53:
+        return value
+    return None
 
 
 def _number_of(text: str | None) -> int | None:
-    return int(text) if text is not None and re.fullmatch(r"\d{1,15}", text) else None
+    if text is not None and re.fullmatch(r"\d{1,15}", text):
+        return int(text)
+    return None
 
 
 def _read_config(facts: RunFacts) -> None:
@@ -433,7 +462,10 @@ def _read_config(facts: RunFacts) -> None:
 
 def _read_logs(facts: RunFacts) -> None:
     last: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
-    files = sorted((facts.folder / "logs").glob("rank-*.log")) if (facts.folder / "logs").is_dir() else []
+    if (facts.folder / "logs").is_dir():
+        files = sorted((facts.folder / "logs").glob("rank-*.log"))
+    else:
+        files = []
     for path in files[:_LOGS]:
         newest: deque[tuple[str, str, str, str]] = deque(maxlen=_LINES)
         for line in _lines_of(path, facts.notes):
@@ -458,7 +490,9 @@ def _read_checkpoints(facts: RunFacts) -> None:
         path = checkpoint.path_of(facts.folder, step)
         try:
             manifest = read_manifest(path)
-            world, engine, size = str(manifest.world), shown(manifest.engine, 40), manifest.size
+            world = str(manifest.world)
+            engine = shown(manifest.engine, 40)
+            size = manifest.size
         except (CheckpointError, StorageError, OSError) as error:
             facts.checkpoints.append(StoredCheckpoint(step, "?", "?", 0, shown(str(error)), False))
             continue
@@ -499,7 +533,8 @@ def _count_troubles(facts: RunFacts) -> None:
         count = facts.records.newest(name)
         if count:
             facts.troubles.append((kind, f"{count:,.0f}"))
-    restarts, losses = facts.state.restarts, facts.state.losses
+    restarts = facts.state.restarts
+    losses = facts.state.losses
     for count, kind in ((restarts, "restarts after a failure"), (losses, "ranks lost while the others continued")):
         if count:
             facts.troubles.append((kind, f"{count:,}"))

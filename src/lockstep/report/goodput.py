@@ -46,8 +46,14 @@ __all__ = [
 ]
 
 
-TRAINING, LOADING, EVALUATION, SAVES = "training", "loading", "evaluation", "saves"
-START, RECOVERY, BODY, ENDING = "start", "recovery", "body", "ending"
+TRAINING = "training"
+LOADING = "loading"
+EVALUATION = "evaluation"
+SAVES = "saves"
+START = "start"
+RECOVERY = "recovery"
+BODY = "body"
+ENDING = "ending"
 
 ENDED_VARIABLE = "LOCKSTEP_ENDED_AT"  # set by `lockstep launch` on a restart: when it saw the processes end
 _LINE_INTERVAL = 1.0  # seconds between two lines
@@ -66,9 +72,12 @@ class Timeline:
     def __init__(self) -> None:
         self._part, self._since = START, time.perf_counter()
         self._spent: dict[str, float] = {}
-        self._step, self._size, self._due = 0, 0, 0.0
+        self._step = 0
+        self._size = 0
+        self._due = 0.0
         self._file: int | None = None
-        self._begins, self._failed = b"", False
+        self._begins = b""
+        self._failed = False
         self._read_waited: Callable[[], float] = float
         self._waited_before = 0.0
 
@@ -134,7 +143,8 @@ class Timeline:
         """Account the time from now on to `part`."""
         now = time.perf_counter()
         self._spent[self._part] = self._spent.get(self._part, 0.0) + now - self._since
-        self._part, self._since = part, now
+        self._part = part
+        self._since = now
         if now >= self._due and self._file is not None:
             self._write("at")
 
@@ -167,7 +177,8 @@ class Timeline:
     def shut(self) -> None:
         """Close the file without writing; a second call does nothing."""
         if self._file is not None:
-            handle, self._file = self._file, None
+            handle = self._file
+            self._file = None
             os.close(handle)
 
     def _move_waiting_time(self) -> None:
@@ -188,7 +199,10 @@ class Timeline:
             self._spent = {}
             return
         self._move_waiting_time()
-        spent = {part: round(seconds, 6) for part, seconds in self._spent.items() if seconds >= 5e-7}
+        spent = {}
+        for part, seconds in self._spent.items():
+            if seconds >= 5e-7:
+                spent[part] = round(seconds, 6)
         line = {"t": round(time.time(), 3), "what": event, "step": self._step, **more, "spent": spent}
         data = self._begins + json.dumps(line).encode() + b"\n"
         try:
@@ -318,11 +332,15 @@ class Goodput:
     @property
     def share(self) -> float:
         """Share of the wall time that went into kept training steps; 0 without any time."""
-        return self.seconds[TRAINING] / self.wall if self.wall else 0.0
+        if self.wall:
+            return self.seconds[TRAINING] / self.wall
+        return 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        starts = [{name: getattr(start, name) for name in Start.__slots__} for start in self.starts]
+        starts = []
+        for start in self.starts:
+            starts.append({name: getattr(start, name) for name in Start.__slots__})
         plain = {"wall_seconds": self.wall, "goodput": self.share, "seconds": self.seconds}
         return {**plain, "starts": starts, "notes": self.notes}
 
@@ -353,7 +371,10 @@ def show(folder: Path, *, as_json: bool) -> None:
     print(f"goodput {account.share:.1%}: training steps that were kept; {count} start{'s' * (count != 1)}{more}")
     for start in account.starts if count > 1 else ():
         ended = start.ended or "no end recorded"
-        span = f"steps {start.first + 1} to {start.last}" if start.last > start.first else "no step"
+        if start.last > start.first:
+            span = f"steps {start.first + 1} to {start.last}"
+        else:
+            span = "no step"
         line = f"  {span}, {start.world} rank{'s' * (start.world != 1)}: {ended}"
         console.print(printable(line), markup=False)
     for note in account.notes:
@@ -367,8 +388,13 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{second:02}" if hours or days else f"{minutes}:{second:02}"
-    return f"{days} d {clock:0>8}" if days else clock
+    if hours or days:
+        clock = f"{hours}:{minutes:02}:{second:02}"
+    else:
+        clock = f"{minutes}:{second:02}"
+    if days:
+        return f"{days} d {clock:0>8}"
+    return clock
 
 
 def goodput(path: Path) -> Goodput:
@@ -377,9 +403,13 @@ def goodput(path: Path) -> Goodput:
     Raises:
         ConfigError: the file is missing, or no line is valid.
     """
-    account, pieces = Goodput(), list[_Piece]()
+    account = Goodput()
+    pieces = list[_Piece]()
     before: float | None = None  # the time of the last line
-    end_recorded, step, bad = False, 0, 0  # whether the previous process recorded its end
+    # whether the previous process recorded its end
+    end_recorded = False
+    step = 0
+    bad = 0
     for line in _lines(path):
         if line is None:
             bad += 1
@@ -396,13 +426,16 @@ def goodput(path: Path) -> Goodput:
                 account.notes.append(f"the timeline begins after step {line['step']}; earlier time is missing")
             step = line["step"]
         elif line["what"] == "recovered":
-            if before is not None:  # time that rank 0 had not yet written when it was lost
+            # Time that rank 0 had not yet written when it was lost
+            if before is not None:
                 account.seconds["unknown"] += max(0.0, line["t"] - sum(spent.values()) - before)
             account.starts[-1].losses += 1
             _mark_redone(pieces, line["step"], account)
             step = min(step, line["step"])
         _add(account, pieces, step, line["step"], spent)
-        step, before, end_recorded = line["step"], line["t"], line["what"] == "end"
+        step = line["step"]
+        before = line["t"]
+        end_recorded = line["what"] == "end"
         account.starts[-1].last = step
         account.starts[-1].ended = line.get("status", "ended") if end_recorded else ""
     if not account.starts:
@@ -456,7 +489,10 @@ def _mark_redone(pieces: list[_Piece], step: int, account: Goodput) -> None:
     """Account the time spent on steps after `step` as redone."""
     while pieces and pieces[-1].last > step:
         piece = pieces.pop()
-        kept_share = max(0, step - piece.first) / (piece.last - piece.first) if piece.last > piece.first else 0.0
+        if piece.last > piece.first:
+            kept_share = max(0, step - piece.first) / (piece.last - piece.first)
+        else:
+            kept_share = 0.0
         account.seconds["redone"] += (1 - kept_share) * sum(piece.spent.values())
         if kept_share:
             pieces.append(_Piece(piece.first, step, {part: kept_share * each for part, each in piece.spent.items()}))
@@ -471,18 +507,19 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
             while data := file.readline(_LINE):
                 yield _parse_line(data)
     except OSError as error:
-        why = (
-            "timeline.jsonl is missing: not a run's folder, or trained by an older lockstep"
-            if isinstance(error, FileNotFoundError)
-            else f"timeline.jsonl: {error.strerror or error}"
-        )
+        if isinstance(error, FileNotFoundError):
+            why = "timeline.jsonl is missing: not a run's folder, or trained by an older lockstep"
+        else:
+            why = f"timeline.jsonl: {error.strerror or error}"
         raise ConfigError(f"{path.parent}: {why}") from error
 
 
 def _parse_line(data: bytes) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         line = json.loads(data)
-        when, step, spent = line["t"], line["step"], line["spent"]
+        when = line["t"]
+        step = line["step"]
+        spent = line["spent"]
         numbers = [when, *spent.values()]
         times_valid = all(type(each) in (int, float) and 0 <= each < _MAX_SECONDS for each in numbers)
         event_valid = line["what"] in ("start", "at", "recovered", "end") and type(step) is int and 0 <= step < 1 << 60

@@ -80,7 +80,8 @@ def _two_sided(t: float, freedom: int) -> float:
 
 def _quantile(freedom: int) -> float:
     """Return the t that |T| exceeds with a probability of 5%."""
-    low, high = 0.0, 1000.0
+    low = 0.0
+    high = 1000.0
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _two_sided(middle, freedom) > 0.05 else (low, middle)
@@ -100,7 +101,9 @@ def _beta(x: float, a: float, b: float) -> float:
 def _fraction(x: float, a: float, b: float) -> float:
     """Compute the incomplete beta function's continued fraction, by Lentz's method."""
     tiny = 1e-300
-    value, c, d = 1.0, 1.0, 0.0
+    value = 1.0
+    c = 1.0
+    d = 0.0
     for place in range(1, 500):
         half = place // 2
         if place % 2:
@@ -149,8 +152,13 @@ def compare(runs: Sequence[RunFacts], most: int = 40) -> Compared:
     The runs must be gathered with `digits=True`.
     """
     names = list(dict.fromkeys(name for facts in runs for name in facts.config))
-    rows = [(name, [facts.config.get(name, "-") for facts in runs]) for name in names]
-    differing = [row for row in rows if len(set(row[1])) > 1 and row[0] not in ("experiment_name", "save_dir")]
+    rows = []
+    for name in names:
+        rows.append((name, [facts.config.get(name, "-") for facts in runs]))
+    differing = []
+    for row in rows:
+        if len(set(row[1])) > 1 and row[0] not in ("experiment_name", "save_dir"):
+            differing.append(row)
     comparison = Compared(differing[:most], max(0, len(differing) - most))
     for run in runs[1:]:
         pair = RunPair(run.name, [*_compare_records(runs[0], run), *_compare_checkpoints(runs[0], run)], "", None)
@@ -165,7 +173,8 @@ def _common_steps(a: "array[int]", b: "array[int]") -> Iterator[tuple[int, int]]
     while at < len(a) and to < len(b):
         if a[at] == b[to]:
             yield at, to
-            at, to = at + 1, to + 1
+            at = at + 1
+            to = to + 1
         elif a[at] < b[to]:
             at += 1
         else:
@@ -178,27 +187,37 @@ def _equal(x: float, y: float) -> bool:
 
 def _compare_records(a: RunFacts, b: RunFacts) -> list[str]:
     """Describe up to which step losses and norms are equal."""
-    records_a, records_b = a.records, b.records
-    equal, last, first = 0, 0, None
+    records_a = a.records
+    records_b = b.records
+    equal = 0
+    last = 0
+    first = None
     for at, to in _common_steps(records_a.steps, records_b.steps):
         if not (
             _equal(records_a.losses[at], records_b.losses[to]) and _equal(records_a.norms[at], records_b.norms[to])
         ):
             first = records_a.steps[at]
             break
-        equal, last = equal + 1, records_a.steps[at]
+        equal = equal + 1
+        last = records_a.steps[at]
     if not equal and first is None:
         return ["The runs have no recorded step in common."]
     precision = "mean loss and gradient norm, to the last digit"
     if first is None:
         return [f"All records are equal up to step {last:,} ({equal:,} records: {precision})."]
-    begin = f"Records are equal up to step {last:,} ({precision})" if equal else "Records differ from the first one"
+    if equal:
+        begin = f"Records are equal up to step {last:,} ({precision})"
+    else:
+        begin = "Records differ from the first one"
     return [f"{begin}; the record of step {first:,} differs."]
 
 
 def _compare_checkpoints(a: RunFacts, b: RunFacts) -> list[str]:
     """Describe at which steps the parameters' fingerprints are equal."""
-    fingerprints = {each.step: each.fingerprint for each in b.checkpoints if each.fingerprint.startswith("sha256:")}
+    fingerprints = {}
+    for each in b.checkpoints:
+        if each.fingerprint.startswith("sha256:"):
+            fingerprints[each.step] = each.fingerprint
     common = sorted(
         (each.step, each.fingerprint == fingerprints[each.step])
         for each in a.checkpoints
@@ -230,7 +249,8 @@ def _run_paired_test(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
     if a.config.get("log_freq") != b.config.get("log_freq"):
         return None, "No paired test: the records average over windows of different length (log_freq)."
     half = sum(1 for _ in _common_steps(a.records.steps, b.records.steps)) // 2
-    first, differences = 0, array("d")
+    first = 0
+    differences = array("d")
     for at, to in islice(_common_steps(a.records.steps, b.records.steps), half, None):
         first = first or a.records.steps[at]
         differences.append(b.records.losses[to] - a.records.losses[at])
@@ -240,7 +260,8 @@ def _run_paired_test(a: RunFacts, b: RunFacts) -> tuple[Paired | None, str]:
     if result is None:
         count = len(differences)
         return None, f"No paired test: the second half has only {count} windows, or a loss that is not finite."
-    low, high = number(result.low), number(result.high)
+    low = number(result.low)
+    high = number(result.high)
     if result.low <= 0 <= result.high:
         conclusion = "no significant difference"
     else:
@@ -377,7 +398,10 @@ def _account(facts: RunFacts) -> dict[str, Any] | None:
     if facts.account is None:
         return None
     wall = facts.account.wall or 1.0
-    parts = [(LABELS[name], seconds) for name, seconds in facts.account.seconds.items() if seconds > 0]
+    parts = []
+    for name, seconds in facts.account.seconds.items():
+        if seconds > 0:
+            parts.append((LABELS[name], seconds))
     return {
         "bar": bar(parts, "Where the wall time went"),
         "rows": [(text, duration(each), f"{each / wall:.1%}", at % COLOURS) for at, (text, each) in enumerate(parts)],
@@ -411,15 +435,15 @@ def _step_time(facts: RunFacts) -> dict[str, Any] | None:
 
 
 def _profile(verdict: dict[str, Any]) -> dict[str, Any]:
-    numbers = {
-        shown(name, 40): float(value)
-        for name, value in list(verdict["parts"].items())[:16]
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
-    }
+    numbers = {}
+    for name, value in list(verdict["parts"].items())[:16]:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12:
+            numbers[shown(name, 40)] = float(value)
     step_ms = verdict.get("step_ms")
-    step_ms = (
-        float(step_ms) if isinstance(step_ms, int | float) and not isinstance(step_ms, bool) and step_ms > 0 else None
-    )
+    if isinstance(step_ms, int | float) and not isinstance(step_ms, bool) and step_ms > 0:
+        step_ms = float(step_ms)
+    else:
+        step_ms = None
     following = verdict.get("next")
     following = following if isinstance(following, dict) else {}
     gain = following.get("gain")
@@ -450,9 +474,10 @@ def _environment(facts: RunFacts) -> list[tuple[str, str]]:
         table = facts.environment.get(group)
         for name, value in table.items() if isinstance(table, dict) else ():
             if value is not None:
-                text = (
-                    bytes_text(value) if (group, name) == ("machine", "memory") and type(value) is int else shown(value)
-                )
+                if (group, name) == ("machine", "memory") and type(value) is int:
+                    text = bytes_text(value)
+                else:
+                    text = shown(value)
                 entries.append((shown(name.replace("_", " ") if group != "environment" else name, 60), text))
     devices = facts.environment.get("devices")
     if isinstance(devices, list) and devices:

@@ -50,7 +50,10 @@ class Texts:
     draws_random = False  # a sample needs no seed
 
     def __init__(self, texts: Sequence[list[str]], labels: Tensor, encoder: HubEncoder, longest: int) -> None:
-        self.texts, self.labels, self.encoder, self.longest = texts, labels, encoder, longest
+        self.texts = texts
+        self.labels = labels
+        self.encoder = encoder
+        self.longest = longest
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -98,7 +101,9 @@ class TextClassification(Task):
         digest: str,
         sources: Mapping[str, str],
     ) -> None:
-        self._parts, self.encoder, self.classes = {"train": train, "evaluation": evaluation}, train.encoder, classes
+        self._parts = {"train": train, "evaluation": evaluation}
+        self.encoder = train.encoder
+        self.classes = classes
         self.defaults = "fine-tuning" if pretrained else "general"
         self.fingerprint = fingerprint_of(classes, digest)
         self.sources = {**sources, "classes": names_of(classes)}
@@ -173,10 +178,13 @@ def make(config: Config, say: Say) -> TextClassification:
         ConfigError: no such model or tokenizer, or they do not fit each other.
         DataError: no data is named, or it lacks such a column or classes.
     """
-    name, model_config, data = config.dataset_name, config.model, config.data
+    name = config.dataset_name
+    model_config = config.model
+    data = config.data
     if not name:
         raise DataError("--task classification needs data; set --dataset-name (csv, json, parquet, or OWNER/NAME)")
-    flag, cache = f"--dataset-name {name}", cache_of(config)
+    flag = f"--dataset-name {name}"
+    cache = cache_of(config)
     chosen = data.subset, data.split, data.revision, data.text_column, data.encoding
     request = DataRequest(name, *chosen, skip=data.skip)
     table = open_table(request, data.evaluation, cache / "tables", say)
@@ -226,7 +234,12 @@ def _text_columns(table: HubTable, option: str, flag: str) -> list[str]:
     names = [name.strip() for name in option.split(",")]
     if len(names) > 2:
         raise DataError(f"{flag}: --data.text-column {option} names {len(names)} columns; name one, or two for pairs")
-    kinds = {name: "string" if kind.endswith("string") else kind for name, kind in table.kinds.items()}
+    kinds = {}
+    for name, kind in table.kinds.items():
+        if kind.endswith("string"):
+            kinds[name] = "string"
+        else:
+            kinds[name] = kind
     return [find_column(kinds, name, "string", _TEXT_COLUMNS, flag, "--data.text-column") for name in names]
 
 
@@ -241,4 +254,6 @@ def _f1(classes: int) -> Any:
 
 def _wide(logits: Tensor) -> Tensor:
     """Convert to float32 at least: a loss in half precision is too coarse."""
-    return logits if logits.dtype is torch.float64 else logits.float()
+    if logits.dtype is torch.float64:
+        return logits
+    return logits.float()

@@ -56,7 +56,9 @@ def diabetes(flag: str) -> dict[str, list[float]]:
         ConfigError: scikit-learn is not installed; `flag` is the flag that needs it.
     """
     bunch = _datasets(flag).load_diabetes(scaled=False)
-    columns = {name: bunch.data[:, place].tolist() for place, name in enumerate(bunch.feature_names)}
+    columns = {}
+    for place, name in enumerate(bunch.feature_names):
+        columns[name] = bunch.data[:, place].tolist()
     return {**columns, "target": bunch.target.tolist()}
 
 
@@ -137,7 +139,10 @@ def class_labels(table: HubTable, column: str, flag: str) -> tuple[tuple[str, ..
                 "a class; fix the row, or name another column with --data.label-column"
             )
     class_names = table.classes.get(column)
-    values = list(range(len(class_names))) if class_names else sorted(set(parts[0]))
+    if class_names:
+        values = list(range(len(class_names)))
+    else:
+        values = sorted(set(parts[0]))
     names = tuple(class_names or map(str, values))
     if len(names) < 2:
         raise DataError(f"{flag}: the column '{column}' has one class, '{names[0]}'; classification needs at least two")
@@ -169,7 +174,10 @@ def fingerprint_of(classes: Sequence[str], digest: str) -> str:
 
 def _classes_of(names: Sequence[str]) -> str:
     """Identify classes by their names, or the first ones and a hash."""
-    more = f" {xxhash.xxh3_64_hexdigest(repr(tuple(names)).encode())}" if len(names) > _SHOWN else ""
+    if len(names) > _SHOWN:
+        more = f" {xxhash.xxh3_64_hexdigest(repr(tuple(names)).encode())}"
+    else:
+        more = ""
     return (_class_list(names) + more).replace(";", ",")
 
 

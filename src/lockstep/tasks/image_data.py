@@ -173,7 +173,8 @@ class _InMemory:
     """Images in memory, each `size` pixels high and wide."""
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels
+        self.pixels = pixels
+        self.labels = labels
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
         image = self.pixels[index].expand(channels, -1, -1)
@@ -196,7 +197,8 @@ class _Files:
     """Image files, and the class of each."""
 
     def __init__(self, root: Path, files: Sequence[tuple[str, int]]) -> None:
-        self.root, self.names = root, [name for name, _ in files]
+        self.root = root
+        self.names = [name for name, _ in files]
         self.labels = torch.tensor([label for _, label in files], dtype=torch.int64)
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
@@ -205,7 +207,8 @@ class _Files:
 
 def _folder(name: str, config: Config, say: Say) -> ImageData:
     """Open ROOT/CLASS/FILE, with a share for evaluation, or ROOT/train and ROOT/validation (val, test)."""
-    root, flag = Path(name).expanduser(), f"--dataset-name {name}"
+    root = Path(name).expanduser()
+    flag = f"--dataset-name {name}"
     if not root.is_dir():
         raise DataError(f"{flag}: no such folder; name one with a folder of images for each class, or {DIGITS}")
     evaluation_part = next((part for part in _EVALUATION if (root / "train").is_dir() and (root / part).is_dir()), "")
@@ -224,7 +227,9 @@ def _folder(name: str, config: Config, say: Say) -> ImageData:
             raise DataError(f"{flag}: one image, too few to split off an evaluation; add more")
         trained, evaluated = parted(len(train), config.data.evaluation)
         train, evaluation = [train[sample] for sample in trained], [train[sample] for sample in evaluated]
-    content = [(file, (root / file).stat().st_size, label) for file, label in (*train, *evaluation)]
+    content = []
+    for file, label in (*train, *evaluation):
+        content.append((file, (root / file).stat().st_size, label))
     others = {part for part in _EVALUATION if evaluation_part and part != evaluation_part}
     sizes = {file: size for file, size, _ in content}
     _account(root, sizes, broken, others, flag).check(config.data.skip, say)
@@ -258,7 +263,10 @@ def _account(
             file = (at / name).as_posix()
             if not name.startswith(".") and file not in read:
                 is_image = Path(name).suffix.lower() in _SUFFIXES
-                reason = "outside the folders of the classes" if is_image else "without a suffix of an image"
+                if is_image:
+                    reason = "outside the folders of the classes"
+                else:
+                    reason = "without a suffix of an image"
                 found.leave_out(file, (root / file).lstat().st_size, broken.get(file, reason))
     return found
 
@@ -266,9 +274,15 @@ def _account(
 def _classes(root: Path, flag: str) -> list[str]:
     """The names of the folders, sorted."""
     names = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    loose = [path for path in root.iterdir() if path.is_file() and path.suffix.lower() in _SUFFIXES]
+    loose = []
+    for path in root.iterdir():
+        if path.is_file() and path.suffix.lower() in _SUFFIXES:
+            loose.append(path)
     if not names:
-        content = f"{len(loose)} images outside any folder" if loose else "neither folders nor images"
+        if loose:
+            content = f"{len(loose)} images outside any folder"
+        else:
+            content = "neither folders nor images"
         raise DataError(f"{flag}: {root} has {content}; put the images of each class into a folder named after it")
     if len(names) == 1:
         raise DataError(f"{flag}: {root} has one class, '{names[0]}'; classification needs at least two")
@@ -284,7 +298,10 @@ def _images(root: Path, part: str, classes: list[str], flag: str, broken: dict[s
     images = []
     for label, name in enumerate(classes):
         folder = root / part / name
-        paths = [path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file()]
+        paths = []
+        for path in folder.rglob("*"):
+            if path.suffix.lower() in _SUFFIXES and path.is_file():
+                paths.append(path)
         files = sorted(path.relative_to(root).as_posix() for path in paths if not path.name.startswith("."))
         broken |= {file: reason for file in files if (reason := _fault(root / file))}
         files = [file for file in files if file not in broken]
@@ -308,7 +325,8 @@ def _fault(path: Path) -> str:
         return "that cannot be opened"
     if not begin:
         return "without content"
-    if not begin.startswith(_HEADERS):  # pillow has more decoders, and is slower
+    # Pillow has more decoders, and is slower
+    if not begin.startswith(_HEADERS):
         try:
             _pillow("an image").Image.open(path).close()
         except Exception:  # decoders may raise any exception on a damaged file
@@ -321,7 +339,9 @@ class _ImageColumn:
     """An image column of a table, as `datasets` has it: bytes, or a path."""
 
     def __init__(self, rows: Any, column: str, labels: Tensor) -> None:
-        self.rows, self.column, self.labels = rows, column, labels
+        self.rows = rows
+        self.column = column
+        self.labels = labels
 
     def raw(self, index: int, *, channels: int, size: int) -> Tensor:
         value = self.rows[index][self.column]
@@ -332,7 +352,8 @@ class _ImageColumn:
 
 
 def _table(config: Config, say: Say) -> ImageData:
-    data, flag = config.data, f"--dataset-name {config.dataset_name}"
+    data = config.data
+    flag = f"--dataset-name {config.dataset_name}"
     chosen = data.subset, data.split, data.revision, "", data.encoding
     request = DataRequest(config.dataset_name, *chosen, skip=data.skip)
     table = open_table(request, data.evaluation, cache_of(config) / "tables", say)

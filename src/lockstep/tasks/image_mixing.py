@@ -46,7 +46,10 @@ def mixing(mixup: float, cutmix: float, *, classes: int) -> Callable[[Tensor, Te
         ConfigError: torchvision is not installed.
     """
     transforms = _transforms("--images.mixup" if mixup else "--images.cutmix")
-    chosen = [transforms.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    if mixup:
+        chosen = [transforms.MixUp(alpha=mixup, num_classes=classes)]
+    else:
+        chosen = []
     chosen += [transforms.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
     made: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = (
         chosen[0] if len(chosen) == 1 else transforms.RandomChoice(chosen)

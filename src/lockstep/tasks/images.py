@@ -79,7 +79,8 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
     Raises:
         ConfigError: no such model, a package is missing, or --images.size does not fit it.
     """
-    name, model_config = config.model_name, config.model
+    name = config.model_name
+    model_config = config.model
     if name in _BUILT_IN:
         if model_config.pretrained:
             raise ConfigError(
@@ -101,7 +102,10 @@ def _image_model(config: Config, *, classes: Sequence[str], channels: int, own_s
     if is_hub_name(name) or (Path(name).expanduser() / "config.json").is_file():
         return _hub(config, classes, say)
     close = difflib.get_close_matches(name, _BUILT_IN, n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}?" if close else f"choose {' or '.join(_BUILT_IN)}."
+    if close:
+        hint = f"did you mean {close[0]}?"
+    else:
+        hint = f"choose {' or '.join(_BUILT_IN)}."
     raise ConfigError(
         f"--model-name '{name}' is unknown: {hint} Other models: timm:NAME, OWNER/NAME on the hub, or a local folder"
     )
@@ -193,8 +197,10 @@ class Prepared:
     """
 
     def __init__(self, source: Raw, how: Preparing, *, augmented: bool, classes: int = 0) -> None:
-        self.source, self.how = source, how
-        self.augmented, self._classes = augmented and bool(how.padding or how.flip or how.change), classes
+        self.source = source
+        self.how = how
+        self.augmented = augmented and bool(how.padding or how.flip or how.change)
+        self._classes = classes
         self.draws_random = self.augmented or classes > 0
         self._mean = torch.tensor(how.mean, dtype=how.dtype).reshape(-1, 1, 1)
         self._std = torch.tensor(how.std, dtype=how.dtype).reshape(-1, 1, 1)
@@ -225,13 +231,16 @@ class Prepared:
 
         He et al., arXiv 1512.03385, section 4.2.
         """
-        size, pad = self.how.size, self.how.padding
+        size = self.how.size
+        pad = self.how.padding
         image = F.pad(image, (pad, pad, pad, pad)) if pad else image
         top, left = (int(torch.randint(length - size + 1, ())) for length in image.shape[1:])
         image = image[:, top : top + size, left : left + size]
         if self.how.flip and bool(torch.rand(()) < 0.5):
             image = image.flip(-1)
-        return self.how.change(image) if self.how.change else image
+        if self.how.change:
+            return self.how.change(image)
+        return image
 
 
 @final
@@ -267,7 +276,10 @@ class ImageClassification(Task):
         pretrained: bool = False,
         sources: Mapping[str, str] | None = None,
     ) -> None:
-        self.data, self.source, self.how, self._smoothing = data, source, how, label_smoothing
+        self.data = data
+        self.source = source
+        self.how = how
+        self._smoothing = label_smoothing
         self._mix = mix
         self.classes = data.classes
         self.defaults = "fine-tuning" if pretrained else "images"
@@ -344,7 +356,10 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
     digits = config.dataset_name == DIGITS
     source = _image_model(config, classes=data.classes, channels=data.channels, own_size=8 * digits, say=say)
     image_config = config.images
-    padding = image_config.padding if image_config.padding >= 0 else source.size // 8
+    if image_config.padding >= 0:
+        padding = image_config.padding
+    else:
+        padding = source.size // 8
     how = Preparing(
         source.size,
         source.channels,
@@ -355,7 +370,8 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
         DTYPES.get(config.precision, torch.float32),
         rand_augment(image_config.randaugment) if image_config.randaugment else None,
     )
-    mixup, cutmix = image_config.mixup, image_config.cutmix
+    mixup = image_config.mixup
+    cutmix = image_config.cutmix
     revisions = {config.model_name: source.revision, config.dataset_name: data.revision}
     return ImageClassification(
         data,
@@ -370,4 +386,6 @@ def make(config: Config, say: Callable[[str], None]) -> ImageClassification:
 
 def _wide(logits: Tensor) -> Tensor:
     """Convert to float32 at least: a loss in half precision is too coarse."""
-    return logits if logits.dtype is torch.float64 else logits.float()
+    if logits.dtype is torch.float64:
+        return logits
+    return logits.float()

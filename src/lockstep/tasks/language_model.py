@@ -134,12 +134,15 @@ class LanguageModel(Task):
     def __init__(
         self, corpus: TokenCorpus, sources: Mapping[str, str], prompt: str, loss_chunk: int, inside: bool
     ) -> None:
-        self.corpus, self.sources = corpus, dict(sources)
+        self.corpus = corpus
+        self.sources = dict(sources)
         self.fingerprint = corpus.fingerprint
         self.items_per_sample = corpus.train.items_per_sample
         self.attention_mask = corpus.packing == "documents"
         self.data_facts = data_facts(corpus)
-        self._prompt, self._loss_chunk, self._inside = prompt, loss_chunk, inside
+        self._prompt = prompt
+        self._loss_chunk = loss_chunk
+        self._inside = inside
 
     def dataset(self, split: str) -> Samples:
         """Return the samples of "train" or "evaluation".
@@ -149,7 +152,9 @@ class LanguageModel(Task):
         """
         if split not in ("train", "evaluation"):
             raise ValueError(f"there is no split '{split}'; the splits are 'train' and 'evaluation'")
-        return self.corpus.train if split == "train" else self.corpus.evaluation
+        if split == "train":
+            return self.corpus.train
+        return self.corpus.evaluation
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Stack the samples: each tensor [seq_len] becomes [len(samples), seq_len], padded if needed.
@@ -157,7 +162,9 @@ class LanguageModel(Task):
         Padding needs no mask: it is after the tokens, and none of them attends to later ones. With a mask, padding
         tokens that attend to nothing would be NaN in the kernels of some models, and so would NaN * 0.
         """
-        return pad_tokens(samples) if self.corpus.packing == "padded" else _collate_tokens(samples)
+        if self.corpus.packing == "padded":
+            return pad_tokens(samples)
+        return _collate_tokens(samples)
 
     def count(self, batch: Mapping[str, Tensor]) -> int:
         """Count the labelled tokens of a batch in host memory."""
@@ -191,8 +198,10 @@ class LanguageModel(Task):
         """
         if not self.corpus.chat:
             return self.corpus.decode(tokens)
-        question, answer = self.corpus.decode(prompt), self.corpus.decode(tokens[len(prompt) :])
-        return f"{question.rstrip()}\n{answer.lstrip()}"  # the template's marks are not shown
+        question = self.corpus.decode(prompt)
+        answer = self.corpus.decode(tokens[len(prompt) :])
+        # The template's marks are not shown
+        return f"{question.rstrip()}\n{answer.lstrip()}"
 
     def write(
         self, model: nn.Module, prompts: Sequence[str], device: torch.device, sampling: Sampling
@@ -275,7 +284,8 @@ class CausalLM(LanguageModel):
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
-        ids, labels = batch["input_ids"], batch["labels"]
+        ids = batch["input_ids"]
+        labels = batch["labels"]
         layout = {name: batch[name] for name in ("positions", "documents") if name in batch}
         chunk = chunk_of(self._loss_chunk, ids.numel(), self.config.padded_vocab)
         if chunk or self._inside:
@@ -403,7 +413,8 @@ class HubCausalLM(LanguageModel):
     ) -> None:
         super().__init__(corpus, sources, prompt, loss_chunk, inside)
         self.attention_mask = _has_mask(corpus, source, full)
-        seq_len, model_vocab = corpus.train.seq_len, source.vocab_size if pretrained else vocab_size
+        seq_len = corpus.train.seq_len
+        model_vocab = source.vocab_size if pretrained else vocab_size
         if source.context and seq_len > source.context:
             raise ConfigError(
                 f"--seq-len {seq_len} is longer than the context of {source.name}, {source.context}; lower it"
@@ -418,7 +429,8 @@ class HubCausalLM(LanguageModel):
             )
         self.defaults = "fine-tuning" if pretrained else "language-model"
         self.data_facts = data_facts(corpus, source.width if pretrained else 0)
-        self._name, self._tried = source.name, False
+        self._name = source.name
+        self._tried = False
         self._reach = _HubReach(source.context, corpus.vocab_size)
         self._vocab_size = model_vocab
         self._build = partial(
@@ -440,12 +452,17 @@ class HubCausalLM(LanguageModel):
                 "--model.loss-chunk 0"
             )
         self._loss_chunk = 0
-        return with_loss(model, of_logits=True) if self._inside else model
+        if self._inside:
+            return with_loss(model, of_logits=True)
+        return model
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross entropy in nats, summed over the labelled tokens, in float32 or float64."""
-        ids, labels, more = batch["input_ids"], batch["labels"], inputs_of(batch)
-        if not (self._tried or torch.is_grad_enabled()):  # before step 1, and in the first evaluation after a resume
+        ids = batch["input_ids"]
+        labels = batch["labels"]
+        more = inputs_of(batch)
+        # Before step 1, and in the first evaluation after a resume
+        if not (self._tried or torch.is_grad_enabled()):
             self._try(model, batch)
             self._tried = True
         chunk = chunk_of(self._loss_chunk, ids.numel(), self._vocab_size)
@@ -476,7 +493,8 @@ class HubCausalLM(LanguageModel):
     def _continue(
         self, model: nn.Module, begins: Sequence[list[int]], device: torch.device, sampling: Sampling
     ) -> list[list[int]]:
-        reach, ends = self._reach, self.corpus.ends
+        reach = self._reach
+        ends = self.corpus.ends
         return sampling.go_on(model, begins, device, reach, stop=ends, logits_of=logits_of, further=hf_further_logits)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -505,14 +523,17 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
         ConfigError: the model or the tokenizer is unavailable, needs code of its own, or does not fit the data.
         DataError: see `lockstep.text.token_store.prepare`.
     """
-    name, model_config = config.model_name, config.model
-    cache, quantization = cache_of(config), quantization_of(config)
+    name = config.model_name
+    model_config = config.model
+    cache = cache_of(config)
+    quantization = quantization_of(config)
     if quantization:
         quantization.check()
     get = partial(HubModel, trust_remote_code=model_config.trust_remote_code, cache=cache, say=say)
     source = get(name, revision=model_config.revision)
     too_long = source.context and config.seq_len > source.context
-    if too_long and not is_auto(config, "seq_len"):  # before the data is prepared at that length
+    # Before the data is prepared at that length
+    if too_long and not is_auto(config, "seq_len"):
         raise ConfigError(
             f"--seq-len {config.seq_len} is longer than the context of {name}, {source.context}; lower it"
         )
@@ -550,7 +571,9 @@ def hub_task(config: Config, say: Say) -> HubCausalLM:
 def quantization_of(config: Config) -> Quantization | None:
     """Return how --model.load-in loads the model; None: as it is stored."""
     bits = config.model.load_in
-    return None if bits == "full" else Quantization(bits, AUTOCAST.get(config.precision))
+    if bits == "full":
+        return None
+    return Quantization(bits, AUTOCAST.get(config.precision))
 
 
 def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:
@@ -563,7 +586,9 @@ def _has_mask(corpus: TokenCorpus, source: HubModel, full: bool) -> bool | None:
     if corpus.packing == "documents":
         return True
     plain = corpus.packing in ("stream", "blocks") and source.full_attention
-    return False if plain and not full else None
+    if plain and not full:
+        return False
+    return None
 
 
 def corpus_for(
@@ -579,14 +604,18 @@ def corpus_for(
         ConfigError: an unavailable tokenizer, or a sequence length that leaves nothing to predict.
         DataError: see `lockstep.text.token_store.prepare`.
     """
-    data, name = config.data, config.dataset_name
+    data = config.data
+    name = config.dataset_name
     if data.packing == "blocks" and config.seq_len < 2:
         raise ConfigError("--seq-len 1 leaves a block nothing to predict; use 2 or more, or --data.packing stream")
     if data.packing == "documents" and config.attention == "flash":
         raise ConfigError("--attention flash takes no mask, which --data.packing documents needs; use auto")
     cache = cache_of(config)
     trusts = config.model.trust_remote_code
-    tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say) if config.tokenizer else own()
+    if config.tokenizer:
+        tokenizer = named_tokenizer(config.tokenizer, trusts, cache, say)
+    else:
+        tokenizer = own()
     packing, prompt_packing = _packings(config, context)
     if is_prepared(name):
         corpus, index = open_shards(name, packing)
@@ -603,7 +632,8 @@ def corpus_for(
         request = DataRequest(name, data.subset, data.split, data.revision, *columns, data.skip)
         rows = open_rows(request, say)
     else:
-        rows, prompt_packing = plain_rows(name, data.skip, say), None
+        rows = plain_rows(name, data.skip, say)
+        prompt_packing = None
     options: dict[str, Any] = {"cache": cache, "say": say, "prompt_packing": prompt_packing}
     corpus = prepare(name, rows.digest, rows.documents, tokenizer, packing, **options)
     return CorpusChoice(corpus, rows.revision, bool(config.tokenizer))
@@ -614,7 +644,9 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
 
     Prepared shards decide what is "auto".
     """
-    data, kind, length = config.data, config.data.packing, int(config.seq_len)
+    data = config.data
+    kind = config.data.packing
+    length = int(config.seq_len)
     rest = data.evaluation, data.labels
     is_open = kind == "auto", is_auto(config, "seq_len")
     length = min(length, context or length) if is_open[1] else length
@@ -622,7 +654,10 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
         stored = Packing(**read_index(Path(config.dataset_name).expanduser())["packing"])
         kind = stored.kind if is_open[0] else kind
         return Packing(kind, stored.seq_len if is_open[1] and kind != "stream" else length, *rest), None
-    long = min(_PROMPT_TOKENS, context or _PROMPT_TOKENS) if is_open[1] else length
+    if is_open[1]:
+        long = min(_PROMPT_TOKENS, context or _PROMPT_TOKENS)
+    else:
+        long = length
     apart = "padded" if is_open[0] else kind
     packing = Packing("stream" if is_open[0] else kind, length, *rest)
     other = Packing(apart, long if apart in ("padded", "documents") else length, *rest)
@@ -631,7 +666,9 @@ def _packings(config: Config, context: int) -> tuple[Packing, Packing | None]:
 
 def cache_of(config: Config) -> Path:
     """Return the folder of prepared data."""
-    return Path(config.data.cache).expanduser() if config.data.cache else default_cache()
+    if config.data.cache:
+        return Path(config.data.cache).expanduser()
+    return default_cache()
 
 
 def _sources(revisions: Mapping[str, str]) -> dict[str, str]:

@@ -30,7 +30,8 @@ def merge(metric: Any, states: list[dict[str, Any]]) -> None:
     for name, reduction in metric._reductions.items():
         values = [_to_device(state[name], metric.device) for state in states]
         setattr(metric, name, _merge_values(values, reduction))
-    metric._update_count, metric._computed = len(states), None
+    metric._update_count = len(states)
+    metric._computed = None
 
 
 def obstacle(metric: Any, state: dict[str, Any]) -> str:
@@ -43,11 +44,13 @@ def obstacle(metric: Any, state: dict[str, Any]) -> str:
         return ""
     if any(hasattr(each, "metric_state") for each in list(metric.modules())[1:]):
         return "it contains other metrics: return each of them separately"
-    from_torchmetrics = type(metric).__module__.partition(".")[0] == _PACKAGE  # a test covers each of them
+    # A test covers each of them
+    from_torchmetrics = type(metric).__module__.partition(".")[0] == _PACKAGE
     if not from_torchmetrics and getattr(metric, "full_state_update", None) is not False:
         return "its `full_state_update` is not False: set it to False if `update` needs no earlier batch"
     for name, reduction in metric._reductions.items():
-        rule, value = getattr(reduction, "__name__", ""), state[name]
+        rule = getattr(reduction, "__name__", "")
+        value = state[name]
         if reduction is not None and rule not in _RULES:
             return f"its state '{name}' has a custom reduction: define `merge_state`"
         if reduction is None and isinstance(value, Tensor) and not from_torchmetrics:
@@ -74,10 +77,16 @@ def _merge_values(values: list[Any], reduction: Any) -> Any:
     if rule == "dim_zero_sum":
         return together.sum(0)
     if rule == "dim_zero_mean":
-        return values[0] if all(torch.equal(value, values[0]) for value in values) else together.mean(0)
+        if all(torch.equal(value, values[0]) for value in values):
+            return values[0]
+        return together.mean(0)
     if rule in ("dim_zero_max", "dim_zero_min"):
-        return together.amax(0) if rule == "dim_zero_max" else together.amin(0)
-    return together if reduction is None else reduction(together)
+        if rule == "dim_zero_max":
+            return together.amax(0)
+        return together.amin(0)
+    if reduction is None:
+        return together
+    return reduction(together)
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -85,4 +94,6 @@ def _same(value: Any, default: Any) -> bool:
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else [each.to(device) for each in value]
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return [each.to(device) for each in value]

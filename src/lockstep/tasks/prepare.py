@@ -142,7 +142,10 @@ def _prepare(job: Job, tokenizer: Tokenizer | TokenizerToTrain, processes: int, 
         say(f"{folder} is complete: nothing to do")
         return read_index(folder)
     facts = _begin(job, ranges, tokenizer, key, say)
-    shards = [_Shard(split, number) for split in _SPLITS for number in range(len(getattr(ranges, split)))]
+    shards = []
+    for split in _SPLITS:
+        for number in range(len(getattr(ranges, split))):
+            shards.append(_Shard(split, number))
     written = {shard: facts_of_shard for shard in shards if (facts_of_shard := _read_facts(folder, shard))}
     missing = [shard for shard in shards if shard not in written]
     if written:
@@ -274,7 +277,8 @@ def _write_all(
     # Not forked: the tokenizers' threads and open tables would not survive it.
     context = multiprocessing.get_context("spawn")
     count = min(processes, len(shards))
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each; the processes inherit it
+    # One core each; the processes inherit it
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ProcessPoolExecutor(count, mp_context=context, initializer=_init_process) as pool:
         try:
             with _hold_interrupts():
@@ -297,7 +301,8 @@ def _write_all(
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
     """Hold Ctrl-C back, here and in the processes that start meanwhile; it takes effect at the end."""
-    resource_tracker.ensure_running()  # its start would let Ctrl-C through again
+    # Its start would let Ctrl-C through again
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -348,32 +353,46 @@ def _read_facts(folder: Path, shard: _Shard) -> dict[str, Any] | None:
         whole = all((folder / name).stat().st_size == file["size"] for name, file in facts["files"].items())
     except (OSError, ValueError, KeyError):
         return None
-    return facts if whole else None
+    if whole:
+        return facts
+    return None
 
 
 class _Progress:
     """Progress lines: shards, tokens, rate and the time that is left."""
 
     def __init__(self, total: int, missing: int, say: Say) -> None:
-        self._total, self._missing, self._say = total, missing, say
-        self._done, self._tokens = 0, 0
+        self._total = total
+        self._missing = missing
+        self._say = say
+        self._done = 0
+        self._tokens = 0
         self._began = self._last = time.perf_counter()
 
     def add(self, counts: dict[str, Any]) -> None:
-        self._done, self._tokens = self._done + 1, self._tokens + counts["tokens"]
+        self._done = self._done + 1
+        self._tokens = self._tokens + counts["tokens"]
         now = time.perf_counter()
         if now - self._last < _LINE_SECONDS and self._done < self._missing:
             return
-        self._last, seconds = now, max(now - self._began, 1e-9)
+        self._last = now
+        seconds = max(now - self._began, 1e-9)
         left = seconds / self._done * (self._missing - self._done)
         shards = self._total - self._missing + self._done
-        rest = f", about {_duration(left)} left" if self._done < self._missing else ""
+        if self._done < self._missing:
+            rest = f", about {_duration(left)} left"
+        else:
+            rest = ""
         self._say(f"{shards} of {self._total} shards, {self._tokens / seconds:,.0f} tokens/s{rest}")
 
 
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes / 60:.1f} h"
 
 
 def _finish(
@@ -398,7 +417,10 @@ def _finish(
     index["notes"] = notes
     index["fingerprint"] = xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
     # A stream's windows may have any length: a run checks the one that it asks for.
-    packing = replace(job.packing, seq_len=1) if job.packing.kind == "stream" else job.packing
+    if job.packing.kind == "stream":
+        packing = replace(job.packing, seq_len=1)
+    else:
+        packing = job.packing
     corpus = _corpus(job.folder, index, packing, None)
     for split in _SPLITS:
         check_split(job.request.name, split, len(getattr(corpus, split)), index, packing)
@@ -501,7 +523,10 @@ def _explained(folder: Path) -> Iterator[None]:
 def describe_index(index: dict[str, Any]) -> list[str]:
     """Return lines about prepared shards."""
     packing = index["packing"]
-    length = "" if packing["kind"] == "stream" else f", --seq-len {packing['seq_len']}"
+    if packing["kind"] == "stream":
+        length = ""
+    else:
+        length = f", --seq-len {packing['seq_len']}"
     lines = [
         f"from {index['name']}" + (f" at {index['revision'][:12]}" if index["revision"] else ""),
         f"vocabulary {index['vocab_size']:,}, packing {packing['kind']}{length}",
@@ -509,8 +534,12 @@ def describe_index(index: dict[str, Any]) -> list[str]:
     for split in _SPLITS:
         names = index["shards"][split]
         size = sum(file["size"] for name, file in index["files"].items() if name.partition(".")[0] in names)
-        tokens, labels = index["tokens"][split], index["labels"][split]
-        share = f", {100 * labels / max(1, tokens):.0f}% of them learned" if index["masked"] else ""
+        tokens = index["tokens"][split]
+        labels = index["labels"][split]
+        if index["masked"]:
+            share = f", {100 * labels / max(1, tokens):.0f}% of them learned"
+        else:
+            share = ""
         plural = "s" * (len(names) != 1)
         lines.append(f"{split}: {tokens:,} tokens{share} in {len(names)} shard{plural} ({bytes_text(size)})")
     return [*lines, *index["notes"]]
@@ -523,7 +552,10 @@ def sample_text(folder: Path, index: dict[str, Any], number: int) -> str:
         ConfigError: there is no such sample.
     """
     packing = Packing(**index["packing"])
-    packing = replace(packing, seq_len=128) if packing.kind == "stream" else packing
+    if packing.kind == "stream":
+        packing = replace(packing, seq_len=128)
+    else:
+        packing = packing
     corpus = _corpus(folder, index, packing, _stored_tokenizer(folder))
     if not 0 <= number < len(corpus.train):
         raise ConfigError(f"--sample {number}: the training split has the samples 0 to {len(corpus.train) - 1}")

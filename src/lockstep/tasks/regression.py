@@ -65,7 +65,8 @@ class RowsMetric:
         return self
 
 
-DIABETES, MODEL = "builtin:diabetes", "builtin:mlp"
+DIABETES = "builtin:diabetes"
+MODEL = "builtin:mlp"
 _NUMBERS = ("int", "uint", "float", "bool")  # begin the dtypes of numbers
 _LOOKED_AT = 1000  # values that show whether a column of text has numbers
 
@@ -109,7 +110,8 @@ class Regression(Task):
         name: str = "",
         revision: str = "",
     ) -> None:
-        self._parts, self._dropout = {"train": train, "evaluation": evaluation}, dropout
+        self._parts = {"train": train, "evaluation": evaluation}
+        self._dropout = dropout
         # exactly rounded sums: the same bits on every machine
         self._features = [_mean_and_spread(column) for column in zip(*train.rows, strict=True)]
         self._target = _mean_and_spread(train.targets)
@@ -193,7 +195,9 @@ class _R2(RowsMetric):
         columns = zip(*(row[0].tolist() for row in self._rows), strict=True)
         count, off, square, error = (math.fsum(column) for column in columns)
         spread = square - off * off / count
-        return 1 - error / spread if spread > 1e-12 * square else 0.0
+        if spread > 1e-12 * square:
+            return 1 - error / spread
+        return 0.0
 
 
 def make(config: Config, say: Say) -> Regression:
@@ -205,10 +209,13 @@ def make(config: Config, say: Say) -> Regression:
     """
     if config.model_name != MODEL:
         raise ConfigError(f"--model-name '{config.model_name}' is unknown; regression has only {MODEL}")
-    name, data, flag = config.dataset_name, config.data, f"--dataset-name {config.dataset_name}"
+    name = config.dataset_name
+    data = config.data
+    flag = f"--dataset-name {config.dataset_name}"
     revision = ""
     if name == DIABETES:
-        columns, digest = diabetes(flag), "scikit-learn"
+        columns = diabetes(flag)
+        digest = "scikit-learn"
         kinds = dict.fromkeys(columns, "float64")
         parts = parted(len(columns["target"]), data.evaluation)
         values = {key: tuple([column[row] for row in part] for part in parts) for key, column in columns.items()}
@@ -223,7 +230,9 @@ def make(config: Config, say: Say) -> Regression:
             _check_others(table, flag, say)
         target, features = _choose_columns(table.kinds, config, flag)
         values = {key: table.values(key) for key in (target, *features)}
-        digest, revision, numbered = table.digest, table.revision, table.rows
+        digest = table.digest
+        revision = table.revision
+        numbered = table.rows
     splits = []
     for place, split in enumerate(("training", "evaluation")):
         columns_of_split = {
@@ -257,7 +266,8 @@ def on_columns_of(sources: Mapping[str, str], run: str, config: Config, say: Cal
     Raises:
         DataError: the data lacks these columns; else as `make`.
     """
-    target, features = sources.get("target", ""), sources.get("features", "")
+    target = sources.get("target", "")
+    features = sources.get("features", "")
     if target:
         data = dataclasses.replace(config.data, target_column=target, feature_columns=features)
         config = dataclasses.replace(config, data=data)
@@ -273,7 +283,8 @@ def _choose_columns(kinds: dict[str, str], config: Config, flag: str) -> tuple[s
     """Choose the target's column, and the feature columns."""
     numbers = [name for name, kind in kinds.items() if kind.startswith(_NUMBERS)]
     names = ", ".join(kinds) or "none"
-    option, defaults = config.data.target_column, [name for name in ("target", "y") if name in kinds]
+    option = config.data.target_column
+    defaults = [name for name in ("target", "y") if name in kinds]
     if not option and not defaults and not numbers:
         raise DataError(f"{flag} has no column of numbers; its columns: {names}")
     target = find_column(kinds, option, "", [*defaults, *numbers[-1:]], flag, "--data.target-column")

@@ -95,13 +95,16 @@ def _facts(folder: Path) -> dict[str, Any] | None:
         complete = all((folder / file).stat().st_size == size for file, size in facts["sizes"].items())
     except (OSError, ValueError, KeyError):
         return None
-    return facts if complete else None
+    if complete:
+        return facts
+    return None
 
 
 def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     # The name includes the machine, since the locks of some file systems do not extend to other machines.
     temporary = folder.with_name(f"{folder.name}.{platform.node()}.tmp")
-    for dead in (temporary, folder):  # this process has the lock: one that began either of these is gone
+    # This process has the lock: one that began either of these is gone
+    for dead in (temporary, folder):
         shutil.rmtree(dead, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -114,7 +117,8 @@ def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, An
         try:
             temporary.rename(folder)
         except OSError:
-            if _facts(folder) is None:  # unless another machine was first, with the same content
+            # Unless another machine was first, with the same content
+            if _facts(folder) is None:
                 raise
         sync(folder.parent)
         return facts
@@ -136,7 +140,8 @@ def reach(say: Callable[[str], None]) -> bool:
         return True
     say(f"{_endpoint()} does not answer; using only HF_HOME ({_home()})")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for module in ("huggingface_hub.constants", "datasets.config"):  # maybe imported by the caller's program already
+    # Maybe imported by the caller's program already
+    for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return False
@@ -155,7 +160,9 @@ def snapshot(name: str, kind: str, revision: str = "") -> Path | None:
     except OSError:
         commit = revision
     files = repository / "snapshots" / commit
-    return files if commit and files.is_dir() else None
+    if commit and files.is_dir():
+        return files
+    return None
 
 
 def way_out(name: str, kind: str, flag: str) -> str:

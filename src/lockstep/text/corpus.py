@@ -126,7 +126,10 @@ class _TokenRows:
     draws_random = False  # a sample needs no seed
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool, *, width: int) -> None:
-        self.path, self.vocab_size, self.seq_len, self.masked = path, vocab_size, seq_len, masked
+        self.path = path
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.masked = masked
         self._tokens: NDArray[Any] = mapped(path, token_type(vocab_size))
         self._labels = mapped(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
         self._row = np.arange(width)
@@ -192,7 +195,9 @@ class Windows(_TokenRows):
     @property
     def items_per_sample(self) -> int | None:
         """Labelled tokens of every sample; None if samples differ."""
-        return None if self.masked else self.seq_len
+        if self.masked:
+            return None
+        return self.seq_len
 
     def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return rows[:, :-1].unbind(), labels[:, 1:].unbind()
@@ -218,7 +223,9 @@ class TokenBlocks(_TokenRows):
     @property
     def items_per_sample(self) -> int | None:
         """Labelled tokens of every sample; None if samples differ."""
-        return None if self.masked else self.seq_len - 1
+        if self.masked:
+            return None
+        return self.seq_len - 1
 
     def _shifted(self, rows: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         return rows.unbind(), torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).unbind()
@@ -228,4 +235,5 @@ def mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
     """Memory-map the numbers in a file."""
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, dtype=kind)
-    return np.asarray(np.memmap(path, dtype=kind, mode="r"))  # slices of a plain array are cheaper
+    # Slices of a plain array are cheaper
+    return np.asarray(np.memmap(path, dtype=kind, mode="r"))

@@ -119,7 +119,10 @@ class _TokenDocuments:
     items_per_sample = None  # labelled tokens differ by sample
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
-        self.path, self.vocab_size, self.seq_len, self.masked = path, vocab_size, seq_len, masked
+        self.path = path
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.masked = masked
         self._tokens: NDArray[Any] = mapped(path, token_type(vocab_size))
         self._labels = mapped(path.with_suffix(LABELS), np.dtype("u1")) if masked else None
         self._starts = mapped(path.with_suffix(".starts"), _OFFSET)
@@ -138,7 +141,8 @@ class _TokenDocuments:
 
     def _document(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and labels of a document, each a token shorter than it."""
-        begin, end = self._starts[number], self._starts[number + 1]
+        begin = self._starts[number]
+        end = self._starts[number + 1]
         tokens = self._tokens[begin:end].astype(np.int64)
         labels = tokens[1:]
         if self._labels is not None:
@@ -205,17 +209,22 @@ class Packed(_TokenDocuments):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        sample = {name: np.zeros(self.seq_len, np.int64) for name in ("input_ids", "labels", "positions", "documents")}
+        sample = {}
+        for name in ("input_ids", "labels", "positions", "documents"):
+            sample[name] = np.zeros(self.seq_len, np.int64)
         sample["labels"][:] = IGNORED
         place = 0
         members = self._order[self._packs[index] : self._packs[index + 1]]
         for number, document in enumerate(members):
             inputs, labels = self._document(int(document))
             span = slice(place, place + len(inputs))
-            sample["input_ids"][span], sample["labels"][span] = inputs, labels
-            sample["positions"][span], sample["documents"][span] = np.arange(len(inputs)), number
+            sample["input_ids"][span] = inputs
+            sample["labels"][span] = labels
+            sample["positions"][span] = np.arange(len(inputs))
+            sample["documents"][span] = number
             place += len(inputs)
-        sample["positions"][place:], sample["documents"][place:] = np.arange(self.seq_len - place), len(members)
+        sample["positions"][place:] = np.arange(self.seq_len - place)
+        sample["documents"][place:] = len(members)
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
 
@@ -226,13 +235,15 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest windows, plus a few.
     """
     windows: list[list[int]] = []
-    open_windows: dict[int, list[int]] = {}  # space left -> the windows with that much left
+    # Space left -> the windows with that much left
+    open_windows: dict[int, list[int]] = {}
     spaces: list[int] = []  # its keys, in order
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[document]
         at = bisect_left(spaces, length)
         if at == len(spaces):
-            window, space = len(windows), room - length
+            window = len(windows)
+            space = room - length
             windows.append([])
         else:
             space = spaces[at] - length

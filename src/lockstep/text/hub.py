@@ -58,7 +58,8 @@ _WITHOUT = (
     "### Response:\n"
 )
 _PAIRS = (("prompt", "completion"), ("prompt", "response"))
-_MESSAGES, _TOOLS = "messages", "tools"
+_MESSAGES = "messages"
+_TOOLS = "tools"
 
 Row = Mapping[str, Any]
 
@@ -157,7 +158,10 @@ def _conversation(row: Row, flag: str) -> Example:
 def _tools(value: Any, flag: str) -> tuple[Row, ...]:
     """Read the tools of a conversation: a list of JSON schemas, or the JSON text of one, as datasets store it."""
     try:
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+        if isinstance(value, str) and value.strip():
+            tools = json.loads(value)
+        else:
+            tools = value or []
     except ValueError as error:
         raise DataError(f"{flag}: 'tools' is text that is no JSON ({error})") from error
     if not _are_objects(tools):
@@ -173,7 +177,9 @@ def _present(value: Any) -> Any:
     """Remove the keys without a value: a table has in every object the keys of all."""
     if isinstance(value, Mapping):
         return {key: _present(each) for key, each in value.items() if each is not None}
-    return [_present(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_present(each) for each in value]
+    return value
 
 
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
@@ -323,7 +329,9 @@ def open_ranges(request: DataRequest, fraction: float, size: int, scratch: Path,
         builder, revision = _hub_builder(request, say)
         digest = _content_digest(request, [request.name, revision])
     else:
-        files, root, revision = table_files(request.name), Path(request.name).expanduser(), ""
+        files = table_files(request.name)
+        root = Path(request.name).expanduser()
+        revision = ""
         digest = _files_digest(request, files, root)
         with _one_line_errors(request):
             builder = open_tables(_datasets(request), request, scratch, say)
@@ -336,7 +344,10 @@ def _table_ranges(
 ) -> DocumentRanges:
     builder.download_and_prepare()
     train, evaluation = _splits(builder, request)
-    held_out = np.empty(0, np.int64) if evaluation is not None else _evaluated_rows(len(train), fraction)
+    if evaluation is not None:
+        held_out = np.empty(0, np.int64)
+    else:
+        held_out = _evaluated_rows(len(train), fraction)
     read, note, prompts = _row_reader(train, request)
     trained = []
     for rows in _row_ranges(train, size):
@@ -377,9 +388,11 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
     if is_hub_name(request.name):
         builder, commit = _hub_builder(request, say)
         say(f"downloading {request.name}, unless it is in HF_HOME")
-        digest, revision = _content_digest(request, [request.name, commit]), commit
+        digest = _content_digest(request, [request.name, commit])
+        revision = commit
     else:
-        files, revision = table_files(request.name), ""
+        files = table_files(request.name)
+        revision = ""
         if not files:
             raise DataError(f"{request.label}: no such file or folder of files; supported: {supported()}")
         digest = _content_digest(request, [[path.name, file_digest(path)] for path in files])
@@ -388,7 +401,10 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
     with _one_line_errors(request):
         (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
     features = train.features
-    classes = {name: tuple(kind.names) for name, kind in features.items() if hasattr(kind, "names")}
+    classes = {}
+    for name, kind in features.items():
+        if hasattr(kind, "names"):
+            classes[name] = tuple(kind.names)
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
     kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
     return HubTable(kinds, classes, digest, revision, (train, evaluation), (rows, evaluation_rows))
@@ -408,7 +424,10 @@ def _from_hub(request: DataRequest, say: Say) -> HubRows:
 def _hub_builder(request: DataRequest, say: Say) -> tuple[Any, str]:
     """Return the hub's dataset and its commit; without the hub, those that are in HF_HOME."""
     datasets = _datasets(request)
-    folder = None if reach(say) else snapshot(request.name, "dataset", request.revision)
+    if reach(say):
+        folder = None
+    else:
+        folder = snapshot(request.name, "dataset", request.revision)
     path, revision = (str(folder), None) if folder else (request.name, request.revision or None)
     with _one_line_errors(request):
         builder = datasets.load_dataset_builder(path, request.subset or None, revision=revision)
@@ -416,7 +435,12 @@ def _hub_builder(request: DataRequest, say: Say) -> tuple[Any, str]:
 
 
 def _files_digest(request: DataRequest, files: list[Path], root: Path) -> str:
-    names = [path.relative_to(root).as_posix() if path != root else path.name for path in files]
+    names = []
+    for path in files:
+        if path != root:
+            names.append(path.relative_to(root).as_posix())
+        else:
+            names.append(path.name)
     return _content_digest(request, [[name, file_digest(path)] for name, path in zip(names, files, strict=True)])
 
 
@@ -434,8 +458,11 @@ def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
 
 def _row_reader(table: Any, request: DataRequest) -> tuple[Callable[[Row], Example], str, bool]:
     """Return `reader` of the table's columns, a remark about them, and whether they mark the answer."""
-    columns = {key: str(getattr(kind, "dtype", "")).endswith("string") for key, kind in table.features.items()}
-    column, answers = request.text_column, request.answers
+    columns = {}
+    for key, kind in table.features.items():
+        columns[key] = str(getattr(kind, "dtype", "")).endswith("string")
+    column = request.text_column
+    answers = request.answers
     read = reader(columns, column, f"--dataset-name {request.name}", answers=answers)
     return read, _ignored_note(columns, column, answers=answers), _has_prompts(columns, column, answers=answers)
 
@@ -453,7 +480,8 @@ def _parts(builder: Any, request: DataRequest, fraction: float) -> tuple[Numbere
 def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
     """Return the training rows, and those of the evaluation split; None: the data has none."""
     splits = list(builder.info.splits)
-    name = request.split.partition("[")[0]  # "train[:10%]" is a part of the split "train"
+    # "train[:10%]" is a part of the split "train"
+    name = request.split.partition("[")[0]
     if name not in splits:
         raise DataError(
             f"--data.split {request.split}: --dataset-name {request.name} has the splits {', '.join(splits)}"
@@ -514,7 +542,8 @@ def _part(
 def _datasets(request: DataRequest) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the package's own imports: nothing that a user could act on
+            # Of the package's own imports: nothing that a user could act on
+            warnings.simplefilter("ignore")
             import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
@@ -536,8 +565,15 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
         raise
     except Exception as error:
         name = request.name
-        generation = sys.modules["datasets"].exceptions.DatasetGenerationError if "datasets" in sys.modules else ()
-        reason = error.__cause__ if isinstance(error, generation) and error.__cause__ else error  # it names the row
+        if "datasets" in sys.modules:
+            generation = sys.modules["datasets"].exceptions.DatasetGenerationError
+        else:
+            generation = ()
+        # it names the row
+        if isinstance(error, generation) and error.__cause__:
+            reason = error.__cause__
+        else:
+            reason = error
         message = " ".join(str(reason).split())
         if is_hub_name(name) and isinstance(error, ConnectionError):
             text = f"no such file or folder, not in HF_HOME, and the hub is unreachable; {_way_out(request)}"

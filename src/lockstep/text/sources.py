@@ -110,7 +110,8 @@ def _list_files(name: str, found: FoundFiles) -> list[tuple[str, Path]]:
         return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIP | _TESTS, others)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {_STDLIB}")
-    root = Path(os.path.expanduser(name))  # Path.expanduser raises where there is no such user
+    # Path.expanduser raises where there is no such user
+    root = Path(os.path.expanduser(name))
     if root.is_file():
         return [(root.name, root)]
     if not name or not root.is_dir():
@@ -128,7 +129,8 @@ def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str], found: 
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = sorted(child for child in folders if child not in skipped and not child.startswith("."))
         for child in folders:
-            if os.path.islink(os.path.join(folder, child)):  # not followed: it may lead in a circle
+            # Not followed: it may lead in a circle
+            if os.path.islink(os.path.join(folder, child)):
                 found.leave_out(Path(folder, child).relative_to(root).as_posix(), 0, "links to a folder")
         for file in sorted(files):
             path = Path(folder, file)
@@ -145,11 +147,13 @@ def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str], found: 
 
 
 def _raise(error: OSError) -> None:
-    raise error  # os.walk would skip an unreadable folder, and the run would train on less
+    # os.walk would skip an unreadable folder, and the run would train on less
+    raise error
 
 
 def _scan(label: str, path: Path, name: str) -> TextFile:
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    size = 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     readable = True
     try:

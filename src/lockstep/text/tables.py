@@ -71,11 +71,18 @@ def table_files(name: str) -> list[Path]:
     """
     root = Path(name).expanduser()
     if root.is_file():
-        return [root] if inner_suffix(root) in _KINDS else []
+        if inner_suffix(root) in _KINDS:
+            return [root]
+        return []
     files = _files(root) if root.is_dir() else []
     tables = [path for path in files if inner_suffix(path) in _KINDS]
-    prose = [path for path in files if inner_suffix(path) in _PROSE and not path.stem.upper().startswith("README")]
-    return [] if prose else tables
+    prose = []
+    for path in files:
+        if inner_suffix(path) in _PROSE and not path.stem.upper().startswith("README"):
+            prose.append(path)
+    if prose:
+        return []
+    return tables
 
 
 def _files(root: Path) -> list[Path]:
@@ -119,7 +126,9 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
     options = _options(files, request, say)
     if root.is_file() or any(map(is_compressed, files)):
         plain = {path: _plain(path, cache) for path in files}
-        data_files = {split: [str(plain[path]) for path in paths] for split, paths in splits.items()}
+        data_files = {}
+        for split, paths in splits.items():
+            data_files[split] = [str(plain[path]) for path in paths]
         whole = {"path": _KINDS[inner_suffix(files[0])], "data_files": data_files}
     return datasets.load_dataset_builder(**whole, **options, cache_dir=str(cache))
 
@@ -129,7 +138,8 @@ def _account(builder: Any, request: DataRequest, root: Path, splits: dict[str, l
     found = FoundFiles(request.label)
     chosen = {path.resolve() for paths in splits.values() for path in paths}
     for path in _files(root):
-        name, size = path.relative_to(root).as_posix(), path.stat().st_size
+        name = path.relative_to(root).as_posix()
+        size = path.stat().st_size
         if inner_suffix(path) not in _KINDS:
             found.leave_out(name, size, "without a suffix of a table")
         elif path.resolve() in chosen or len(builder.builder_configs) > 1:
@@ -164,7 +174,10 @@ def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any
         raise DataError(f"{request.label}: its files are separated in several ways ({kinds}); convert them to one")
     for separator, decimal in set(styles.values()) - {(",", ".")}:
         options |= {"sep": separator, "decimal": decimal}
-        fractions = "" if decimal == "." else f", and {decimal!r} is its decimal sign"
+        if decimal == ".":
+            fractions = ""
+        else:
+            fractions = f", and {decimal!r} is its decimal sign"
         say(f"{request.label}: its columns are separated by {_NAMES.get(separator, repr(separator))}{fractions}")
     return options
 
@@ -198,10 +211,15 @@ def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, st
 def _rows(begin: str, separator: str, is_whole: bool) -> list[list[str]]:
     """Parse the beginning of a csv file; [] if it cannot be."""
     try:
-        rows = [row for row in csv.reader(io.StringIO(begin, newline=""), delimiter=separator) if row]
+        rows = []
+        for row in csv.reader(io.StringIO(begin, newline=""), delimiter=separator):
+            if row:
+                rows.append(row)
     except csv.Error:
         return []
-    return rows if is_whole else rows[:-1]
+    if is_whole:
+        return rows
+    return rows[:-1]
 
 
 def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> None:

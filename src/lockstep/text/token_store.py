@@ -47,7 +47,8 @@ __all__ = [
 
 _GROUP = 1000  # examples that are tokenized, and in "blocks" concatenated, together
 # Maximum characters of such a group: tokens in Python lists are large. Blocks do not cross a group's end.
-_MAX_CHARACTERS, _MAX_CHARACTERS_BLOCKS = 1 << 22, 1 << 25
+_MAX_CHARACTERS = 1 << 22
+_MAX_CHARACTERS_BLOCKS = 1 << 25
 
 Progress = Callable[[Sequence[Example]], None]
 
@@ -106,7 +107,10 @@ class Written:
             plural = "s" * (self.truncated > 1)
             notes.append(f"{self.truncated} example{plural} of the {split} split truncated to --seq-len {seq_len}")
         if self.skipped:
-            first = f" (first: row {self.first_skipped})" if self.first_skipped >= 0 else ""
+            if self.first_skipped >= 0:
+                first = f" (first: row {self.first_skipped})"
+            else:
+                first = ""
             notes.append(
                 f"{self.skipped} example{'s' * (self.skipped > 1)} of the {split} split{first} skipped: no label "
                 f"within --seq-len {seq_len}; raise it to keep more of each"
@@ -151,7 +155,8 @@ def _write_stream(
     masked: bool,
     progress: Progress,
 ) -> None:
-    blocks, kind = packing.kind == "blocks", token_type(tokenizer.vocab_size)
+    blocks = packing.kind == "blocks"
+    kind = token_type(tokenizer.vocab_size)
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for group in _groups(part.read(), _MAX_CHARACTERS_BLOCKS if blocks else _MAX_CHARACTERS):
             examples = [example for example, _ in group]
@@ -168,7 +173,10 @@ def _write_stream(
                     marked += [True] * masked
             counts.tokens += len(stream)
             counts.labels += sum(marked) if masked else len(stream)
-            length = len(stream) // packing.seq_len * packing.seq_len if blocks else len(stream)
+            if blocks:
+                length = len(stream) // packing.seq_len * packing.seq_len
+            else:
+                length = len(stream)
             file.write(np.fromiter(stream, kind, length).tobytes())
             marks.write(bytes(marked[:length]))
             progress(examples)
@@ -185,15 +193,18 @@ def _write_documents(
     flags: tuple[bool, bool],
     progress: Progress,
 ) -> None:
-    (masked, prompts), room = flags, packing.seq_len + 1
-    kind, starts = token_type(tokenizer.vocab_size), [0]
+    masked, prompts = flags
+    room = packing.seq_len + 1
+    kind = token_type(tokenizer.vocab_size)
+    starts = [0]
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
             counts.tokens += len(tokens)
             counts.truncated += prompts and len(tokens) > room
             begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
             for begin in begins:
-                piece, learned = tokens[begin : begin + room], labelled[begin : begin + room]
+                piece = tokens[begin : begin + room]
+                learned = labelled[begin : begin + room]
                 if not any(learned[1:]):
                     counts.first_skipped = counts.first_skipped if counts.skipped else row
                     counts.skipped += 1
@@ -222,7 +233,9 @@ def _begin_of(tokenizer: Tokenizer, packing: Packing) -> list[int]:
     end = [tokenizer.separator] if tokenizer.separator >= 0 else []
     if packing.apart:
         return tokenizer.encode_all([""], True)[0][:1] or end
-    return end if packing.kind == "stream" else []
+    if packing.kind == "stream":
+        return end
+    return []
 
 
 def _documents(
@@ -249,7 +262,8 @@ def _documents(
                 yield tokens, labelled, example.row
             else:
                 yield [*begin, *tokens, *end], [*[False] * len(begin), *labelled, *[True] * len(end)], example.row
-            tokens, labelled = [], []
+            tokens = []
+            labelled = []
         progress(examples)
 
 
@@ -261,7 +275,8 @@ def _groups(examples: Iterator[tuple[Example, bool]], limit: int) -> Iterator[li
         characters += len(example[0].text)
         if len(group) == _GROUP or characters > limit:
             yield group
-            group, characters = [], 0
+            group = []
+            characters = 0
     if group:
         yield group
 
@@ -273,7 +288,9 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
 _FORMAT = 5  # of the folder; another number is another key
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
-_OPENING, _LONGEST = 8, 256  # tokens of plain text that begin a sample of text; maximum tokens of a prompt
+# tokens of plain text that begin a sample of text; maximum tokens of a prompt
+_OPENING = 8
+_LONGEST = 256
 
 TokenSamples = Windows | TokenBlocks | PaddedDocuments | Packed
 
@@ -297,7 +314,8 @@ class TokenShards:
         self.shard_sizes = [len(part) for part in parts]
         self.padded = isinstance(self._parts[0], PaddedDocuments)
         self._ends = np.cumsum(self.shard_sizes)
-        self.seq_len, self.items_per_sample = parts[0].seq_len, parts[0].items_per_sample
+        self.seq_len = parts[0].seq_len
+        self.items_per_sample = parts[0].items_per_sample
 
     @property
     def tokens(self) -> int:
@@ -368,7 +386,8 @@ class TokenCorpus:
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], tokenizer: Tokenizer | None, packing: Packing) -> None:
-        self.folder, self._known = folder, tokenizer
+        self.folder = folder
+        self._known = tokenizer
         self.fingerprint: str = facts["fingerprint"]
         self.vocab_size: int = facts["vocab_size"]
         self.separator: int = facts["separator"]
@@ -388,7 +407,9 @@ class TokenCorpus:
             _KINDS[packing.kind](self.folder / f"{each}.bin", self.vocab_size, packing.seq_len, masked)
             for each in shards or [name]
         ]
-        return parts[0] if shards is None else TokenShards(parts)
+        if shards is None:
+            return parts[0]
+        return TokenShards(parts)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -415,9 +436,11 @@ class TokenCorpus:
     def opening(self) -> list[int]:
         """Return the evaluation's first tokens: its prompt, or eight tokens of plain text."""
         sample = self.evaluation[0]
-        inputs, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        inputs = sample["input_ids"].tolist()
+        labels = sample["labels"].tolist()
         length = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
-        separated = self.packing == "stream"  # its first window has no separator before it
+        # Its first window has no separator before it
+        separated = self.packing == "stream"
         return [*self.begin * separated, *inputs[: length if 1 < length <= _LONGEST else _OPENING]]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -505,7 +528,8 @@ def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing,
     tokenizer_id = (
         {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
     )
-    length = 0 if packing.kind == "stream" else packing.seq_len  # windows of any length share one file
+    # Windows of any length share one file
+    length = 0 if packing.kind == "stream" else packing.seq_len
     parts = [_FORMAT, digest, tokenizer_id, packing.kind, length, packing.fraction, packing.labels]
     parts += [prompt_packing.kind, prompt_packing.seq_len] if prompt_packing else []
     return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
@@ -516,7 +540,8 @@ def _write(
 ) -> dict[str, Any]:
     tokenizer, facts = begin_corpus([documents.train], documents.prompts, tokenizer, packing, folder, say)
     for name, part in (("train", documents.train), ("evaluation", documents.evaluation)):
-        report, path = _progress(name, part, say), folder / f"{name}.bin"
+        report = _progress(name, part, say)
+        path = folder / f"{name}.bin"
         flags = {"masked": facts["masked"], "prompts": documents.prompts}
         written = write_split(tokenizer, part, packing, path, **flags, progress=report)
         for count in ("documents", "tokens", "labels"):
@@ -581,7 +606,8 @@ def _renders_tools(tokenizer: Tokenizer, example: Example) -> bool:
 
 def _progress(name: str, part: HubSplit, say: Say) -> Callable[[Sequence[Example]], None]:
     """Report each quarter of the split."""
-    weight, percent = 0, 0
+    weight = 0
+    percent = 0
 
     def report(examples: Sequence[Example]) -> None:
         nonlocal weight, percent

@@ -94,7 +94,10 @@ def check_stream(config: Config, task: Task, source: StreamSource | MixtureSourc
     start = f"the training set is a stream ({source.name}), which has no length"
     if not config.max_steps:
         raise ConfigError(f"{start}: give --max-steps in place of --num-epochs (or of --extend-to in epochs)")
-    spans = [name for name in sorted(SPANS) if str(lookup(config, name)).endswith(("epoch", "epochs"))]
+    spans = []
+    for name in sorted(SPANS):
+        if str(lookup(config, name)).endswith(("epoch", "epochs")):
+            spans.append(name)
     if spans:
         raise ConfigError(f"{start}: give {flag(spans[0])} in steps, or as a share of the plan")
     if config.limit_train_batches:
@@ -155,11 +158,16 @@ def check_samples(
     datasets |= {f"evaluation set '{name}'" if name else "evaluation set": each for name, each in evaluation.items()}
     retries = config.guards.retries
     # Separate wrappers: the run does not count their retries.
-    sets = {name: RetryingDataset(each, retries=retries, skips=0, rank=world.rank) for name, each in datasets.items()}
+    sets = {}
+    for name, each in datasets.items():
+        sets[name] = RetryingDataset(each, retries=retries, skips=0, rank=world.rank)
 
     def read() -> dict[str, Any]:
         with generators_kept():
-            found = _read_stream(batches) if isinstance(batches, StreamBatches) else {}
+            if isinstance(batches, StreamBatches):
+                found = _read_stream(batches)
+            else:
+                found = {}
             loading = Loading(min(config.data.workers, 1), 1, retries)
             loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
             with closing(loader.stream(iter([KEY]))) as samples:
@@ -233,7 +241,9 @@ def rank_lines(places: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _number_range(word: str, numbers: Sequence[int]) -> str:
-    return f"{word} {numbers[0]}" if len(numbers) == 1 else f"{word}s {numbers[0]} to {numbers[-1]}"
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    return f"{word}s {numbers[0]} to {numbers[-1]}"
 
 
 def _device_range(devices: Sequence[str]) -> str:
@@ -312,7 +322,8 @@ def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
 
 
 def _hash(tensor: Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))  # waits for the device
+    # Waits for the device
+    return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))
 
 
 # --- shared run folder
@@ -379,8 +390,14 @@ def exchange_first_facts(
             except LockstepError as error:  # reported below, after a difference of the configurations
                 errors.append(error)
         folder = RunFolder(config.local_dir, name)
-        recorded = folder.read_micro_batch() if config.on_oom == "smaller" else 0
-        run_id = (folder.read_id() or secrets.token_hex(8)) if world.is_main else ""
+        if config.on_oom == "smaller":
+            recorded = folder.read_micro_batch()
+        else:
+            recorded = 0
+        if world.is_main:
+            run_id = folder.read_id() or secrets.token_hex(8)
+        else:
+            run_id = ""
         return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded, run_id]
 
     world.check_same("configuration", values)  # collective
@@ -468,7 +485,8 @@ def find_folders(folder: RunFolder, world: World) -> None:
 @contextmanager
 def _token(folder: RunFolder) -> Iterator[Token]:
     """Write a temporary file into the folder, or its nearest parent."""
-    token, parent = f".lockstep.tmp-{secrets.token_hex(8)}", folder.nearest_existing().absolute()
+    token = f".lockstep.tmp-{secrets.token_hex(8)}"
+    parent = folder.nearest_existing().absolute()
     path = parent / token
     try:
         try:

@@ -148,7 +148,9 @@ class TrainingSet(NamedTuple):
     @property
     def plan(self) -> dict[str, Any]:
         """The settings of a stream that a resume must not change."""
-        return {"stream_parts": self.retry_dataset.source.plan} if self.order is None else {}
+        if self.order is None:
+            return {"stream_parts": self.retry_dataset.source.plan}
+        return {}
 
 
 def build_batches(
@@ -170,7 +172,8 @@ def build_batches(
                 "the task has `start_epoch`, but its training set is a stream: give that a method set_epoch(epoch)"
             )
         balancer = balancer_of(config, world, None, state)
-        step_plan, sizes = run_plan.step_plan, (run_plan.step_plan.micro_batches, run_plan.step_plan.micro_size)
+        step_plan = run_plan.step_plan
+        sizes = (run_plan.step_plan.micro_batches, run_plan.step_plan.micro_size)
         lanes = lanes_of(retry_dataset.source, *sizes, config.seed, run_plan.min_samples)
         place = (state.global_step, state.stream) if state.stream else None
         options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
@@ -199,7 +202,8 @@ def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -
             try:
                 task.start_epoch(dataset, epoch)
             except Exception as error:
-                if task.framework or isinstance(error, LockstepError):  # a framework's hook is the user's own
+                # A framework's hook is the user's own
+                if task.framework or isinstance(error, LockstepError):
                     raise
                 raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
         if len(dataset) != length:
@@ -309,7 +313,10 @@ class RunParts:
         These are the engine's state without the adapters' base, and the tensors of task and caller. The task's are the
         same on every rank, and not copies: a resume fills them in place, then passes them to `task.load_state_dict`.
         """
-        tensors = {name: tensor for name, tensor in self.all_tensors().items() if name not in self.base_names}
+        tensors = {}
+        for name, tensor in self.all_tensors().items():
+            if name not in self.base_names:
+                tensors[name] = tensor
         return tensors | self._evaluated()
 
     def _evaluated(self) -> dict[str, Tensor]:
@@ -317,7 +324,10 @@ class RunParts:
         optimizer = self.groups.optimizer
         if optimizer is None or not has_modes(optimizer):
             return {}
-        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        members = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                members.add(id(parameter))
         with evaluation_weights(optimizer):
             return {
                 EVALUATED + name: parameter.detach().clone()
@@ -328,7 +338,9 @@ class RunParts:
     @property
     def switched(self) -> Optimizer | None:
         """The optimizer whose weights for evaluation an evaluation uses."""
-        return self.groups.optimizer if self.task.switches_modes else None
+        if self.task.switches_modes:
+            return self.groups.optimizer
+        return None
 
     def end_training(self) -> None:
         """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
@@ -350,7 +362,8 @@ class RunParts:
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load tensors that `tensors()` returned and a checkpoint filled."""
         owners = {"task": self.task} | {f"kept.{name}": value for name, value in self.user_objects.items()}
-        engine, own = {}, dict[str, dict[str, Tensor]]()
+        engine = {}
+        own = dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             group, _, key = name.partition("/")
             if name.startswith(EVALUATED):
@@ -420,7 +433,8 @@ class RunParts:
     @property
     def epochs(self) -> Callable[[int], float]:
         """Number of steps -> passes over the training data, with the part of the current one if known."""
-        step_plan, samples = self.run_plan.step_plan, self.run_plan.samples
+        step_plan = self.run_plan.step_plan
+        samples = self.run_plan.samples
 
         def of_stream(done: int) -> float:
             place = self.place(done)
@@ -439,7 +453,8 @@ class RunParts:
         """The schedule: step -> factor of the base learning rate; None: the groups' rates are not lockstep's to set."""
         if self.task.live_rates is not None:
             return lambda step: None
-        optim, steps = self.config.optim, self.run_plan.step_plan.steps
+        optim = self.config.optim
+        steps = self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
         configured: Callable[[int], float | None] = lambda step: factor(  # noqa: E731
             step,
@@ -465,7 +480,8 @@ class RunParts:
 
         Only a one-cycle schedule changes it.
         """
-        optim, steps = self.config.optim, self.run_plan.step_plan.steps
+        optim = self.config.optim
+        steps = self.run_plan.step_plan.steps
         if optim.schedule != "one-cycle" or self.task.live_rates is not None:
             return lambda step: None
         configured = lambda step: cycled_momentum(step, steps, optim.warmup_steps)  # noqa: E731
@@ -531,13 +547,17 @@ def build_together(
     Agreements wait for the next gather. `agree` comes before code that may have collectives of its own: the user's,
     or an engine's.
     """
-    resume, joining = request.resume, request.joining
+    resume = request.resume
+    joining = request.joining
     with ExitStack() as stack:
-        shares = resume and not is_url(config.save_dir)  # all ranks share one folder
+        # All ranks share one folder
+        shares = resume and not is_url(config.save_dir)
         facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
         requested, say = facts.config, notify(world)
-        folder, remote = RunFolder(requested.local_dir, requested.experiment_name), remote_run(requested)
-        source, state = None, _read_newest_state(folder) if joining else RunState()
+        folder = RunFolder(requested.local_dir, requested.experiment_name)
+        remote = remote_run(requested)
+        source = None
+        state = _read_newest_state(folder) if joining else RunState()
         if resume and not joining:
             if shares:
                 check_shared_folder(folder, world, facts.token)
@@ -566,7 +586,8 @@ def build_together(
     open_data = training.order is not None and not isinstance(training.order, GroupOrder)
     fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
     of_ranks = draft.config
-    if joining and not fixed_cut:  # this process builds alone, and the run that it joins has several ranks
+    # This process builds alone, and the run that it joins has several ranks
+    if joining and not fixed_cut:
         of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
         of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
     is_open = is_device_default(requested, "precision") and start.checkpoint is None and not requested.lora.rank
@@ -577,7 +598,8 @@ def build_together(
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
-    settings, run_plan = resolved.config, resolved.run_plan
+    settings = resolved.config
+    run_plan = resolved.run_plan
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
@@ -600,7 +622,8 @@ def build_together(
         say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
     first = min(state.global_step, run_plan.step_plan.steps - 1)
-    _start_epoch(task, batches, world)  # the samples of the first epoch are compared
+    # The samples of the first epoch are compared
+    _start_epoch(task, batches, world)
     check_programs(world, task, batches.samples(first, 0))
     # A dataset that this process has trained on may have changed with the epochs.
     contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
@@ -613,7 +636,8 @@ def build_together(
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     cut = is_cut(settings, batches)
     recorded = (state.reduction or "") if source else ""
-    if task.reduction == "whole" and cut:  # the run so far needed no proof of its loss, and needs one now
+    # The run so far needed no proof of its loss, and needs one now
+    if task.reduction == "whole" and cut:
         set_detected(task, "auto", needs_graph(task))
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
     is_tried = not joining and (source is None or depends_on_evaluations(requested) or task.reduction == "auto")
@@ -632,7 +656,8 @@ def build_together(
             trial = Trial(engine, model, task, world, settings, say)
             names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
             check_criteria(settings, names)
-            on_all_ranks(world, cut_check)  # the trial knows whether the loss adds up
+            # The trial knows whether the loss adds up
+            on_all_ranks(world, cut_check)
         elif is_proved_again:  # the code of the loss may have changed
             check_loss(Trial(engine, model, task, world, settings, say), batches, places, recorded)  # collective
         del trial_samples
@@ -682,7 +707,8 @@ def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_
     draft = draft_of(requested, facts).config
     plan = facts.checkpoint.plan if facts.checkpoint else {}
     resumes = bool(plan) and plan.get("cut", FIXED) == FIXED
-    if resumes or draft.micro_batch_size or user_task is not None:  # the process of `lockstep plan` cannot make it
+    # The process of `lockstep plan` cannot make it
+    if resumes or draft.micro_batch_size or user_task is not None:
         return facts
     return dataclasses.replace(
         facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world))
@@ -694,17 +720,22 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
-    if draft.micro_batch_size:  # otherwise it depends on the model, and is checked after that
+    # Otherwise it depends on the model, and is checked after that
+    if draft.micro_batch_size:
         check_division(draft, world, notify(world))
 
     def make() -> Task:
         check(draft)
-        made = make_task(draft, notify(world)) if user_task is None else as_task(user_task)
+        if user_task is None:
+            made = make_task(draft, notify(world))
+        else:
+            made = as_task(user_task)
         return task_in_precision(made, draft.precision, world.device.type, notify(world))
 
     task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)
-    if state.reduction != "micro-batch":  # "micro-batch" depends on how a step is cut: detect it again
+    # "micro-batch" depends on how a step is cut: detect it again
+    if state.reduction != "micro-batch":
         restore_findings(task, state)
     world.check_same("source", dict(task.sources))
     return task
@@ -764,7 +795,9 @@ def _can_compile(
 
 def remote_run(config: Config) -> RemoteRun | None:
     """Return the run's folder in an object store; None if --save-dir is a path."""
-    return RemoteRun(config.save_dir, config.experiment_name) if is_url(config.save_dir) else None
+    if is_url(config.save_dir):
+        return RemoteRun(config.save_dir, config.experiment_name)
+    return None
 
 
 def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) -> tuple[Path | None, RunState]:
@@ -776,7 +809,8 @@ def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) 
     newest = checkpoint.find_resume(folder.path, world, notify(world), remote)
     if newest is None:
         return None, RunState()
-    source, state = newest[0], RunState.from_json(newest[1], f"{newest[0].name}/state.json")
+    source = newest[0]
+    state = RunState.from_json(newest[1], f"{newest[0].name}/state.json")
     own: list[Any] = []
     if world.is_main:
         evaluated, selection = folder.read_evaluated() if state.evaluation_due else (-1, Selection())
@@ -784,14 +818,17 @@ def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) 
     evaluated, stored = world.gather(own)[0]  # collective
     # The checkpoint was written before its evaluation, which may have finished.
     if state.evaluation_due and evaluated == state.global_step:
-        state.selection, state.evaluation_due = Selection.from_json(stored), False
+        state.selection = Selection.from_json(stored)
+        state.evaluation_due = False
     return source, state
 
 
 def _read_newest_state(folder: RunFolder) -> RunState:
     """Read the newest checkpoint's state without its tensors, for where the plan starts."""
     steps = checkpoint.list_steps(folder.path)
-    return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1])) if steps else RunState()
+    if steps:
+        return checkpoint.read_run_state(checkpoint.path_of(folder.path, steps[-1]))
+    return RunState()
 
 
 def _task_tensors(task: Task) -> dict[str, Tensor]:
@@ -833,7 +870,10 @@ def announce(built: RunParts) -> None:
     if built.config.checkpoint.mode == "none" and built.world.is_main:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.remote:
-        each = f"; each of {len(set(built.world.leads))} nodes has its own" if built.world.leads else ""
+        if built.world.leads:
+            each = f"; each of {len(set(built.world.leads))} nodes has its own"
+        else:
+            each = ""
         _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, each)
     factor_now = built.lr_factor(built.start)
     if factor_now is not None and (
@@ -858,7 +898,8 @@ def show_groups(config: Config) -> None:
     """
     world = World.join(config.device, config.timeout)
     try:
-        built = build(config, None, world, resume=False)  # an existing run in the folder does not matter
+        # An existing run in the folder does not matter
+        built = build(config, None, world, resume=False)
         optimizer = build_optimizer(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
         table.add_column("names", overflow="fold")

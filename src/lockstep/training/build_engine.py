@@ -84,7 +84,9 @@ def choose_kernels(compile_model: bool, step_plan: StepPlan) -> Kernels:
 
     def choose(step: int, index: int) -> AbstractContextManager[Any]:
         start, stop = step_plan.positions(step, index)
-        return _AS_IS if stop - start == step_plan.micro_size else eager()
+        if stop - start == step_plan.micro_size:
+            return _AS_IS
+        return eager()
 
     return choose if compile_model else lambda step, index: _AS_IS
 
@@ -110,7 +112,8 @@ def try_compile(
     Raises:
         ConfigError: it does not compile, and `may_fail` is False.
     """
-    if config.engine_options.static_graph:  # DDP records the graph in the first forward, which must be a step's
+    # DDP records the graph in the first forward, which must be a step's
+    if config.engine_options.static_graph:
         return ""
 
     def attempt() -> str:
@@ -124,7 +127,8 @@ def try_compile(
         except _compile_errors() as error:
             return _short_reason(error)
         finally:
-            undo_step(engine)  # so that step 1 does not continue from this forward's state
+            # So that step 1 does not continue from this forward's state
+            undo_step(engine)
         return ""
 
     with preserve_state(engine.model, task, world.device, training=True):
@@ -148,9 +152,14 @@ def _compile_errors() -> tuple[type[BaseException], ...]:
 
 
 def _short_reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
+    lines = []
+    for line in str(error).splitlines():
+        if line.strip() and not line.startswith("backend="):
+            lines.append(line.strip())
     text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= _MAX_REASON else text[: _MAX_REASON - 3] + "..."
+    if len(text) <= _MAX_REASON:
+        return text
+    return text[: _MAX_REASON - 3] + "..."
 
 
 def _ignore_warnings() -> Any:
@@ -198,7 +207,8 @@ def build_model(  # noqa: PLR0913
     """
     if config.weight_copies == "step":
         _check_weight_copies(config, task, world)
-    torch.manual_seed(config.seed)  # as in a script, so that the first loss is the same
+    # As in a script, so that the first loss is the same
+    torch.manual_seed(config.seed)
     init_context, move = model_init(config.engine, world, config.engine_options)
 
     def make() -> nn.Module:
@@ -222,7 +232,8 @@ def build_model(  # noqa: PLR0913
         count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
         say(f"the model was made before the run and {count} between the ranks: every rank gets rank 0's values")
     if isinstance(model, GPT):
-        state.gpt = dataclasses.asdict(model.config)  # shapes do not give the number of heads
+        # Shapes do not give the number of heads
+        state.gpt = dataclasses.asdict(model.config)
     _set_residual_dtype(config, model)
     _fuse_layers(config, model, world.device, sizes_only)
     has_base = (
@@ -385,7 +396,10 @@ def _fuse_layers(config: Config, model: nn.Module, device: torch.device, sizes_o
     if config.lora.rank:
         raise ConfigError(f"{flag} does not work with --lora.rank, whose adapters wrap the same layers; leave one out")
     if not sizes_only and device.type != "cpu" and (device.type != "cuda" or not find_spec("triton")):
-        missing = "has no fused kernels" if device.type != "cuda" else "needs the package triton (pip install triton)"
+        if device.type != "cuda":
+            missing = "has no fused kernels"
+        else:
+            missing = "needs the package triton (pip install triton)"
         raise ConfigError(f"{flag}: {device.type} {missing}; leave it out")
     model.fuse(epilogue=config.fused_kernels == "all")
 
@@ -423,7 +437,9 @@ def schedule_momentum(task: Task, step: int, steps: int, default: Callable[[int]
     Raises:
         DataError: the method failed.
     """
-    return default(step) if _call_schedule(task, step, steps) is None else None
+    if _call_schedule(task, step, steps) is None:
+        return default(step)
+    return None
 
 
 def _call_schedule(task: Task, step: int, steps: int) -> Any:
@@ -463,7 +479,10 @@ def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) 
 def build_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
     """Make the task's own optimizer, or the configured one, over the engine's model."""
     task_blocks = task.blocks(model)
-    layers = repeated_layers(model) if task_blocks is None else list(task_blocks)
+    if task_blocks is None:
+        layers = repeated_layers(model)
+    else:
+        layers = list(task_blocks)
     return _task_optimizer(config, task, model) or make_optimizer(model, config, layers)
 
 
@@ -483,7 +502,10 @@ def _task_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer |
     if optimizer is None:
         return None
     if config.optim.groups or config.optim.layer_decay != 1.0:
-        flag = "--optim.groups" if config.optim.groups else "--optim.layer-decay"
+        if config.optim.groups:
+            flag = "--optim.groups"
+        else:
+            flag = "--optim.layer-decay"
         raise ConfigError(f"{flag} sets groups of lockstep's optimizer, but the task has its own: leave one out")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -596,7 +618,9 @@ def build_engine(
     def store_trained(trained: TrainedSet) -> None:
         state.trained = trained
 
-    fixed_names = {name.removeprefix("model/"): _BASE_MESSAGE for name in base_tensor_names(model, state)}
+    fixed_names = {}
+    for name in base_tensor_names(model, state):
+        fixed_names[name.removeprefix("model/")] = _BASE_MESSAGE
     return engine(
         config.engine,
         model,

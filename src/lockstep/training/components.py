@@ -88,7 +88,10 @@ class StepComponents(NamedTuple):
 
 def build_components(session: Session, built: RunParts) -> StepComponents:
     """Build the components, from the step after the last one trained. Collective."""
-    config, world, state, step_plan = built.config, built.world, built.state, built.run_plan.step_plan
+    config = built.config
+    world = built.world
+    state = built.state
+    step_plan = built.run_plan.step_plan
     step_loader = built.batches.from_step(built.start)
     profiling = StepProfiler(built, make_clock(world.device, world.size), step_loader)
     clock, seed = profiling.clock, seeder(config.seed, "micro", world.device)
@@ -98,7 +101,8 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
         return BusySeconds(seconds.get("data", 0.0), seconds.get("forward", 0.0), recorder.saver.blocked)
 
     item_count = built.batches.known_items(items_of_a_sample(built.task))
-    share_reporter, survives_losses = ShareReporter(built, clock), bool(session.member)
+    share_reporter = ShareReporter(built, clock)
+    survives_losses = bool(session.member)
     exchange = StepExchange(
         world,
         step_loader.items,
@@ -148,15 +152,18 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
 
 def record_step(session: Session, components: StepComponents, current: Step) -> None:
     """Record a step and run the guards."""
-    record, late = current.record, components.guards.late
-    session.current_step, session.global_step = current, current.global_step
+    record = current.record
+    late = components.guards.late
+    session.current_step = current
+    session.global_step = current.global_step
     session.sinks.progress(current.global_step)
     components.share_reporter.update(components.exchange)
     if late:
         components.recorder.expect(record)
     for step in components.guards.read(record):
         components.meter.add(step)
-        if late:  # every rank logs it in the same step, whenever its device delivers the numbers
+        # Every rank logs it in the same step, whenever its device delivers the numbers
+        if late:
             components.recorder.log(step.record)
     components.guards.after_step(record, saves=components.recorder.save_due(current.global_step))
     if not late:
@@ -170,7 +177,9 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         Whether a save is due after the loop's body and the hooks, which may write what it stores. Without either it is
         made here, before the evaluation.
     """
-    config, state, global_step = built.config, built.state, step.global_step
+    config = built.config
+    state = built.state
+    global_step = step.global_step
     due = global_step == components.plan_steps or bool(config.eval_freq and global_step % config.eval_freq == 0)
     saves = ending or components.recorder.save_due(global_step)
     if hooks := built.task.hooks:
@@ -221,7 +230,8 @@ def save(components: StepComponents, global_step: int, *, final: bool = False) -
 
 def flush_steps(components: StepComponents) -> None:
     """Read, check and record all steps so far. Collective if a device delays them."""
-    for step in components.guards.flush():  # waits for the device, if steps were not read yet
+    # Waits for the device, if steps were not read yet
+    for step in components.guards.flush():
         components.meter.add(step)
         components.recorder.log(step.record)
 
@@ -249,7 +259,8 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         heartbeats: of the ranks; None without other processes.
         now: end at once, without a save, as after a second Ctrl-C.
     """
-    built, session.status = session.built, "interrupted" if now else session.early_status
+    built = session.built
+    session.status = "interrupted" if now else session.early_status
     if built is None or now or sys.is_finalizing():
         return
     action = "abandon" if session.abandoned else "leave"
@@ -259,7 +270,8 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         save(components, session.global_step, final=True)
         components.recorder.finish()  # collective
         components.recorder.close(0, sample=False)
-        session.sinks = Sinks([])  # closed with a summary already; a failure would close them without one
+        # Closed with a summary already; a failure would close them without one
+        session.sinks = Sinks([])
     else:
         session.status = "failed"
         _LOG.warning("only some ranks left the loop after step %d; not saved", session.global_step)
@@ -275,9 +287,13 @@ def make_number_reader(
     """
 
     def read(step: Step) -> tuple[float, dict[str, float]]:
-        losses, numbers = step.record.losses, step.record.numbers
-        values = floats([*losses, *flatten_numbers(numbers)])  # waits for the device
-        own = [exact_sums(parts) for parts in fill_numbers(numbers, values[len(losses) :]).values()]
+        losses = step.record.losses
+        numbers = step.record.numbers
+        # Waits for the device
+        values = floats([*losses, *flatten_numbers(numbers)])
+        own = []
+        for parts in fill_numbers(numbers, values[len(losses) :]).values():
+            own.append(exact_sums(parts))
         exchange.progress.at(step.record.step, READING)
         try:
             rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for part in own for x in part)])  # collective
@@ -291,7 +307,9 @@ def make_number_reader(
             return math.nan, dict.fromkeys(numbers, math.nan)
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
-        sums = {name: merge_sums([row[6 * k + 1 : 6 * k + 7] for row in rows]) for k, name in enumerate(numbers)}
+        sums = {}
+        for k, name in enumerate(numbers):
+            sums[name] = merge_sums([row[6 * k + 1 : 6 * k + 7] for row in rows])
         return total / (step.items or 1), mean_numbers(sums)
 
     return read
@@ -325,7 +343,8 @@ def finish_run(built: RunParts, stop_request: int, saved: int, losses: str = "")
     complete = saved >= built.run_plan.step_plan.steps
     status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
     if built.world.is_main:
-        built.folder.stop_file.unlink(missing_ok=True)  # the next start must not find it
+        # The next start must not find it
+        built.folder.stop_file.unlink(missing_ok=True)
         built.folder.write_end(code, saved, status, losses)
     return status, code
 

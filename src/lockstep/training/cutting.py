@@ -65,7 +65,9 @@ def check_cuttable(config: Config, task: Task, model: nn.Module, *, is_stream: b
 
 def smaller_size(config: Config) -> int:
     """Return half of the micro-batch's samples, or the next smaller divisor of the batch; 0: it has one sample."""
-    return nearest_divisor(config.batch_size, config.micro_size // 2) if config.micro_size > 1 else 0
+    if config.micro_size > 1:
+        return nearest_divisor(config.batch_size, config.micro_size // 2)
+    return 0
 
 
 def explain_smallest(rank: int) -> str:
@@ -91,7 +93,10 @@ def cut_trial(config: Config, world: World, *, is_open: bool) -> Iterator[None]:
         size = smaller_size(config)
         if not size:
             raise LockstepError(explain_smallest(world.rank)) from error
-        chooser = "--on-oom smaller starts" if config.on_oom == "smaller" else "the run starts"
+        if config.on_oom == "smaller":
+            chooser = "--on-oom smaller starts"
+        else:
+            chooser = "the run starts"
         found = LockstepError(
             f"the trial ran out of memory with --micro-batch-size {config.micro_size}; {chooser} with {size}"
         )

@@ -78,13 +78,17 @@ TASK_DEFAULTS: dict[str, dict[str, float]] = {
 }
 # Prompts and conversations: the epochs and the batch of the HF Trainer and of trl; of few samples half that batch, so
 # that there are steps enough to learn from (`python bench/chats.py --survey`: 100, 300 and 1,000 samples).
-_PROMPT_EPOCHS, _PROMPT_BATCHES, _FEW_PROMPTS = 3, (4, 8), 500
+_PROMPT_EPOCHS = 3
+_PROMPT_BATCHES = (4, 8)
+_FEW_PROMPTS = 500
 _MIN_STEPS = 50  # warn below so many
 ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
 # He et al., arXiv 1512.03385, with a batch of 16 to 32.
 SGD_DEFAULTS: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}
 
-_WARMUP_DIVISOR, _MAX_WARMUP = 20, 50  # 1/20 of the steps, at most 50
+# 1/20 of the steps, at most 50
+_WARMUP_DIVISOR = 20
+_MAX_WARMUP = 50
 _ONE_CYCLE_RISE = 0.3  # share of the plan with a rising rate: torch's pct_start
 LR_FLOOR = 0.1
 # One-cycle: torch's final rate; the others have no lower bound.
@@ -94,15 +98,21 @@ MIN_BATCHNORM_SAMPLES = 16  # fewer samples hurt BatchNorm's statistics (Wu & He
 
 def default_warmup(steps: int, shape: str = "") -> int:
     """Return the default warm-up in steps: 5% of the plan, at most 50, or 30% for one-cycle."""
-    return round(_ONE_CYCLE_RISE * steps) if shape == "one-cycle" else min(_MAX_WARMUP, steps // _WARMUP_DIVISOR)
+    if shape == "one-cycle":
+        return round(_ONE_CYCLE_RISE * steps)
+    return min(_MAX_WARMUP, steps // _WARMUP_DIVISOR)
 
 
 def describe_step(run_plan: RunPlan, ranks: int) -> str:
     """Return a line about a step, such as `a step of 64 = 2 forwards of 32, over 2 ranks`."""
     config = run_plan.config
-    count, over = config.micro_batches, f", over {ranks} ranks" if ranks > 1 else ""
+    count = config.micro_batches
+    over = f", over {ranks} ranks" if ranks > 1 else ""
     over += f" ({config.shares})" if config.shares != "equal" else ""
-    verb = "of" if run_plan.samples < run_plan.dataset_samples else "draws from"
+    if run_plan.samples < run_plan.dataset_samples:
+        verb = "of"
+    else:
+        verb = "draws from"
     if config.batch_tokens:
         forwards = f"{count} forward{'s' * (count > 1)} of at most {config.micro_batch_tokens:,}"
         return f"a step of at most {config.batch_tokens:,} tokens = {forwards}{over}"
@@ -147,13 +157,15 @@ def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:
     """Return a line about prompts or conversations and their steps, or ""."""
     if not (facts and facts.has_prompts):
         return ""
-    epoch, steps = -(-run_plan.samples // run_plan.config.batch_size), run_plan.step_plan.steps
+    epoch = -(-run_plan.samples // run_plan.config.batch_size)
+    steps = run_plan.step_plan.steps
     return f"{facts.summary}; {epoch:,} step{'s' * (epoch != 1)} an epoch, {steps:,} in the run"
 
 
 def describe_loss(run_plan: RunPlan, task: Task) -> str:
     """Return a line about the samples that a loss covers, for a task of another framework; otherwise ""."""
-    framework, size = task.framework, run_plan.config.micro_size
+    framework = task.framework
+    size = run_plan.config.micro_size
     if not framework or task.reduction != "micro-batch":
         return ""
     batch = f"a batch of {size} samples" if size > 1 else "a batch"
@@ -162,12 +174,19 @@ def describe_loss(run_plan: RunPlan, task: Task) -> str:
 
 def describe_optimizer(run_plan: RunPlan) -> str:
     """Return a line about the configured optimizer, such as `adamw: lr 0.001, cosine to 0.1 after 3 of 60 ...`."""
-    config, optim = run_plan.config, run_plan.config.optim
-    to = "" if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau") else f" to {optim.floor:.3g}"
+    config = run_plan.config
+    optim = run_plan.config.optim
+    if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau"):
+        to = ""
+    else:
+        to = f" to {optim.floor:.3g}"
     rates = f"{optim.schedule}{to} after {optim.warmup_steps} of {run_plan.step_plan.steps} steps of warm-up"
     if optim.schedule == NONE:
         rates = "a rate that lockstep never writes"
-    numbers = f"betas {optim.beta1:g} and {optim.beta2:g}" if optim.name != "sgd" else f"momentum {optim.momentum:g}"
+    if optim.name != "sgd":
+        numbers = f"betas {optim.beta1:g} and {optim.beta2:g}"
+    else:
+        numbers = f"momentum {optim.momentum:g}"
     if optim.name == "muon":
         numbers += f"; matrices: lr {optim.muon_lr or config.lr:g}, momentum {optim.muon_momentum:g}"
     return f"{optim.name}: lr {config.lr:g}, {rates}, weight decay {optim.weight_decay:g}, {numbers}"
@@ -180,11 +199,15 @@ def plan_warnings(run_plan: RunPlan, model: nn.Module, facts: DataFacts | None =
         facts: of a language model's data.
         ranks: number of them.
     """
-    config, steps = run_plan.config, run_plan.step_plan.steps
+    config = run_plan.config
+    steps = run_plan.step_plan.steps
     lines = []
     if facts and facts.has_prompts and steps < _MIN_STEPS:
         epochs = -(-_MIN_STEPS * config.batch_size // max(1, run_plan.samples))
-        more = f"--max-steps {_MIN_STEPS}" if config.max_steps else f"--num-epochs {max(epochs, config.num_epochs + 1)}"
+        if config.max_steps:
+            more = f"--max-steps {_MIN_STEPS}"
+        else:
+            more = f"--num-epochs {max(epochs, config.num_epochs + 1)}"
         lines.append(f"the run has {steps} step{'s' * (steps > 1)}, few to learn an answer from: give {more} or more")
     if config.optim.warmup_steps >= steps and config.optim.schedule != NONE:
         lines.append(
@@ -219,7 +242,10 @@ def _batchnorm_warning(config: Config, norms: list[str], ranks: int) -> str:
         return ""
     size = default_micro_batch_size(max(config.batch_size, MIN_BATCHNORM_SAMPLES), MIN_BATCHNORM_SAMPLES)
     micro = f"--micro-batch-size {size}" if ranks == 1 else ""
-    batch = f"--batch-size {MIN_BATCHNORM_SAMPLES}" if config.batch_size < MIN_BATCHNORM_SAMPLES else ""
+    if config.batch_size < MIN_BATCHNORM_SAMPLES:
+        batch = f"--batch-size {MIN_BATCHNORM_SAMPLES}"
+    else:
+        batch = ""
     layers = norms[0] + (f" and {len(norms) - 1} more" if len(norms) > 1 else "")
     return (
         f"BatchNorm ({layers}) normalises over the {samples} sample{'s' * (samples > 1)} of "
@@ -233,7 +259,9 @@ def describe_idle_ranks(config: Config, ranks: int) -> str:
 
     Such a --batch-size was most often meant for each device.
     """
-    batch, micro, count = config.batch_size, config.micro_batch_size, config.micro_batches
+    batch = config.batch_size
+    micro = config.micro_batch_size
+    count = config.micro_batches
     return (
         f"--batch-size {batch} counts all ranks together: {count} micro-batch{'es' * (count > 1)} of {micro} for "
         f"{ranks} ranks leave{'s' * (count == 1)} {ranks - count} of them idle; for {batch} on each device: "
@@ -345,7 +373,10 @@ def find_largest_micro_batch(
         "--micro-batch-size auto: `lockstep plan` computes in another process whether the default size fits this "
         "device; --micro-batch-size N skips this"
     )
-    own = (plan or plan_micro_batch)(config, world.size, memory) if world.is_main else 0
+    if world.is_main:
+        own = (plan or plan_micro_batch)(config, world.size, memory)
+    else:
+        own = 0
     size: int = world.gather(own)[0]  # collective
     if size:
         say(f"--micro-batch-size auto: {size}, the largest that fits this device by `lockstep plan`")
@@ -367,9 +398,10 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
         The size; 0 if the default fits, if none does, or if the plan fails.
     """
     launcher_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in launcher_names and "TORCHELASTIC" not in name
-    }
+    environment = {}
+    for name, value in os.environ.items():
+        if name not in launcher_names and "TORCHELASTIC" not in name:
+            environment[name] = value
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
         file.write_text(cli.to_toml(dataclasses.replace(config, compile=False)), encoding="utf-8")
@@ -387,7 +419,9 @@ def plan_micro_batch(config: Config, ranks: int, memory: float) -> int:
             plan = json.loads(process.stdout)
         except (subprocess.TimeoutExpired, OSError, ValueError):
             return 0
-    return 0 if plan["fits"] else int(plan["largest"]["micro_batch_size"] or 0)
+    if plan["fits"]:
+        return 0
+    return int(plan["largest"]["micro_batch_size"] or 0)
 
 
 # --- tensors on the wrong device
@@ -477,7 +511,8 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 
 def _is_misplaced(tensor: Tensor, device: torch.device) -> bool:
-    is_number = tensor.ndim == 0 and tensor.device.type == "cpu"  # torch accepts these on any device
+    # Torch accepts these on any device
+    is_number = tensor.ndim == 0 and tensor.device.type == "cpu"
     return not is_number and not _same_device(tensor.device, device)
 
 
@@ -493,5 +528,8 @@ def explain_device_error(error: BaseException, model: nn.Module, task: Task, bat
     if not misplaced:
         return f"model, task and batch are on {device}: the method creates a tensor on another device"
     listed = ", ".join(f"{each.label} on {each.device}" for each in misplaced[:_MAX_SHOWN])
-    more = f" and {len(misplaced) - _MAX_SHOWN} more" if len(misplaced) > _MAX_SHOWN else ""
+    if len(misplaced) > _MAX_SHOWN:
+        more = f" and {len(misplaced) - _MAX_SHOWN} more"
+    else:
+        more = ""
     return f"the model is on {device}, but {listed}{more}; register_buffer() makes a tensor move with its module"

@@ -90,8 +90,11 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, book: DrawBook, samples: int, start: int = 0, count: int | None = None, layout: Layout = CONTIGUOUS
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._book, self._samples, self._layout = book, samples, layout
-        self._start, self._count = start, samples if count is None else count
+        self._book = book
+        self._samples = samples
+        self._layout = layout
+        self._start = start
+        self._count = samples if count is None else count
         self._is_whole = count is None
         self._rewound: set[int] = set()
         self.uncut = list[str]()
@@ -157,12 +160,17 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the dimension of the samples: a multiple of them, while the others are as long or shorter."""
         if len(whole) != len(shape) or any(a < b for a, b in zip(whole, shape, strict=True)):
             return None
-        dims = [k for k, size in enumerate(whole) if self._rows_each(size) * self._count == shape[k] and size]
+        dims = []
+        for k, size in enumerate(whole):
+            if self._rows_each(size) * self._count == shape[k] and size:
+                dims.append(k)
         exact = [k for k in dims if whole[:k] == shape[:k] and whole[k + 1 :] == shape[k + 1 :]]
         return next(iter(exact or dims), None)
 
     def _rows_each(self, rows: int) -> float:
-        return math.nan if rows % self._samples else rows // self._samples
+        if rows % self._samples:
+            return math.nan
+        return rows // self._samples
 
     def _cut(self, drawn: Tensor, shape: torch.Size) -> Tensor:
         if drawn.shape == shape:
@@ -197,8 +205,12 @@ class _Form(NamedTuple):
 
 def _bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return an operation's arguments by name, with defaults (but of `dtype`, which the schema has as a number)."""
-    schema = func._schema.arguments  # private: torch has no other way to an operation's argument names
-    defaults = {each.name: each.default_value for each in schema if each.has_default_value() and each.name != "dtype"}
+    # private: torch has no other way to an operation's argument names
+    schema = func._schema.arguments
+    defaults = {}
+    for each in schema:
+        if each.has_default_value() and each.name != "dtype":
+            defaults[each.name] = each.default_value
     values: dict[str, Any] = defaults | {each.name: value for each, value in zip(schema, args, strict=False)}
     values.update(kwargs)
     return values
@@ -214,9 +226,13 @@ def _created(values: Mapping[str, Any], dtype: torch.dtype | None = None) -> _Fo
     """Return the form of a tensor that an operation creates: from `size`, or like `self`."""
     like = values.get("self")
     if isinstance(like, Tensor):
-        default, device, shape = like.dtype, like.device, like.shape
+        default = like.dtype
+        device = like.device
+        shape = like.shape
     else:
-        default, device, shape = dtype or torch.get_default_dtype(), torch.device("cpu"), torch.Size(values["size"])
+        default = dtype or torch.get_default_dtype()
+        device = torch.device("cpu")
+        shape = torch.Size(values["size"])
     return _Form(shape, values.get("dtype") or default, torch.device(values.get("device") or device))
 
 
@@ -236,7 +252,8 @@ def _normal(draws: RowDraws, name: str, values: Values) -> Tensor:
 
 
 def _integers(draws: RowDraws, name: str, values: Values) -> Tensor | None:
-    low, high = values.get("low", 0), values["high"]
+    low = values.get("low", 0)
+    high = values["high"]
     if isinstance(high, Tensor):
         return None
     form = _created(values, torch.int64)
@@ -247,11 +264,13 @@ def _permutation(draws: RowDraws, name: str, values: Values) -> Tensor:
     device = torch.device(values.get("device") or "cpu")
     form = _Form(torch.Size([values["n"]]), values.get("dtype") or torch.int64, device)
     fill = lambda t, g: t.copy_(torch.randperm(len(t), generator=g, device=device))  # noqa: E731
-    return draws.numbers(name, values, form, fill, by_rows=False)  # it has indices, not rows
+    # It has indices, not rows
+    return draws.numbers(name, values, form, fill, by_rows=False)
 
 
 def _scaled_normal(draws: RowDraws, name: str, values: Values) -> Tensor:
-    mean, std = values["mean"], values["std"]
+    mean = values["mean"]
+    std = values["std"]
     if "size" in values:
         numbers = _normal(draws, name, values)
     else:
@@ -283,7 +302,8 @@ def _dropout(draws: RowDraws, name: str, values: Values) -> tuple[Tensor, Tensor
 
 
 def _fused_dropout(draws: RowDraws, name: str, values: Values) -> tuple[Tensor, Tensor]:
-    like, keep = values["self"], values["p"]
+    like = values["self"]
+    keep = values["p"]
     mask = _below(draws, name, values, like, keep)
     return like * mask * (1 / keep if keep else 0.0), mask.to(torch.uint8)
 
@@ -299,7 +319,8 @@ def _multinomial(draws: RowDraws, name: str, values: Values) -> Tensor:
         return places.clamp_(max=weights.shape[-1] - 1)
     # The smallest of exponential times, each divided by its weight, are draws without replacement.
     has_rows, fill = weights.ndim > 1, lambda t, g: t.exponential_(generator=g)
-    operation = name if has_rows else f"{name} of {count}"  # another count is another draw
+    # Another count is another draw
+    operation = name if has_rows else f"{name} of {count}"
     times = draws.numbers(operation, values, _form(weights), fill, by_rows=has_rows)
     return torch.topk(weights / times, count, dim=-1).indices
 
@@ -311,8 +332,12 @@ def _in_place(draws: RowDraws, name: str, values: Values) -> Tensor:
 
 
 def _filled(draws: RowDraws, name: str, values: Values) -> Tensor:
-    settings = {key: value for key, value in values.items() if key not in ("self", "generator")}
-    numbers = [settings.pop(key) for key in ("from", "to") if key in settings]  # `from` is no name in Python
+    settings = {}
+    for key, value in values.items():
+        if key not in ("self", "generator"):
+            settings[key] = value
+    # `from` is no name in Python
+    numbers = [settings.pop(key) for key in ("from", "to") if key in settings]
     fill = getattr(Tensor, f"{name.removesuffix('_')}_")
     return draws.numbers(name, values, _form(values["self"]), lambda t, g: fill(t, *numbers, **settings, generator=g))
 

@@ -38,7 +38,8 @@ class EmptyBatchCheck:
     """
 
     def __init__(self, built: RunParts, seed: Callable[[int, int], None]) -> None:
-        self._built, self._seed = built, seed
+        self._built = built
+        self._seed = seed
         is_alone = ENGINES[name_of(built.config.engine, built.world)].shares
         self._is_local = is_alone and built.task.own_steps is None
 
@@ -50,13 +51,18 @@ class EmptyBatchCheck:
         """
         if not self._is_local:
             return
-        model, task = self._built.model, self._built.task
-        data = batch.replaced if batch.move is None else batch.move(batch.replaced)
+        model = self._built.model
+        task = self._built.task
+        if batch.move is None:
+            data = batch.replaced
+        else:
+            data = batch.move(batch.replaced)
         with preserve_state(model, task, self._built.world.device, training=True):
             self._seed(step, batch.index)
             with torch.enable_grad():
                 loss, _ = split_loss(task.loss(model, data))
-            value = float(loss.detach())  # waits for the device; such batches are rare
+            # Waits for the device; such batches are rare
+            value = float(loss.detach())
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             # Waits for the device.

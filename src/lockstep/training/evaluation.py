@@ -121,17 +121,22 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
     except LockstepError:
         raise
     except Exception:
-        return [MORE_NAMES] if _has_several_numbers(metric) else [name]
+        if _has_several_numbers(metric):
+            return [MORE_NAMES]
+        return [name]
     with _metric_errors(name, metric):
         if not _has_several_numbers(metric):
-            _numbers(name, metric, _merge(metric, [state] * 3).compute())  # some metrics fail from the third state on
+            # Some metrics fail from the third state on
+            _numbers(name, metric, _merge(metric, [state] * 3).compute())
         return list(_numbers(name, metric, value))
 
 
 def _numbers(name: str, metric: Any, value: Any) -> dict[str, float]:
     if not _has_several_numbers(metric):
         return {name: float(value)}
-    return {key: float(each) for key, each in value.items()} if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return {key: float(each) for key, each in value.items()}
+    return {}
 
 
 def _has_several_numbers(metric: Any) -> bool:
@@ -140,7 +145,8 @@ def _has_several_numbers(metric: Any) -> bool:
 
 def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
     merged = metric.clone().cpu()
-    merged.distributed_available_fn = _never  # torchmetrics must not gather: every rank has all states
+    # Torchmetrics must not gather: every rank has all states
+    merged.distributed_available_fn = _never
     merge(merged, [{key: _from_json(value) for key, value in state.items()} for state in states])
     return merged
 
@@ -148,7 +154,8 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
 @contextlib.contextmanager
 def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "compute before update": the state was merged instead
+        # "compute before update": the state was merged instead
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -160,7 +167,10 @@ def _metric_errors(name: str, metric: Any) -> Iterator[None]:
     except (LockstepError, MemoryError):
         raise
     except Exception as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if str(error).strip():
+            line = str(error).strip().splitlines()[0]
+        else:
+            line = type(error).__name__
         raise ConfigError(
             f"the task's metric '{name}' ({type(metric).__name__}) does not give one number over merged batches: "
             f"{line}; choose an average, or return (sum, count)"
@@ -183,7 +193,10 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         data = bytearray(base64.b64decode(value["v"]))
         dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        if data:
+            flat = torch.frombuffer(data, dtype=dtype)
+        else:
+            flat = torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
     return [_from_json(each) for each in value]
 
@@ -224,7 +237,9 @@ def evaluate_all(
     Returns:
         For several sets, the first set's loss and items, and every number as a metric by the task's `metric_name`.
     """
-    total, done, records = sum(batches.slots_in_all for batches in sets.values()), 0, dict[str, EvaluationRecord]()
+    total = sum(batches.slots_in_all for batches in sets.values())
+    done = 0
+    records = dict[str, EvaluationRecord]()
     for name, batches in sets.items():
         report = _offset_progress(progress, done, total) if progress else None
         records[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=report)
@@ -271,22 +286,28 @@ def evaluate(
     try:
         with torch.set_grad_enabled(needs_graph(task)), eager():
             reseed = seeder(seed, "evaluation", world.device)
-            whole_step = WholeStepLosses(task, batches, world, reseed) if has_step_loss(task) else None
+            if has_step_loss(task):
+                whole_step = WholeStepLosses(task, batches, world, reseed)
+            else:
+                whole_step = None
             results = _evaluate_rank(engine.model, task, batches, world, reseed, progress, whole_step)
     finally:
         for module, mode in modes:
             module.training = mode
         at_rest(engine.model)
     parts = world.gather([results.rows, results.states, whole_step.numbers() if whole_step else {}])  # collective
-    gathered = [row for rows, _, _ in parts for row in rows]
-    loss, items = math.fsum(row[0] for row in gathered), number(math.fsum(row[1] for row in gathered))
-    ratios = {
-        name: _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered]) for k, name in enumerate(results.pairs)
-    }
+    gathered = []
+    for rows, _, _ in parts:
+        gathered.extend(rows)
+    loss = math.fsum(row[0] for row in gathered)
+    items = number(math.fsum(row[1] for row in gathered))
+    ratios = {}
+    for k, name in enumerate(results.pairs):
+        ratios[name] = _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered])
     in_order = sorted((entry for _, states, _ in parts for entry in states), key=lambda entry: entry[0])
-    computed = {
-        name: merge_states(name, metric, [states[name] for _, states in in_order]) for name, metric in results.metrics
-    }
+    computed = {}
+    for name, metric in results.metrics:
+        computed[name] = merge_states(name, metric, [states[name] for _, states in in_order])
     chosen = (computed[name] if name in computed else {name: ratios[name]} for name in results.names)
     metrics = _average_numbers([numbers for _, _, numbers in parts])
     metrics |= {name: value for part in chosen for name, value in part.items()}
@@ -306,7 +327,9 @@ def _divide(name: str, pairs: list[list[float]]) -> float:
                 f"the task's metric '{name}' has a count of {count:g}: return (sum, count) with a finite count >= 0"
             )
     total = math.fsum(count for _, count in pairs)
-    return math.fsum(value for value, _ in pairs) / total if total else math.nan
+    if total:
+        return math.fsum(value for value, _ in pairs) / total
+    return math.nan
 
 
 def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Mapping[str, Any]]]:
@@ -315,14 +338,18 @@ def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Ma
     The numbers that `loss` returns are metrics too, unless one of the task's metrics has the same name. A mean over no
     items counts as 0.
     """
-    mean = task.reduction != "sum"  # an undeclared loss is averaged over batches, as in a plain loop
+    # An undeclared loss is averaged over batches, as in a plain loop
+    mean = task.reduction != "sum"
 
     def measure(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, metrics = task.evaluate(model, batch.data)
-        with torch.no_grad():  # gradients are enabled if the task computes its own
+        # Gradients are enabled if the task computes its own
+        with torch.no_grad():
             loss, numbers = split_loss(loss)
         if numbers:
-            pairs = {name: sum_and_count(value, batch.items, mean=mean) for name, value in numbers.items()}
+            pairs = {}
+            for name, value in numbers.items():
+                pairs[name] = sum_and_count(value, batch.items, mean=mean)
             metrics = {**pairs, **metrics}
         if not mean:
             return loss, metrics
@@ -339,7 +366,9 @@ class WholeStepLosses:
     """
 
     def __init__(self, task: Task, batches: Batches, world: World, reseed: Callable[[int, int], None]) -> None:
-        self._task, self._batches, self._reseed = task, batches, reseed
+        self._task = task
+        self._batches = batches
+        self._reseed = reseed
         self._whole = make_whole_step(task, world, batches.step_plan.micro_batches, batches.sharing)
         self._outputs: list[tuple[int, float, Any]] = []
         self._numbers: dict[str, list[list[Any]]] = {}
@@ -355,7 +384,8 @@ class WholeStepLosses:
         """Fill in the step's losses in `rows`, after this rank's last micro-batch of the step. Collective."""
         if len(self._outputs) < self._batches.slots_of(step):
             return
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         self._reseed(step, WHOLE_LOSS)
         self._batches.sharing.step = step
         losses = self._whole(outputs, gradient=False)
@@ -375,7 +405,9 @@ class WholeStepLosses:
 def _average_numbers(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
     """Average each number over the parts of all ranks: the sum divided by the count."""
     names = dict.fromkeys(name for part in parts for name in part)
-    rows = {name: [row for part in parts for row in part.get(name, ())] for name in names}
+    rows = {}
+    for name in names:
+        rows[name] = [row for part in parts for row in part.get(name, ())]
     return mean_numbers({name: exact_sums([(row[0], row[1]) for row in pairs]) for name, pairs in rows.items()})
 
 
@@ -412,7 +444,8 @@ def _evaluate_rank(
     whole_step: "WholeStepLosses | None",
 ) -> _RankResults:
     report = (lambda done: progress(done, batches.slots_in_all)) if progress else None
-    with closing(batches.micro(0)) as micro:  # an error ends the loader processes too
+    # An error ends the loader processes too
+    with closing(batches.micro(0)) as micro:
         return _evaluate_micro_batches(model, task, micro, world, reseed, report, whole_step)
 
 
@@ -425,7 +458,8 @@ def _evaluate_micro_batches(
     progress: Callable[[int], None] | None,
     whole_step: "WholeStepLosses | None",
 ) -> _RankResults:
-    measure, results = whole_step.measure if whole_step else _make_measure(task), _RankResults([], [], [], [], [])
+    measure = whole_step.measure if whole_step else _make_measure(task)
+    results = _RankResults([], [], [], [], [])
     rows: list[list[Any]] = []
     for done, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)
@@ -441,7 +475,8 @@ def _evaluate_micro_batches(
                 f"{', '.join(results.names) or 'none'} in another: return the same names each time, with a count of 0 "
                 "if there is nothing to count"
             )
-        states = {name: pop_state(metric) for name, metric in results.metrics}  # waits for the device, if there are any
+        # Waits for the device, if there are any
+        states = {name: pop_state(metric) for name, metric in results.metrics}
         if batch.weight:
             numbers = (number for name in results.pairs for number in _numbers_of(name, metrics[name]))
             rows.append(_host_floats([loss, float(batch.items), *numbers]))
@@ -468,13 +503,20 @@ def _host_floats(row: list[Any]) -> list[Any]:
 
 
 def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach()
+    return value
 
 
 def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
     """Convert tensors to numbers, in a single transfer."""
-    tensors = [value.detach().double().reshape(()) for row in rows for value in row if isinstance(value, Tensor)]
-    numbers = iter(torch.stack(tensors).tolist() if tensors else [])  # waits for the device
+    tensors = []
+    for row in rows:
+        for value in row:
+            if isinstance(value, Tensor):
+                tensors.append(value.detach().double().reshape(()))
+    # Waits for the device
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
     return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
 
 
@@ -523,11 +565,15 @@ def build_evaluation_batches(config: Config, task: Task, sets: Mapping[str, Any]
 
 def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Batches:
     micro_size = config.eval_micro_batch_size or config.micro_size
-    workers = config.data.workers if config.eval_workers < 0 else config.eval_workers
+    if config.eval_workers < 0:
+        workers = config.data.workers
+    else:
+        workers = config.eval_workers
     micro_batches = one_step_plan(len(dataset), micro_size).micro_batches
     samples = min(len(dataset), in_batches(config.limit_eval_batches, micro_batches) * micro_size)
     loading = Loading(workers, config.data.prefetch, config.guards.retries)
-    step_plan, order = _plan_steps(config, task, samples, micro_size), Sequential(len(dataset))
+    step_plan = _plan_steps(config, task, samples, micro_size)
+    order = Sequential(len(dataset))
     guards = config.guards
     dataset = RetryingDataset(dataset, retries=guards.retries, skips=guards.bad_samples, rank=world.rank)
     return Batches(task, dataset, order, step_plan, world, seed=config.seed, loading=loading)

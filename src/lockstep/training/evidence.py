@@ -76,7 +76,10 @@ __all__ = [
     "weigh",
 ]
 
-SUM, MEAN, SAMPLES = "sum", "mean", "samples"  # kinds; the last is a mean over samples, for a message
+# kinds; the last is a mean over samples, for a message
+SUM = "sum"
+MEAN = "mean"
+SAMPLES = "samples"
 _KINDS = (SUM, MEAN, SAMPLES)
 
 
@@ -190,7 +193,10 @@ def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
     """
     if trial.is_sharded:  # gathering writes parameters too
         return
-    written = [name for name, p in trial.plain.named_parameters() if p._version != versions.get(name)]
+    written = []
+    for name, p in trial.plain.named_parameters():
+        if p._version != versions.get(name):
+            written.append(name)
     if written:
         raise ConfigError(
             f"the model's forward or the task's `loss` writes {written[0]}, a parameter, which no check of a step in "
@@ -212,13 +218,17 @@ def _undecidable(trial: "Trial") -> str:
 
 
 def _conclude(found: list[Finding]) -> Verdict:
-    decided, failed = [each for each in found if not each.problem], sum(each.failed for each in found)
+    decided = [each for each in found if not each.problem]
+    failed = sum(each.failed for each in found)
     if not decided:
         first = found[0]
         problem = next((each.problem for each in found if not each.is_finite), first.problem)
         is_finite = all(each.is_finite for each in found)
         return Verdict("unknown" if is_finite else "not finite", problem, failed=failed)
-    kinds = [kind for kind in _KINDS if all(kind in each.kinds for each in decided)]
+    kinds = []
+    for kind in _KINDS:
+        if all(kind in each.kinds for each in decided):
+            kinds.append(kind)
     if SUM in kinds or MEAN in kinds:
         return Verdict(SUM if SUM in kinds else MEAN, _describe(decided[0]), failed=failed)
     against = next((each for each in decided if each.is_against), decided[-1])
@@ -234,7 +244,9 @@ def _describe(finding: Finding) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{100 * error:.3g}%" if error < 10 else "more than all of it"
+    if error < 10:
+        return f"{100 * error:.3g}%"
+    return "more than all of it"
 
 
 class _Facts(NamedTuple):
@@ -276,7 +288,8 @@ class _Weighing:
     """
 
     def __init__(self, trial: "Trial", seed: int) -> None:
-        self.trial, self._seed = trial, seed
+        self.trial = trial
+        self._seed = seed
         self.is_sharded = any(map(is_dtensor, trial.model.parameters()))
         self._model = trial.model if self.is_sharded else trial.plain
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -313,7 +326,9 @@ class _Weighing:
             self.narrow = True  # the loss may rely on autocast
             judgements, found = self._first(places, seed, stretches)  # collective
         for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
-            columns = [[own[place] for own in found] for place in range(len(judgements))]
+            columns = []
+            for place in range(len(judgements)):
+                columns.append([own[place] for own in found])
             if not any(each.is_against for each in chain(*columns)):
                 break
             for judgement, column, stretch in zip(judgements, columns, stretches, strict=True):
@@ -321,7 +336,9 @@ class _Weighing:
                     with self._scale(stretch):
                         action(judgement, column)  # collective
             found = self._gather(judgements)  # collective
-        columns = [[own[place] for own in found] for place in range(len(judgements))]
+        columns = []
+        for place in range(len(judgements)):
+            columns.append([own[place] for own in found])
         if self.is_sharded:  # no rank can tell alone
             columns = [[next((each for each in column if each.problem), column[0])] for column in columns]
         return columns
@@ -334,19 +351,30 @@ class _Weighing:
         Args:
             columns: the findings of all ranks at each place.
         """
-        against = [n for n, column in enumerate(columns) if n and any(each.is_against for each in column)]
+        against = []
+        for n, column in enumerate(columns):
+            if n and any(each.is_against for each in column):
+                against.append(n)
         unsteady = set[int]()
         if against and not any(each.is_against for each in columns[0]):
             judgements = self._judgements(places, seed)  # collective
             with self._scale(True):
                 own = [number for number in against if judgements[number].is_unsteady()]  # collective
-            unsteady = {number for rank in self.trial.world.gather(own) for number in rank}  # collective
-        problems = {n for n, column in enumerate(columns) if n and any(each.problem for each in column)}
+            # collective
+            unsteady = set()
+            for rank in self.trial.world.gather(own):
+                unsteady.update(rank)
+        problems = set()
+        for n, column in enumerate(columns):
+            if n and any(each.problem for each in column):
+                problems.add(n)
         return sorted(unsteady | problems)
 
     def _scale(self, stretch: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context with the weights of a place."""
-        return stretched([local_of(p) for p in self._parameters]) if stretch else contextlib.nullcontext()
+        if stretch:
+            return stretched([local_of(p) for p in self._parameters])
+        return contextlib.nullcontext()
 
     def _judgements(self, places: Sequence[HalvedSamples], seed: int) -> list["_Judgement"]:
         """Make a judgement of each place. Collective with sharded parameters."""
@@ -370,7 +398,8 @@ class _Weighing:
         most = torch.tensor(rows, dtype=torch.float64)
         if self.is_sharded and self.trial.world.size > 1:
             collectives.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
-        same = (most[:, 1:5] == -most[:, 5:]).tolist()  # the largest is the least
+        # The largest is the least
+        same = (most[:, 1:5] == -most[:, 5:]).tolist()
         return [
             _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
         ]
@@ -384,9 +413,13 @@ class _Weighing:
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
     ) -> _Pass:
         """Compute the gradient of a batch's loss, and drop it again. Collective with sharded parameters."""
-        trial, task = self.trial, self.trial.task
+        trial = self.trial
+        task = self.trial.task
         dtypes = contextlib.nullcontext() if self.narrow else without_autocast()
-        forward = trial.engine.accumulate(True, False) if self.is_sharded else contextlib.nullcontext()
+        if self.is_sharded:
+            forward = trial.engine.accumulate(True, False)
+        else:
+            forward = contextlib.nullcontext()
         try:
             with trial.preserve(), dtypes:
                 trial.seed(seed)
@@ -396,7 +429,8 @@ class _Weighing:
                         self._backward(loss, weight)
                 states = _host_states()
             sketches = [sketch(p.grad, local_of(p)) for p in self._parameters]
-            vector = torch.cat([each.to("cpu", torch.float64) for each in sketches])  # waits for the device
+            # Waits for the device
+            vector = torch.cat([each.to("cpu", torch.float64) for each in sketches])
             return _Pass(vector, math.isfinite(float(loss.detach())), draws.uncut, states)
         finally:
             for parameter in self._parameters:
@@ -420,7 +454,8 @@ class _Weighing:
             row.index_add_(0, self._owners, values.square())
         if self.is_sharded and self.trial.world.size > 1:
             collectives.all_reduce(squares, group=self.trial.world.control)  # collective
-        norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()  # the last column: of all tensors
+        # The last column: of all tensors
+        norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()
         scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
         if not scale[-1]:
             return []
@@ -431,7 +466,9 @@ class _Weighing:
     @property
     def tolerance(self) -> float:
         """The largest relative error of a kind that fits."""
-        return _NARROW_TOLERANCE if self._is_low_precision else _TOLERANCE
+        if self._is_low_precision:
+            return _NARROW_TOLERANCE
+        return _TOLERANCE
 
     @property
     def _is_low_precision(self) -> bool:
@@ -443,7 +480,10 @@ class _Judgement:
     """The comparison at one place, on this rank. Its methods run on every rank."""
 
     def __init__(self, weighing: _Weighing, place: HalvedSamples, seed: int, facts: _Facts) -> None:
-        self._weighing, self._place, self._seed, self._facts = weighing, place, seed, facts
+        self._weighing = weighing
+        self._place = place
+        self._seed = seed
+        self._facts = facts
         self._book = DrawBook()
         self._whole: _Pass | None = None
         self.finding = self._undecided("it was not tried")
@@ -462,8 +502,12 @@ class _Judgement:
 
     def in_other_layouts(self, found: list[Finding]) -> None:
         """Compare with other rows of the random numbers, which may belong to the samples in another way."""
-        has_views, has_lengths = any(each.has_views for each in found), any(each.has_lengths for each in found)
-        layouts = [Layout(a, b) for a in (False, has_views) for b in (False, has_lengths)]
+        has_views = any(each.has_views for each in found)
+        has_lengths = any(each.has_lengths for each in found)
+        layouts = []
+        for a in (False, has_views):
+            for b in (False, has_lengths):
+                layouts.append(Layout(a, b))
         for layout in dict.fromkeys(layouts):
             if layout != CONTIGUOUS:
                 self._try_again(layout)
@@ -509,7 +553,9 @@ class _Judgement:
 
     def _watched(self, watch: "_Watch") -> Finding:
         self._differentiate(self._place.whole, None, watch=watch)
-        return self._undecided(f"its loss draws from {watch.moved[0]}") if watch.moved else self.finding
+        if watch.moved:
+            return self._undecided(f"its loss draws from {watch.moved[0]}")
+        return self.finding
 
     def _try_again(self, layout: Layout) -> None:
         found = self._tried(lambda: self._compare(layout))
@@ -568,7 +614,9 @@ class _Judgement:
 
     def _compare(self, layout: Layout) -> Finding:
         """Compare the whole's gradient with those of its halves. Collective with sharded parameters."""
-        place, whole, weighing = self._place, self._whole, self._weighing
+        place = self._place
+        whole = self._whole
+        weighing = self._weighing
         assert whole is not None
         items = [float(half.items) for half in place.halves]
         ones = self._halves(layout, [1.0, 1.0])
@@ -577,7 +625,8 @@ class _Judgement:
         for own, same in zip(_shares_of(place), is_same, strict=True):
             parts = ones
             if not same:
-                parts = self._halves(layout, own)  # a sum over ranks of differently weighted parts
+                # A sum over ranks of differently weighted parts
+                parts = self._halves(layout, own)
                 own = [1.0, 1.0]
             expected.append(own[0] * parts[0].sketches + own[1] * parts[1].sketches)
         halves = [each.sketches for each in ones]
@@ -588,9 +637,12 @@ class _Judgement:
         """Compute the gradients of both halves, each times its weight; 0 of a loss 0 / 0 without items."""
         found = []
         for part, half in enumerate(self._place.halves):
-            batch, weight = half, weights[part]
-            if self._weighing.is_sharded and not half.items:  # its loss may be 0 / 0, on every rank's gradient
-                batch, weight = self._place.halves[1 - part], 0.0
+            batch = half
+            weight = weights[part]
+            # Its loss may be 0 / 0, on every rank's gradient
+            if self._weighing.is_sharded and not half.items:
+                batch = self._place.halves[1 - part]
+                weight = 0.0
             each = self._differentiate(batch, part, layout, weight)
             if not half.items and not each.is_finite:
                 each = each._replace(sketches=torch.zeros_like(each.sketches), is_finite=True)
@@ -609,12 +661,16 @@ class _Judgement:
             return self._undecided("its gradient is zero")
         if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
             errors = [math.inf] * len(errors)
-        kinds = [kind for kind, error in zip(_KINDS, errors, strict=True) if error <= self._weighing.tolerance]
+        kinds = []
+        for kind, error in zip(_KINDS, errors, strict=True):
+            if error <= self._weighing.tolerance:
+                kinds.append(kind)
         finding = Finding(kinds, "", errors, sum(self._place.samples), *self._layouts)
         uncut = next((name for half in halves for name in half.uncut), "")
         if uncut:  # a permutation of two samples may fit by chance
             return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
-        if any(half.states != whole.states for half in halves):  # equal: the same numbers, however many samples
+        # equal: the same numbers, however many samples
+        if any(half.states != whole.states for half in halves):
             return self._undecided("its loss draws numbers for its samples from numpy's or Python's generator")
         if SUM in kinds and len(kinds) > 1:
             return self._undecided("one half adds nothing")
@@ -624,7 +680,8 @@ class _Judgement:
 def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
     """Return each half's share of the items and of the samples; 0 without any."""
     items = [float(half.items) for half in place.halves]
-    total, samples = sum(items), sum(place.samples)
+    total = sum(items)
+    samples = sum(place.samples)
     return [each / total if total else 0.0 for each in items], [each / (samples or 1) for each in place.samples]
 
 
@@ -756,7 +813,9 @@ def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[N
 
 def leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors of a loss's graph."""
-    found, visited, queue = list[Tensor](), set[Any](), [loss.grad_fn]
+    found = list[Tensor]()
+    visited = set[Any]()
+    queue = [loss.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in visited:
@@ -774,7 +833,9 @@ _VISITED = 20_000  # most objects to look at, the nearest first
 def _generators(root: Any) -> list[Any]:
     """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    found, visited, level = list[Any](), {id(root)}, [root]
+    found = list[Any]()
+    visited = {id(root)}
+    level = [root]
     # By type: `isinstance` asks an object, and torch has one that answers with a warning.
     while level and len(visited) < _VISITED:
         objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
@@ -800,7 +861,8 @@ class _Watch:
     """
 
     def __init__(self, task: Task, device: torch.device) -> None:
-        self._task, self._device = task, device
+        self._task = task
+        self._device = device
         self.moved = list[str]()
 
     def __enter__(self) -> None:
@@ -812,7 +874,9 @@ class _Watch:
         self.moved = [name for (name, before), (_, after) in pairs if before != after]
 
     def _states(self) -> list[tuple[str, bytes]]:
-        states = [(f"a {type(each).__module__}.{type(each).__name__}", _state_of(each)) for each in self._own]
+        states = []
+        for each in self._own:
+            states.append((f"a {type(each).__module__}.{type(each).__name__}", _state_of(each)))
         if self._device.type == "cuda":  # a kernel that no mode sees
             states.append(("the device's generator", torch.cuda.get_rng_state(self._device).tolist()))
         return [(name, pickle.dumps(state)) for name, state in states]
@@ -821,7 +885,9 @@ class _Watch:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
 
 
 def _host_states() -> bytes:
@@ -871,6 +937,10 @@ def _sketch_length(parameter: Tensor) -> int:
 
 
 _STEADY = 1e-2  # largest relative change of a gradient by moves of the weights like those of rounding
-_TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05  # relative errors that a kind may have: in float32, in half precision
-_FLOOR, _NARROW_FLOOR = 1e-2, 0.1  # a tensor's error is relative to at least this part of the whole gradient
+# relative errors that a kind may have: in float32, in half precision
+_TOLERANCE = 1e-3
+_NARROW_TOLERANCE = 0.05
+# a tensor's error is relative to at least this part of the whole gradient
+_FLOOR = 1e-2
+_NARROW_FLOOR = 0.1
 _CANCELLED = 1e-2  # and to this part of the halves', whose rounding stays where they cancel

@@ -141,19 +141,31 @@ class ShareReporter:
     """
 
     def __init__(self, built: RunParts, clock: Clock) -> None:
-        self._built, self._balancer, self._clock = built, built.balancer, clock
+        self._built = built
+        self._balancer = built.balancer
+        self._clock = clock
         data = built.config.data
-        self._ahead = data.workers * data.prefetch  # steps that loader processes may prefetch, at one slot a step
-        if built.training.order is None:  # turns of a stream that turn out to be no steps were asked for too
+        # Steps that loader processes may prefetch, at one slot a step
+        self._ahead = data.workers * data.prefetch
+        # Turns of a stream that turn out to be no steps were asked for too
+        if built.training.order is None:
             self._ahead += MOST_STEPS
-        self._count, self._bounded = 0, not built.config.exact
+        self._count = 0
+        self._bounded = not built.config.exact
         facts = built.lock_facts  # of a run's first steps; after a lost rank the ranks are others
-        devices = facts.devices if facts else built.world.gather(name_and_memory(built.world.device))  # collective
+        # collective
+        if facts:
+            devices = facts.devices
+        else:
+            devices = built.world.gather(name_and_memory(built.world.device))
         line = describe_unequal_devices(devices, self._speeds)
         if self._balancer:  # the exchanges compare the steps after the first
             check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
         if line and built.world.is_main:
-            hint = "" if self._balancer or not self._shares else "; --shares auto divides the work by speed"
+            if self._balancer or not self._shares:
+                hint = ""
+            else:
+                hint = "; --shares auto divides the work by speed"
             _LOG.info(line + hint)
 
     @property
@@ -165,7 +177,9 @@ class ShareReporter:
     def _speeds(self) -> list[float]:
         """By rank, speed relative to the fastest, as measured before a resume; [] if unknown."""
         costs = self._balancer.costs if self._balancer else ()
-        return [min(costs) / cost for cost in costs] if len(set(costs)) > 1 else []
+        if len(set(costs)) > 1:
+            return [min(costs) / cost for cost in costs]
+        return []
 
     def report(self, step: int, stop: int, wait: float) -> list[float]:
         """Return this rank's `ShareReport` as numbers; [] without a balancer.
@@ -176,8 +190,10 @@ class ShareReporter:
         """
         if self._balancer is None:
             return []
-        seconds, stop = self._clock.spent(), min(stop, self._built.run_plan.step_plan.steps)
-        data, forward = seconds.get("data", 0.0) - wait, seconds.get("forward", 0.0)
+        seconds = self._clock.spent()
+        stop = min(stop, self._built.run_plan.step_plan.steps)
+        data = seconds.get("data", 0.0) - wait
+        forward = seconds.get("forward", 0.0)
         own_backward = seconds.get("backward/alone", 0.0)
         return list(ShareReport(self._clock.steps, data, forward, own_backward, self._balancer.check(step, stop)))
 
@@ -189,7 +205,8 @@ class ShareReporter:
         """
         if self._balancer is None or exchange.count == self._count:
             return
-        self._count, first = exchange.count, exchange.horizon + self._ahead
+        self._count = exchange.count
+        first = exchange.horizon + self._ahead
         line = self._balancer.update([ShareReport(*row) for row in exchange.extra_by_rank], first)
         if not self._bounded:
             self._bounded = True
@@ -204,9 +221,11 @@ class ShareReporter:
 
         Only `--exact` needs it: the memory of its sums grows with the share.
         """
-        built, balancer = self._built, self._balancer
+        built = self._built
+        balancer = self._balancer
         assert balancer is not None
-        count, now = built.config.micro_batches, max(built.batches.sharing.now.slots)
+        count = built.config.micro_batches
+        now = max(built.batches.sharing.now.slots)
         gradients = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
         own = max_slots(count, now, gradients, int(_USABLE_MEMORY * _free_memory(built.world.device)))
         balancer.bound(built.world.gather(own), first)  # collective
@@ -230,7 +249,9 @@ def max_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
     """
     sums = 2 * math.ceil(math.log2(now))
     max_level = (sums + free // max(gradients, 1)) // 2
-    return micro_batches if max_level >= micro_batches.bit_length() else min(micro_batches, max(now, 1 << max_level))
+    if max_level >= micro_batches.bit_length():
+        return micro_batches
+    return min(micro_batches, max(now, 1 << max_level))
 
 
 def _free_memory(device: torch.device) -> int:
@@ -264,33 +285,51 @@ class RunGuards:
         seed: Callable[[int, int], None],
         clock: Clock,
     ) -> None:
-        self._built, self._exchange, self._step_loader, self._seed = built, exchange, step_loader, seed
+        self._built = built
+        self._exchange = exchange
+        self._step_loader = step_loader
+        self._seed = seed
         self._config = built.config.guards
-        skipped, built.lock_facts = built.lock_facts and built.lock_facts.skipped_steps, None
+        skipped = built.lock_facts and built.lock_facts.skipped_steps
+        built.lock_facts = None
         path = skips_file(built)
         self._skips = Skips(path, self._config.limit, built.world, built.plan, skipped)  # collective after a lost rank
-        self._first, self._skipped_steps = built.start, frozenset(self._skips.steps)  # read now: a save moves `start`
+        # read now: a save moves `start`
+        self._first = built.start
+        self._skipped_steps = frozenset(self._skips.steps)
         if self._skipped_steps:  # the checkpoint may be older than the list
             built.state.steps_left_out = len(self._skipped_steps)
-        self._reader, self._spike = DeferredReader(built.world.device), Spike()
-        self._spike_digest = trained_digest(built.state.trained)  # of the parameters whose norms it knows
+        self._reader = DeferredReader(built.world.device)
+        self._spike = Spike()
+        # Of the parameters whose norms it knows
+        self._spike_digest = trained_digest(built.state.trained)
         if stored := built.state.spike:
             self._spike.load(stored)
-            self._spike_digest = self._spike_digest if stored.trained is None else stored.trained
-        relieved = {"relieved": built.balancer.can_relieve} if built.balancer else {}
+            if stored.trained is None:
+                self._spike_digest = self._spike_digest
+            else:
+                self._spike_digest = stored.trained
+        if built.balancer:
+            relieved = {"relieved": built.balancer.can_relieve}
+        else:
+            relieved = {}
         self._straggler = Straggler(self._config.straggler, **relieved)
-        self._began, self._is_young = time.monotonic(), True
+        self._began = time.monotonic()
+        self._is_young = True
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
-        if built.start and built.world.size > 1:  # a new run's weights were compared in `build`
+        # A new run's weights were compared in `build`
+        if built.start and built.world.size > 1:
             self._compare(built.start)  # collective
 
     def _audit(self, clock: Clock) -> Audit:
         built = self._built
         kernels = choose_kernels(built.config.compile, built.run_plan.step_plan)
         recompute = Recomputer(built.model, built.task, self._loss, self._seed, built.world.device, kernels)
-        share, seed, folder = self._config.audit, built.config.seed, built.folder.path
+        share = self._config.audit
+        seed = built.config.seed
+        folder = built.folder.path
         list_checkpoints = partial(checkpoint.list_steps, folder)
         return Audit(
             share, seed, built.start, built.world, built.batches, built.model, recompute, clock, list_checkpoints
@@ -303,7 +342,9 @@ class RunGuards:
         if self._config.spike != "off" and (trained := trained_digest(self._built.state.trained)) != self._spike_digest:
             self._spike.forget(step)
             self._spike_digest = trained
-        return self._spike.limit(step) if self._config.spike == "skip" else math.inf
+        if self._config.spike == "skip":
+            return self._spike.limit(step)
+        return math.inf
 
     @property
     def late(self) -> bool:
@@ -347,7 +388,8 @@ class RunGuards:
         slow = self._straggler.after(record.step, self._exchange)
         if slow and self._built.world.is_main:
             _LOG.warning(slow, extra={"only_file": self._is_young})
-        freq, global_step = self._config.desync_freq, record.step + 1
+        freq = self._config.desync_freq
+        global_step = record.step + 1
         is_compared_later = saves and not self._built.task.hooks
         if freq and global_step % freq == 0 and not is_compared_later:
             self.compare(global_step)  # collective
@@ -366,11 +408,16 @@ class RunGuards:
     def _compare(self, step: int) -> None:
         built = self._built
         try:
-            replaced = {desync.REPLACED + name: total for name, total in replaced_copies(built.engine).items()}
+            replaced = {}
+            for name, total in replaced_copies(built.engine).items():
+                replaced[desync.REPLACED + name] = total
             desync.check(built.all_tensors() | replaced, built.world, step, self._kinds)  # collective
         except DifferenceError as error:
             has_saved = built.start > 0 and built.config.checkpoint.mode != "none"
-            line = f"; the newest checkpoint, of step {built.start}, is from before it" if has_saved else ""
+            if has_saved:
+                line = f"; the newest checkpoint, of step {built.start}, is from before it"
+            else:
+                line = ""
             difference = DifferenceError(f"{error}{line}")
             difference.goes_back = True
             raise difference from None
@@ -424,7 +471,8 @@ class RunGuards:
         Args:
             line: names the tensors.
         """
-        number, first = step.record.step, self._first
+        number = step.record.step
+        first = self._first
         message = f"step {number + 1}: the gradient is not finite (norm {step.norm}) and was not applied; {line}"
         updates = (n for n in range(number - 1, first - 1, -1) if n not in self._skips.steps)
         update = next(updates, None)  # the last one that was applied
@@ -439,7 +487,8 @@ class RunGuards:
 
     def _loss_of(self, batch: Any) -> Tensor:
         built = self._built
-        if self._whole_step:  # single samples have no loss: test their outputs instead
+        # Single samples have no loss: test their outputs instead
+        if self._whole_step:
             return zero_of(built.task.outputs(built.engine.model, batch.data))
         return self._loss(built.engine.model, batch)
 

@@ -90,7 +90,8 @@ class _TrainReplacement:
         if trial is not None:
             raise ConfigError("trainer.train(trial=...) is not supported: search in a loop, as examples/sweep.py does")
         config, task = from_trainer(trainer)
-        override = {"max_steps": 0} if "num_epochs" in self._options else {}  # max_steps would win over --num-epochs
+        # max_steps would win over --num-epochs
+        override = {"max_steps": 0} if "num_epochs" in self._options else {}
         values = {**cli.flatten(config, own_task=True), **override, **self._options}
         config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
         folder = (config.local_dir, config.experiment_name)
@@ -119,20 +120,26 @@ def _log_freq(trainer: Any, config: Config) -> int | str:
     epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
     by_epochs = isinstance(epoch, int | float) and not config.max_steps
     steps = config.num_epochs * epoch if by_epochs else config.max_steps
-    return "100%" if isinstance(config.log_freq, int) and config.log_freq > steps > 0 else config.log_freq
+    if isinstance(config.log_freq, int) and config.log_freq > steps > 0:
+        return "100%"
+    return config.log_freq
 
 
 def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result, seconds: float) -> Any:
     """Set the model and `trainer.state`, and return the numbers, for the script to read."""
     epochs = result.global_step * config.batch_size / max(len(trainer.train_dataset), 1)
-    state, history = trainer.state, _read_history(trainer, result)
+    state = trainer.state
+    history = _read_history(trainer, result)
     state.global_step = state.max_steps = result.global_step
-    state.epoch, state.log_history = epochs, history
+    state.epoch = epochs
+    state.log_history = history
     if result.best:
-        state.best_metric, state.best_model_checkpoint = result.best.value, result.best.path
+        state.best_metric = result.best.value
+        state.best_model_checkpoint = result.best.path
     best = trainer.args.load_best_model_at_end
     if best or any(map(is_dtensor, trainer.model.parameters())):
-        load(result.folder, task, "best" if best else "last", trainer.args.device)  # in trainer.model
+        # In trainer.model
+        load(result.folder, task, "best" if best else "last", trainer.args.device)
     losses = [entry["loss"] for entry in history if "loss" in entry]
     loss = math.fsum(losses) / len(losses) if losses else math.nan
     metrics = {"train_runtime": seconds, "train_loss": loss, "epoch": epochs}
@@ -181,10 +188,12 @@ def _replace_train(trainers: Any, training: _TrainReplacement) -> Iterator[None]
 @contextmanager
 def _script_environment(script: Script) -> Iterator[None]:
     """Set `sys.argv` and `sys.path` as if Python had been started with the script."""
-    argv, path = sys.argv, list(sys.path)
+    argv = sys.argv
+    path = list(sys.path)
     flags = ["--config"] if script.arguments.suffix in YAML else []
     sys.argv, sys.path[:0] = [str(script.path), *flags, str(script.arguments)], [str(script.path.parent.absolute())]
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path

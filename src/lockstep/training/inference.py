@@ -154,7 +154,10 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
     file = path / "config.toml"
     if not file.is_file():
         raise CheckpointError(f"{printable(str(path))} is not a run's folder: pass SAVE_DIR/EXPERIMENT_NAME")
-    values = {name: value for name, value in cli.read_toml(file).items() if not name.startswith("engine_options.")}
+    values = {}
+    for name, value in cli.read_toml(file).items():
+        if not name.startswith("engine_options."):
+            values[name] = value
     training = {"engine": "auto", "weight_copies": "forward", "grad_dtype": "float32", "fused_kernels": "none"}
     values |= training | dict(request.changes)
     if request.device:
@@ -207,7 +210,9 @@ def _make_task(
     else:
         name = printable(trained) or "CLASS"
         raise ConfigError(f"{printable(str(path))} was trained from Python: pass its task as --task FILE.py:{name}")
-    return replace_data(task, config, request.data, say) if request.data else task
+    if request.data:
+        return replace_data(task, config, request.data, say)
+    return task
 
 
 def _load_weights(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
@@ -231,8 +236,11 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
         DataError: there is no evaluation set.
     """
     redirect = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with redirect, load_run(request) as run:  # keeps the task's prints out of the JSON
-        record, is_main, task = _evaluate(run), run.world.is_main, run.task
+    # Keeps the task's prints out of the JSON
+    with redirect, load_run(request) as run:
+        record = _evaluate(run)
+        is_main = run.world.is_main
+        task = run.task
     if is_main:
         _print_record(record, request, as_json, task)
     return record
@@ -257,12 +265,16 @@ def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: 
             fields |= {"item_name": items, "perplexity": plain(perplexity(record.loss))}
         print(json.dumps(fields, indent=1, allow_nan=False))
         return
-    counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}  # of several sets
+    # Of several sets
+    counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}
     on = ", ".join(f"{value:,.0f} {items} of {name.removesuffix('/items')}" for name, value in counts.items())
     weights = ", averaged weights" if request.ema else ""
     print(f"{printable(request.run)} after step {record.step}{weights}, on {on or f'{record.items:,} {items}'}")
     has_loss = task.evaluates_loss and not counts
-    rows = {"loss": record.loss, **record.metrics} if has_loss else dict(record.metrics)
+    if has_loss:
+        rows = {"loss": record.loss, **record.metrics}
+    else:
+        rows = dict(record.metrics)
     for name in [name for name in rows if items == "tokens" and name.rpartition("/")[2] == "loss"]:
         rows[f"{name.removesuffix('loss')}perplexity"] = perplexity(rows[name])
     width = max(map(len, rows), default=0)
@@ -332,7 +344,9 @@ def _find_step(request: ExportRequest, run: Path) -> int | None:
         CheckpointError: the run has no finite evaluation.
     """
     if request.which != "best":
-        return None if request.which == "last" else int(request.which)
+        if request.which == "last":
+            return None
+        return int(request.which)
     _, selection = RunFolder(str(run.parent), run.name).read_evaluated()
     if not selection.best:
         raise CheckpointError(f"--best: {printable(request.run)} has no finite evaluation; leave --best out")
@@ -357,7 +371,8 @@ def _merge_weights(request: ExportRequest, path: Path, state: RunState) -> FullT
                 "merge them into their base"
             )
         return None
-    run, step = path.parent.parent, int(path.name.rpartition("-")[2])
+    run = path.parent.parent
+    step = int(path.name.rpartition("-")[2])
     with load_run(InferenceRequest(str(run), step, request.task, device="cpu", ema=request.ema)) as loaded:
         return _as_checkpoint(merge(loaded.model))
 
@@ -365,7 +380,8 @@ def _merge_weights(request: ExportRequest, path: Path, state: RunState) -> FullT
 def _as_checkpoint(tensors: dict[str, Tensor]) -> FullTensors:
     """Wrap tensors in memory as those of a checkpoint; tied ones are stored once."""
     by_storage: dict[tuple[int, tuple[int, ...]], StoredTensor] = {}
-    entries, contiguous = {}, {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
+    entries = {}
+    contiguous = {f"model/{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
     for name, tensor in contiguous.items():
         entry = StoredTensor(dtype_name(tensor.dtype), tuple(tensor.shape), [])
         entries[name] = by_storage.setdefault((tensor.data_ptr(), tuple(tensor.shape)), entry)

@@ -56,7 +56,10 @@ def init_drop(config: Config, task: Task) -> InitDrop:
     method = getattr(type(user_task(task)), "untrained", None)
     is_own = method is not None and not method.__module__.startswith("lockstep.")
     # With adapters `untrained` says what is trained whole, which a run with adapters has trained already.
-    names = tuple(task.untrained()) if is_own and not config.lora.rank else ()
+    if is_own and not config.lora.rank:
+        names = tuple(task.untrained())
+    else:
+        names = ()
     return InitDrop(names, "the task's `untrained`")
 
 

@@ -39,7 +39,8 @@ def check_init_from(built: RunParts) -> None:
         ConfigError: there is no such file or folder, or --init-drop matches nothing.
         CheckpointError: the weights cannot be read, or do not fit.
     """
-    name, world = built.config.init_from, built.world
+    name = built.config.init_from
+    world = built.world
     if built.source:
         return
     is_given = is_url(name) or Path(name).expanduser().exists()
@@ -61,7 +62,9 @@ def _foreign_path(built: RunParts) -> Path | None:
     """Return the path of --init-from if another library wrote it."""
     config = built.config
     path = Path(config.init_from).expanduser()
-    return path if not is_url(config.init_from) and is_foreign(path) else None
+    if not is_url(config.init_from) and is_foreign(path):
+        return path
+    return None
 
 
 def _check_foreign(built: RunParts, is_given: bool) -> bool:
@@ -74,7 +77,8 @@ def _check_foreign(built: RunParts, is_given: bool) -> bool:
     path = _foreign_path(built)
     if path is None:
         return False
-    drop, model = init_drop(built.config, built.task), _model_tensors(built.engine.state_dict())
+    drop = init_drop(built.config, built.task)
+    model = _model_tensors(built.engine.state_dict())
     with open_foreign(path) as source:
         match = match_names(source, model, _ties_of(built), drop.matches)
         drop.check(model, [name.removeprefix(match.prefix) for name in source.tensors])
@@ -87,7 +91,8 @@ def _check_run(built: RunParts, source: Path) -> None:
     Raises:
         CheckpointError: names the tensors that do not, and the way out.
     """
-    drop, state = init_drop(built.config, built.task), built.engine.state_dict()
+    drop = init_drop(built.config, built.task)
+    state = built.engine.state_dict()
     contents = read_contents(source, read_manifest(source))
     stored = [name.removeprefix(_GROUP) for name in contents if name.startswith(_GROUP)]
     drop.check(_model_tensors(state), stored)
@@ -114,13 +119,17 @@ def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor])
     if built.base_names and not has_adapters:
         return {}
     drop = init_drop(built.config, built.task)
-    names = [name for name in state if name.startswith(_GROUP) and name not in built.base_names]
+    names = []
+    for name in state:
+        if name.startswith(_GROUP) and name not in built.base_names:
+            names.append(name)
     return {name: state[name] for name in names if not drop.matches(name.removeprefix(_GROUP))}
 
 
 def _load_run(built: RunParts) -> None:
     source, verified = built.init_source or find_weights(built.config, built.world, _LOG.warning)  # collective
-    drop, state = init_drop(built.config, built.task), built.engine.state_dict()
+    drop = init_drop(built.config, built.task)
+    state = built.engine.state_dict()
     weights = on_all_ranks(built.world, lambda: _tensors_to_load(built, source, state))  # collective
     if weights:
         checkpoint.load(source, weights, built.world, verified=verified, leave=partial(_is_left, drop))  # collective
@@ -160,7 +169,9 @@ def _describe_left(built: RunParts, state: Mapping[str, Tensor]) -> str:
     """Describe the tensors that keep their initial values; "" for none."""
     drop = init_drop(built.config, built.task)
     left = [name for name in _model_tensors(state) if drop.matches(name)]
-    return f"; {drop.origin} leaves {len(left)} tensors as initialised: {list_names(left)}" if left else ""
+    if left:
+        return f"; {drop.origin} leaves {len(left)} tensors as initialised: {list_names(left)}"
+    return ""
 
 
 def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -109,7 +109,9 @@ class Measurement(NamedTuple):
         if not self.reseeded:
             return 0.0
         change = abs(self.reseeded[index] - self.whole[index])
-        return change if change > _SEED_TOLERANCE * self.scale(index) or not math.isfinite(change) else 0.0
+        if change > _SEED_TOLERANCE * self.scale(index) or not math.isfinite(change):
+            return change
+        return 0.0
 
     def is_random(self, index: int) -> bool:
         """Whether number `index` depends on random numbers."""
@@ -127,7 +129,9 @@ class Measurement(NamedTuple):
         """Return the weighted mean of the halves; NaN if the weights are 0."""
         first, second = weights[-2:]
         total = first + second
-        return (first * self.first[index] + second * self.second[index]) / total if total else math.nan
+        if total:
+            return (first * self.first[index] + second * self.second[index]) / total
+        return math.nan
 
 
 @final
@@ -148,9 +152,14 @@ class Trial:
         config: Config,
         say: Callable[[str], None],
     ) -> None:
-        self.engine, self.plain, self.task, self.world = engine, plain, task, world
-        self.config, self.say = config, say
-        self.memory_error: torch.OutOfMemoryError | None = None  # of a proof that had too little memory
+        self.engine = engine
+        self.plain = plain
+        self.task = task
+        self.world = world
+        self.config = config
+        self.say = say
+        # Of a proof that had too little memory
+        self.memory_error: torch.OutOfMemoryError | None = None
         self.training_modes = {module: module.training for module in engine.model.modules()}
         self._reseed = seeder(0, "check", world.device)
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
@@ -166,7 +175,9 @@ class Trial:
     @property
     def limit(self) -> float:
         """Relative difference up to which two numbers count as equal."""
-        return 0.05 if self.is_low_precision else 0.01
+        if self.is_low_precision:
+            return 0.05
+        return 0.01
 
     def preserve(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for one call of the loss, whose changes are undone at its end."""
@@ -216,7 +227,10 @@ class Trial:
     def load_halves(self, batches: Batches, place: int) -> HalvedSamples | None:
         """Load samples and their halves as the function does; None if a rank cannot. Collective."""
         samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
-        return samples if all(self.world.gather(samples is not None)) else None  # collective
+        # collective
+        if all(self.world.gather(samples is not None)):
+            return samples
+        return None
 
     def attempt(self, action: Callable[[], list[Any]]) -> tuple[list[list[Any]], bool] | None:
         """Run `action` on every rank; None if it fails on one. Collective.
@@ -263,8 +277,12 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     step = batches.step_plan.origin.step  # steps before it were cut differently
     size = min(max(_MIN_SAMPLES, batches.own_samples(step)), batches.size)
     count = size if whole or not place else min(_PLACE_SAMPLES, size)
-    stride = size if isinstance(batches, StreamBatches) else max(size, batches.size // PLACES)
-    half, start = count // 2, place * stride
+    if isinstance(batches, StreamBatches):
+        stride = size
+    else:
+        stride = max(size, batches.size // PLACES)
+    half = count // 2
+    start = place * stride
     if not half:
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
@@ -277,7 +295,11 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     samples, halves, problem = (half, count - half), (first, second), ""
     if is_random and task is not None:
         cut = cut_rows(batch, samples, task)
-        halves, problem = cut or halves, "" if cut else "`collate` draws random numbers, and its batch has no rows"
+        halves = cut or halves
+        if cut:
+            problem = ""
+        else:
+            problem = "`collate` draws random numbers, and its batch has no rows"
     reload = lambda: batches.parts(step, spans[:1])[0][0]  # noqa: E731
     return HalvedSamples(batch, halves, samples, is_random, reload, problem)
 
@@ -329,11 +351,13 @@ def measure(
     """
 
     def compute(batch: MicroBatch, seed: int = 0) -> list[float]:
-        with preserve_state(trial.model, trial.task, trial.world.device):  # the task's own tensors are restored too
+        # The task's own tensors are restored too
+        with preserve_state(trial.model, trial.task, trial.world.device):
             trial.seed(seed)
             return probe(batch)
 
-    measurements, needs_graph = list[Measurement](), False
+    measurements = list[Measurement]()
+    needs_graph = False
     for place in range(_ROUNDS):
         samples = places[place] if place < len(places) else trial.load_halves(batches, place)  # collective
         if samples is None:
@@ -345,7 +369,9 @@ def measure(
         gathered = [Measurement(*row) for row in rows]
         if not all(map(is_clean, gathered)):
             second = trial.load_halves(batches, place) or samples  # collective; a dataset may be random too
-            tensors = [[part.held for part in (each.whole, *each.halves)] for each in (samples, second)]
+            tensors = []
+            for each in (samples, second):
+                tensors.append([part.held for part in (each.whole, *each.halves)])
             random_batch = samples.is_random or not have_same_tensors(*tensors)
             again = trial.attempt(lambda second=second, drew=random_batch: [compute(second.whole, 1), drew])  # type: ignore[misc]
             if again is None:
@@ -383,7 +409,10 @@ def call_method(
         if is_out_of_memory(error):  # the caller reports what holds the memory
             raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
-        reason = explain_device_error(error, model, task, data) if model is not None and task is not None else ""
+        if model is not None and task is not None:
+            reason = explain_device_error(error, model, task, data)
+        else:
+            reason = ""
         raise (DataError(f"{problem}; {reason}") if reason else problem) from error
 
 
@@ -403,10 +432,12 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
         ConfigError: the loss is no number with a graph; or it has a collective, under `--exact` or `verify`.
         DataError: `loss` fails.
     """
-    task, model = trial.task, trial.model
+    task = trial.task
+    model = trial.model
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
-        with preserve_state(model, task, trial.world.device, training=True):  # it may gather in training mode only
+        # It may gather in training mode only
+        with preserve_state(model, task, trial.world.device, training=True):
             for module in model.modules():
                 module.training = trial.training_modes.get(module, module.training)
             trial.seed()
@@ -461,7 +492,8 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
     # Each rank can check a known reduction alone, which saves an exchange.
     subject = trial.alone() if is_known and not trial.is_sharded else trial
     verdict = weigh(subject, samples)  # collective
-    if verdict.kind in _REDUCTIONS and verdict.failed:  # it may need more samples than the smaller places have
+    # It may need more samples than the smaller places have
+    if verdict.kind in _REDUCTIONS and verdict.failed:
         more = on_all_ranks(subject.world, lambda: _load_larger(training, task))  # collective
         cut_places(more, subject.world)  # collective
         second = weigh(subject, more, seed=1) if more else verdict  # collective
@@ -494,7 +526,8 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
     Raises:
         ConfigError: under --exact, or on several ranks where it differs between them.
     """
-    task, world = trial.task, trial.world
+    task = trial.task
+    world = trial.world
     depends_on_cut = is_cut(trial.config, training) and task.reduction != "micro-batch" and not has_step_loss(task)
     is_users = not task.framework and not type(user_task(task)).__module__.startswith("lockstep.")
     if task.own_steps is not None or not (depends_on_cut or is_users):
@@ -508,8 +541,10 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
         with trial.with_graph() if sharded else torch.enable_grad():
             task.loss(model, batch.data)
 
-    marks, unsaved = dict[str, str](), list[str]()
-    with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):  # the loss fails later, or not at all
+    marks = dict[str, str]()
+    unsaved = list[str]()
+    # The loss fails later, or not at all
+    with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):
         marks = marks_of(model, task, call, lambda: moved(parameters, 0))
         unsaved = unsaved_marks(marks, trial.plain, task) if is_users else []
     if not depends_on_cut:
@@ -535,7 +570,9 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
 def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:
     """Load places after the first that are as large as it."""
     with generators_kept():
-        loaded = [load_halves(training, place, whole=True, task=task) for place in range(1, PLACES)]
+        loaded = []
+        for place in range(1, PLACES):
+            loaded.append(load_halves(training, place, whole=True, task=task))
     return [each for each in loaded if each is not None]
 
 
@@ -573,7 +610,8 @@ def _check_known(trial: Trial, verdict: Verdict, recorded: str) -> None:
     _check_usable(verdict)
     if recorded in _NAMES and task.reduction not in _NAMES:
         set_detected(task, recorded, needs_graph(task))
-    if verdict.kind not in _NAMES:  # unknown, or not finite yet, which the guards handle
+    # unknown, or not finite yet, which the guards handle
+    if verdict.kind not in _NAMES:
         return
     found = _NAMES[verdict.kind]
     if _NAMES.get(recorded, found) != found:
@@ -583,7 +621,10 @@ def _check_known(trial: Trial, verdict: Verdict, recorded: str) -> None:
         )
     said = _NAMES[task.reduction]
     if said != found:
-        way = "leave reduction out" if verdict.kind == "sum" else "set reduction = 'mean', or leave it out"
+        if verdict.kind == "sum":
+            way = "leave reduction out"
+        else:
+            way = "set reduction = 'mean', or leave it out"
         raise ConfigError(
             f"the task has reduction = '{task.reduction}', but its `loss` is {found}: {verdict.evidence}; return "
             f"{said} over the items that `count` counts, or {way}"
@@ -605,7 +646,8 @@ def _check_usable(verdict: Verdict) -> None:
 
 def _check_count(samples: list[HalvedSamples]) -> None:
     for each in samples:
-        total, (first, second) = each.whole.items, (half.items for half in each.halves)
+        total = each.whole.items
+        first, second = (half.items for half in each.halves)
         if not each.is_random and abs(total - first - second) > 1e-5 * abs(total):
             raise ConfigError(
                 f"the task's `count` finds {total:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
@@ -641,7 +683,8 @@ def classify(measurements: list[Measurement], index: int, limit: float) -> dict[
     if not errors:
         return None
     worst = {kind: max(each[kind] for each in errors) for kind in errors[0]}
-    if worst[_SAMPLES] < _ROUNDING < worst["mean"]:  # similar items make the two means close; only one is exact
+    # Similar items make the two means close; only one is exact
+    if worst[_SAMPLES] < _ROUNDING < worst["mean"]:
         worst["mean"] = math.inf
     return {kind: value for kind, value in worst.items() if value <= limit}
 
@@ -676,7 +719,8 @@ class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names, self.depth = list[str](), 0
+        self.names = list[str]()
+        self.depth = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.depth and getattr(func, "namespace", "").lstrip("_").startswith("c10d"):
@@ -696,7 +740,9 @@ def _refuse_collectives(trial: Trial) -> Iterator[None]:
     def leave(*_: Any) -> None:
         mode.depth -= 1
 
-    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in model.modules()]
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(enter, prepend=True))
     hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
     try:
         with mode:
@@ -705,7 +751,10 @@ def _refuse_collectives(trial: Trial) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
     if mode.names:
-        start = "--exact does not go with" if trial.config.exact else "another number of ranks is another training with"
+        if trial.config.exact:
+            start = "--exact does not go with"
+        else:
+            start = "another number of ranks is another training with"
         raise ConfigError(
             f"{start} a collective inside the task's `loss` ({mode.names[0]}), whose result depends on the ranks: "
             "write `outputs` and `step_loss`, which get all samples of a step"

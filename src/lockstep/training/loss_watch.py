@@ -34,7 +34,8 @@ class LossWatch:
     """
 
     def __init__(self, built: RunParts, save: Callable[[int], None]) -> None:
-        self._built, self._save = built, save
+        self._built = built
+        self._save = save
         self._first = built.config.guards.loss_check
         self._trained = trained_digest(built.state.trained)
         proved = built.task.reduction in _KINDS and not has_step_loss(built.task)
@@ -53,7 +54,8 @@ class LossWatch:
         """
         if not self._is_active or not self._is_due(step + 1):
             return
-        built, task = self._built, self._built.task
+        built = self._built
+        task = self._built.task
         batch = next((each for each in micro if each.weight), micro[0])
         set_step(task, step)
         place = halve(batch, task) if batch.weight else _empty_place(batch)
@@ -74,7 +76,8 @@ class LossWatch:
     def _is_due(self, number: int) -> bool:
         """Whether the check is due before step `number`, 1-based; the same on every rank."""
         trained = trained_digest(self._built.state.trained)
-        changed, self._trained = trained != self._trained, trained
+        changed = trained != self._trained
+        self._trained = trained
         due = self._first
         while due < number:
             due *= 10

@@ -89,8 +89,11 @@ def replace_data(task: Task, config: Config, name: str, say: Callable[[str], Non
     """
     if not isinstance(task, CausalLM | HubCausalLM):
         raise ConfigError(f"--data {name}: the task {type(task).__name__} has its own data; leave --data out")
-    tokenizer, plain = task.corpus.tokenizer, Data()
-    defaults = {key: getattr(plain, key) for key in ("subset", "split", "revision", "text_column", "encoding")}
+    tokenizer = task.corpus.tokenizer
+    plain = Data()
+    defaults = {}
+    for key in ("subset", "split", "revision", "text_column", "encoding"):
+        defaults[key] = getattr(plain, key)
     data = dataclasses.replace(config.data, **defaults)
     config = dataclasses.replace(config, dataset_name=name, tokenizer="", data=data)
     task = copy.copy(task)
@@ -100,7 +103,10 @@ def replace_data(task: Task, config: Config, name: str, say: Callable[[str], Non
 
 def _load_own(config: Config) -> Task:
     names = ("model_name", "dataset_name")
-    flags = [flag(name) for name in names if getattr(config, name) != getattr(_DEFAULTS, name)]
+    flags = []
+    for name in names:
+        if getattr(config, name) != getattr(_DEFAULTS, name):
+            flags.append(flag(name))
     if flags:
         raise ConfigError(f"--task {config.task} has its own model and data: leave out {' and '.join(flags)}")
     return load_task(config.task)
@@ -109,7 +115,10 @@ def _load_own(config: Config) -> Task:
 def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
     if config.model_name not in PRESETS:
         close = difflib.get_close_matches(config.model_name, PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PRESETS)}."
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"choose one of {', '.join(PRESETS)}."
         raise ConfigError(
             f"--model-name '{config.model_name}' is unknown: {hint} A hub model is OWNER/NAME, a local one its folder"
         )
@@ -120,7 +129,10 @@ def _make_built_in(config: Config, say: Callable[[str], None]) -> CausalLM:
         )
     choice = corpus_for(config, lambda: TokenizerToTrain(config.data.vocab_size), say, preset.context)
     shape = dataclasses.replace(preset, vocab_size=choice.corpus.vocab_size, dropout=config.model.dropout)
-    sources = {config.dataset_name: choice.revision} if choice.revision else None
+    if choice.revision:
+        sources = {config.dataset_name: choice.revision}
+    else:
+        sources = None
     return CausalLM(
         choice.corpus,
         shape,

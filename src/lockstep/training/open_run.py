@@ -61,7 +61,10 @@ __all__ = [
 def _record_bad_at_start(built: RunParts) -> None:
     """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
-        model = {f"model/{name}": each for name, each in built.model.state_dict().items() if isinstance(each, Tensor)}
+        model = {}
+        for name, each in built.model.state_dict().items():
+            if isinstance(each, Tensor):
+                model[f"model/{name}"] = each
         built.state.not_finite_at_start = sorted(_gather_bad(model | built.own_tensors, built.world))  # collective
 
 
@@ -96,7 +99,9 @@ def _find_bad(built: RunParts, tensors: Mapping[str, Tensor]) -> dict[str, list[
 def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
     """Format the first tensor's ranks: ` on rank 1, rank 3`; "" for all."""
     ranks = next(iter(bad.values()))
-    return "" if len(ranks) == world.size else f" on {', '.join(map(rank_label, ranks))}"
+    if len(ranks) == world.size:
+        return ""
+    return f" on {', '.join(map(rank_label, ranks))}"
 
 
 def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
@@ -120,10 +125,14 @@ def lock_folder(built: RunParts) -> None:
         ConfigError: as `RunFolder.claim` and `check_writable`.
     """
     if built.world.leads_folder:
-        parameters = [p for name, p in built.model.named_parameters() if f"model/{name}" not in built.base_names]
+        parameters = []
+        for name, p in built.model.named_parameters():
+            if f"model/{name}" not in built.base_names:
+                parameters.append(p)
         size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
-        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)  # with AdamW's two moments
+        # With AdamW's two moments
+        built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)
         built.folder.claim()
         if not built.world.is_main:  # `open_sinks` does so there
             checkpoint.clean(built.folder.path)
@@ -139,12 +148,14 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         ConfigError: another run uploads there.
         StorageError: the store does not answer.
     """
-    world, remote = built.world, built.remote
+    world = built.world
+    remote = built.remote
     if remote is None:
         return
     if world.leads_folder and session.uploader is None:
         options = built.config.checkpoint
-        wait = math.inf if remote.is_folder else options.upload_wait  # a large file is one step there, and it ends
+        # A large file is one step there, and it ends
+        wait = math.inf if remote.is_folder else options.upload_wait
         session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
     built.uploader = uploader = session.uploader
 
@@ -180,8 +191,10 @@ def settle_uploads(built: RunParts) -> str:
     """Wait for all uploads; return what is not uploaded, "" for nothing. Collective."""
     if not built.remote:
         return ""
-    world, settle = built.world, built.uploader.settle if built.uploader else str
-    if world.leads:  # rank 0's removes what is in the way of the others, and completes the checkpoints after them
+    world = built.world
+    settle = built.uploader.settle if built.uploader else str
+    # Rank 0's removes what is in the way of the others, and completes the checkpoints after them
+    if world.leads:
         await_results(world, settle)  # collective
         await_results(world, lambda: "" if world.is_main else settle())  # collective
     missing: str = await_results(world, lambda: settle() if world.is_main else "")[0]  # collective
@@ -194,17 +207,23 @@ def close_uploads(session: Session, error: BaseException | None) -> None:
     Args:
         error: the exception that ended the run; None: there was none.
     """
-    uploader, session.uploader = session.uploader, None
+    uploader = session.uploader
+    session.uploader = None
     if uploader:
         uploader.close(failed=error is not None and not isinstance(error, GeneratorExit))
 
 
 def count_restarts(state: RunState) -> None:
     """Count the launcher's restarts after failures, over all starts, in `state.restarts`."""
-    job, count = os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     earlier = state.job
-    before = earlier.restarts_before if job and earlier and earlier.id == job else state.restarts or 0
-    state.restarts, state.job = before + count, LauncherState(job, before)
+    if job and earlier and earlier.id == job:
+        before = earlier.restarts_before
+    else:
+        before = state.restarts or 0
+    state.restarts = before + count
+    state.job = LauncherState(job, before)
 
 
 def open_sinks(built: RunParts) -> Sinks:
@@ -223,7 +242,8 @@ def open_sinks(built: RunParts) -> Sinks:
 
 
 def _make_sinks(built: RunParts) -> Sinks:
-    config, folder = built.config, built.folder
+    config = built.config
+    folder = built.folder
     checkpoint.clean(folder.path)
     for each in (folder.path, folder.checkpoints):
         clean(each)
@@ -244,7 +264,8 @@ def _make_sinks(built: RunParts) -> Sinks:
 
 def _run_metadata(built: RunParts) -> dict[str, Any]:
     """Return the run's configuration for the sinks, without secrets."""
-    config, samples = built.config, built.run_plan.samples
+    config = built.config
+    samples = built.run_plan.samples
     return masked(
         {
             "experiment": config.experiment_name,
@@ -266,7 +287,8 @@ def load_state(built: RunParts) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        if not built.state.plan.get("optim.ema"):  # --resume-anyway added it: the average starts at the weights
+        # --resume-anyway added it: the average starts at the weights
+        if not built.state.plan.get("optim.ema"):
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective
         built.load_state_dict(state)

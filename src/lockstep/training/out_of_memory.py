@@ -56,7 +56,9 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
     except StepOutOfMemory as error:
         if built.config.on_oom != "smaller":
             raise
-        step, world, before = components.exchange.engine_steps, built.world, built.config.micro_size
+        step = components.exchange.engine_steps
+        world = built.world
+        before = built.config.micro_size
         free_frames(error)
         size = smaller_size(built.config)
         if not size:
@@ -74,7 +76,8 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
         failure = LockstepError(
             f"{line}, from the newest checkpoint: all ranks must start again (lockstep launch --max-restarts does so)"
         )
-        failure.exit_code = StorageError.exit_code  # the same command goes on, however often this line fails
+        # The same command goes on, however often this line fails
+        failure.exit_code = StorageError.exit_code
         raise failure from None
 
 

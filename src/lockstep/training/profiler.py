@@ -47,7 +47,8 @@ def _folder_of(built: RunParts) -> Path:
 
 def check_range(built: RunParts) -> None:
     """Raise ConfigError if `--profile` ends after the run, or its folder is not writable."""
-    span, total = parse_profile(built.config.profile), built.run_plan.step_plan.steps
+    span = parse_profile(built.config.profile)
+    total = built.run_plan.step_plan.steps
     if span is None:
         return
     if span[1] > total:
@@ -70,7 +71,8 @@ class StepProfiler:
     """
 
     def __init__(self, built: RunParts, clock: Clock, step_loader: StepLoader) -> None:
-        self._built, self._step_loader = built, step_loader
+        self._built = built
+        self._step_loader = step_loader
         self._span = parse_profile(built.config.profile)
         self._marks = MarkingClock(clock) if self._span else None
         self.clock: Clock = self._marks or clock
@@ -96,7 +98,8 @@ class StepProfiler:
         trace = self._trace
         if trace is None or self._span is None or done > self._span[1]:
             return 0.0
-        start, (first, last) = time.perf_counter(), self._span
+        start = time.perf_counter()
+        first, last = self._span
         present = self._step_loader.present
         if trace.first:
             self._done = done
@@ -107,7 +110,10 @@ class StepProfiler:
             self.end()
         elif done >= first - 2 and not trace.is_prepared:  # torch's profiler warms up in the step before the trace
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
-            own = [] if self._built.config.data.workers else [batch.held for batch in present[:1]]
+            if self._built.config.data.workers:
+                own = []
+            else:
+                own = [batch.held for batch in present[:1]]
             trace.prepare(parameters, own)
         if first - 1 <= done < last and not trace.first:
             trace.begin(done + 1)
@@ -127,7 +133,9 @@ class StepProfiler:
 
         If the file system refuses, there is no verdict, and the run continues.
         """
-        world, packed, problem = self._built.world, dict[str, Any](), ""
+        world = self._built.world
+        packed = dict[str, Any]()
+        problem = ""
         path = _folder_of(self._built) / f"rank-{world.rank}.json.gz"
         try:
             trace.stop(path, self._done, world.rank, self._facts())
@@ -153,7 +161,8 @@ class StepProfiler:
 
     def _facts(self) -> dict[str, Any]:
         """Return the facts of the run that the verdict needs."""
-        built, config = self._built, self._built.config
+        built = self._built
+        config = self._built.config
         engine = name_of(config.engine, built.world)
         trained = [p for p in built.model.parameters() if p.requires_grad]
         return {

@@ -89,7 +89,8 @@ def _print_removed(sizes: dict[int, int], *, dry_run: bool, as_json: bool) -> No
 
 def _steps_to_remove(folder: RunFolder, keep: int, best: bool) -> list[int]:
     """Return the steps to remove, ascending."""
-    steps, name = checkpoint.list_steps(folder.path), printable(str(folder.path))
+    steps = checkpoint.list_steps(folder.path)
+    name = printable(str(folder.path))
     if not steps:
         raise CheckpointError(f"{name} has no checkpoint; give a run's folder, SAVE_DIR/EXPERIMENT_NAME")
     keeps: list[int] = []
@@ -110,7 +111,9 @@ def _best_of(folder: RunFolder, newest: int) -> int:
     """
     _, selection = folder.read_evaluated()
     best = selection.best or checkpoint.read_run_state(checkpoint.path_of(folder.path, newest)).selection.best
-    return best.step if best else -1
+    if best:
+        return best.step
+    return -1
 
 
 def _bytes_in(path: Path) -> int:

@@ -101,20 +101,26 @@ class Meter:
         non_finite: int = 0,
         numbers: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        self._exchange, self._clock, self._device = exchange, clock, device
-        self.running_loss, self.non_finite = running_loss, non_finite
+        self._exchange = exchange
+        self._clock = clock
+        self._device = device
+        self.running_loss = running_loss
+        self.non_finite = non_finite
         self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
         self._pending: list[_PendingStep] = []
         self.skipped_steps = 0  # since this start
-        self._seconds: dict[str, float] | None = None  # by part, without the first window, which includes the start
+        # By part, without the first window, which includes the start
+        self._seconds: dict[str, float] | None = None
         self._items, self._window_start = 0.0, time.perf_counter()
 
     def add(self, step: ReadStep) -> None:
         """Add a step whose numbers have been read."""
         self._pending.append(_PendingStep(step.losses, step.norm, step.record.items, step.numbers, step.gradients))
         self._items += step.record.items
-        applied, limit = step.record.applied, step.record.limit
-        self.skipped_steps += not (step.norm < limit if applied is None else applied)  # None: the device decided
+        applied = step.record.applied
+        limit = step.record.limit
+        # None: the device decided
+        self.skipped_steps += not (step.norm < limit if applied is None else applied)
 
     def flush(self, *counts: float) -> tuple[dict[str, float], list[float]]:
         """Add the pending steps to `running_loss` and `numbers`. Collective.
@@ -129,9 +135,14 @@ class Meter:
         Returns:
             grad_norm of the last step, and gradients/NAME if the step measured them; and the counts over all ranks.
         """
-        steps, self._pending = self._pending, []
-        sums, finite = [math.fsum(step.losses) for step in steps], list[_PendingStep]()
-        totals = self._exchange.totals([*sums, *counts]) if steps or counts else []
+        steps = self._pending
+        self._pending = []
+        sums = [math.fsum(step.losses) for step in steps]
+        finite = list[_PendingStep]()
+        if steps or counts:
+            totals = self._exchange.totals([*sums, *counts])
+        else:
+            totals = []
         if not steps:
             return {"grad_norm": math.nan}, totals
         for step, total in zip(steps, totals, strict=False):
@@ -141,7 +152,8 @@ class Meter:
                 finite.append(step)
             else:
                 self.non_finite += 1
-        if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):  # the same on every rank
+        # The same on every rank
+        if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):
             self._add_numbers(names, finite)
         last = steps[-1]
         gradients = {f"gradients/{name}": norm for name, norm in last.gradients.items()}
@@ -187,7 +199,10 @@ class Meter:
         if self.skipped_steps:
             record["skipped_steps"] = self.skipped_steps
         record |= {f"{TRAIN}{name}": value for name, value in mean_numbers(self.numbers).items()} | norms
-        self.running_loss, self.non_finite, self._items, self._window_start = 0.0, 0, 0, now
+        self.running_loss = 0.0
+        self.non_finite = 0
+        self._items = 0
+        self._window_start = now
         self.numbers = {}
         return record, counted
 
@@ -213,7 +228,8 @@ class Meter:
 # --- records, evaluations, checkpoints
 
 _LOG = logging.getLogger("lockstep")
-EXIT_INTERRUPTED, EXIT_SAVED = 130, 75
+EXIT_INTERRUPTED = 130
+EXIT_SAVED = 75
 _LOADING_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "loading/fetched", "steps_left_out")
 
 
@@ -246,11 +262,15 @@ class RunRecorder:
         lost_ranks: str = "",
     ) -> None:
         self._timeline = timeline
-        self._built, self._meter, self._sinks, self._exchange = built, meter, sinks, exchange
+        self._built = built
+        self._meter = meter
+        self._sinks = sinks
+        self._exchange = exchange
         self._survives_loss = survives_loss
         self.lost_ranks = lost_ranks
         options = built.config.checkpoint
-        self._saves, self._every = options.mode != "none", built.config.log_freq
+        self._saves = options.mode != "none"
+        self._every = built.config.log_freq
         self.saver = checkpoint.Saver(
             built.world,
             background=options.mode == "async",
@@ -286,7 +306,10 @@ class RunRecorder:
         numbers, totals = self._meter.read(built.config.log_freq, failures)
         self.window = numbers
         totals.append(float(built.state.steps_left_out or 0))
-        repairs = {name: count for name, count in zip(_LOADING_COUNTS, totals, strict=True) if count}
+        repairs = {}
+        for name, count in zip(_LOADING_COUNTS, totals, strict=True):
+            if count:
+                repairs[name] = count
         if built.balancer:
             numbers["shares"] = ",".join(map(str, built.batches.sharing.at(record.step).slots))
         if built.world.is_main:
@@ -306,11 +329,13 @@ class RunRecorder:
         Returns:
             The record; None if the task has no evaluation set.
         """
-        built, start = self._built, time.perf_counter()
+        built = self._built
+        start = time.perf_counter()
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        self.saver.order()  # averaged weights replace the model's: a running save must copy those first
+        # Averaged weights replace the model's: a running save must copy those first
+        self.saver.order()
         with self._timeline.during(EVALUATION), averaged(built.engine, built.switched):
             evaluation = evaluate_all(
                 built.engine,
@@ -330,7 +355,8 @@ class RunRecorder:
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - start, "evaluation")
         selection = built.state.selection
-        self.is_best = select_best(built.config, selection, evaluation)  # the same on every rank, as the record is
+        # The same on every rank, as the record is
+        self.is_best = select_best(built.config, selection, evaluation)
         update_plateau(built.config, selection, better=self.is_best)
         if built.world.is_main:
             self._sinks.best(abbreviate_best(selection.best))
@@ -374,9 +400,13 @@ class RunRecorder:
 
     def _update_state(self, done: int) -> None:
         """Update the run's state to `done` steps. Collective."""
-        built, state, meter = self._built, self._built.state, self._meter
+        built = self._built
+        state = self._built.state
+        meter = self._meter
         meter.flush()
-        state.place, state.plan, state.world_size = built.place(done), built.plan, built.world.size
+        state.place = built.place(done)
+        state.plan = built.plan
+        state.world_size = built.world.size
         state.stream = built.batches.stream_state(done, built.world)  # collective for a stream
         state.running = RunningSums(meter.running_loss, meter.non_finite, meter.numbers)
         store_trained_set(built.engine, state)
@@ -390,7 +420,10 @@ class RunRecorder:
         state = built.state.copy()  # the saver's thread writes it later
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller, but not these.
-        constant = {name for name in tensors if name.startswith(("optimizer/", AVERAGE, EVALUATED))}
+        constant = set()
+        for name in tensors:
+            if name.startswith(("optimizer/", AVERAGE, EVALUATED)):
+                constant.add(name)
         self.saver.begin(tensors, partial(self._write_share, done, state), done, constant, final=final)  # collective
 
     def _write_share(self, done: int, state: RunState, share: Share, world: World) -> None:
@@ -414,7 +447,8 @@ class RunRecorder:
 
     def _prune(self, state: RunState) -> None:
         """Remove old checkpoints, but not the one that is being uploaded."""
-        options, uploader = self._built.config.checkpoint, self._built.uploader
+        options = self._built.config.checkpoint
+        uploader = self._built.uploader
         best = state.selection.best.step if state.selection.best else None
         if self._saves:
             sending = uploader.sending if uploader else None
@@ -427,7 +461,10 @@ class RunRecorder:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Let a running save finish; after a lost rank it cannot, and is abandoned."""
         is_rank_lost = isinstance(error, PeerError)
-        seconds = (0.2 if self._survives_loss else 1.0) if is_rank_lost else self._built.world.timeout
+        if is_rank_lost:
+            seconds = 0.2 if self._survives_loss else 1.0
+        else:
+            seconds = self._built.world.timeout
         self.saver.abandon(seconds, leave=not (is_rank_lost and self._survives_loss))
 
     def finish(self) -> None:
@@ -453,17 +490,23 @@ class RunRecorder:
         built = self._built
         steps = built.run_plan.step_plan.steps
         complete = self.saved_step >= steps or out_of_patience(built.config, built.state.selection)
-        if built.world.leads_folder and self.is_best:  # the evaluation came after the save had begun
+        # The evaluation came after the save had begun
+        if built.world.leads_folder and self.is_best:
             self._write_state_and_prune(built.state)
         elif built.world.is_main and self.saved_step:  # with the evaluation
             _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved_step, ENDING)
         with averaged(built.engine, built.switched):
             with eager():  # a user's task too
-                text = on_all_ranks(built.world, self._sample) if sample and not code else ""  # collective
+                # collective
+                if sample and not code:
+                    text = on_all_ranks(built.world, self._sample)
+                else:
+                    text = ""
             at_rest(built.engine.model)
         unsent = settle_uploads(built)  # collective
-        if built.uploader:  # what was being uploaded at the last save could not go
+        # What was being uploaded at the last save could not go
+        if built.uploader:
             self._prune(built.state)
         self._sinks.close(
             {
@@ -494,8 +537,10 @@ class RunRecorder:
 
     def _next(self, code: int) -> str:
         """Return the summary's last line: how the run ended, and what to do next."""
-        step, total = self.saved_step, self._built.run_plan.step_plan.steps
-        config, selection = self._built.config, self._built.state.selection
+        step = self.saved_step
+        total = self._built.run_plan.step_plan.steps
+        config = self._built.config
+        selection = self._built.state.selection
         if step < total and out_of_patience(config, selection):
             return f"stopped early after step {step} of {total}: {explain_early_stop(config, selection)}"
         if not self._saves and (code or step < total):
@@ -522,8 +567,14 @@ def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> 
     """
     if not losses:
         return ""
-    ranks = "1 rank was" if len(losses) == 1 else f"{len(losses)} ranks were"
-    more = f" (the first {_NAMED} of {len(losses)} losses)" if len(losses) > _NAMED else ""
+    if len(losses) == 1:
+        ranks = "1 rank was"
+    else:
+        ranks = f"{len(losses)} ranks were"
+    if len(losses) > _NAMED:
+        more = f" (the first {_NAMED} of {len(losses)} losses)"
+    else:
+        more = ""
     causes = "; then ".join(losses[:_NAMED]) + more
     if size >= initial_size:
         return f"after {ranks} lost and replaced: {causes}"

@@ -65,10 +65,14 @@ __all__ = [
 
 _LOG = logging.getLogger("lockstep")
 _STARTED: list[bool] = []  # not empty once this process has started a run
-_MAX_TIMEOUTS, _SLACK = 2, 30.0  # how long to wait for the survivors: multiples of `--timeout`, plus seconds
+# how long to wait for the survivors: multiples of `--timeout`, plus seconds
+_MAX_TIMEOUTS = 2
+_SLACK = 30.0
 _BLOCKED_SHARE = 0.9  # of `--timeout`: a rank that was blocked so long before the loss has waited for the others
 _BUCKET_BYTES = 64 << 20  # bytes per broadcast
-_REBUILDING, _NO_STATE = -1, -2  # reported in place of a step
+# reported in place of a step
+_REBUILDING = -1
+_NO_STATE = -2
 
 
 class Rebuild(RankLost):
@@ -133,7 +137,8 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         Rebuild: another member rebuilds the run, so this process must too.
         PeerError: the run cannot continue.
     """
-    start, before = time.monotonic(), (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
+    start = time.monotonic()
+    before = (built.world.rank, built.world.is_main) if not member.is_new else (-1, False)
     step = _NO_STATE if member.is_new else session.exchange.engine_steps if session.exchange else built.start
     if session.exchange and session.exchange.stop_request != REGROUP:
         session.pending_stop.stop(session.exchange.stop_request)
@@ -143,7 +148,9 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         parameter.grad = None
     state = built.tensors()
     if member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model:
-        state, built.groups.optimizer = {}, None  # of parameters that the engine replaces
+        # of parameters that the engine replaces
+        state = {}
+        built.groups.optimizer = None
     report = _leave_report(session, built.world, step)
     lost: list[str] = []
     while True:
@@ -157,7 +164,8 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         sources = _sources(generation, size)
         try:
             rank = generation.members.index(member.name)
-            tries, session.regroup_tries = session.regroup_tries, session.regroup_tries + 1
+            tries = session.regroup_tries
+            session.regroup_tries = session.regroup_tries + 1
             built.world = session.world = built.world.regroup(rank, len(generation.members), generation.number, tries)
             if not sources:
                 raise Rebuild(_explain_rebuild(generation))
@@ -171,7 +179,8 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
             record_loss(session, error)
             source = sources[generation.members.index(member.name) % size] if sources else member.name
             if report[:2] != generation.reports[source][:2]:
-                report = report._replace(steps=_NO_STATE)  # its state is partly overwritten by now
+                # Its state is partly overwritten by now
+                report = report._replace(steps=_NO_STATE)
     session.is_main = built.world.is_main
     if built.world.is_main:
         _log_regroup(generation._replace(lost=lost), session.last_rank_loss, built, time.monotonic() - start)
@@ -192,7 +201,8 @@ def regroup_to_build(session: Session, member: Member) -> None:
         try:
             session.lost_ranks += generation.lost
             session.losses += len(generation.lost)
-            rank, tries = generation.members.index(member.name), session.regroup_tries
+            rank = generation.members.index(member.name)
+            tries = session.regroup_tries
             session.regroup_tries += 1
             session.world = world.regroup(rank, len(generation.members), generation.number, tries)
             session.is_main = session.world.is_main
@@ -223,7 +233,10 @@ def is_rank_loss(error: PeerError) -> bool:
 def record_loss(session: Session, loss: PeerError) -> None:
     """Record a lost rank, and free the engines and groups in the error's frames."""
     session.last_rank_loss = str(loss)
-    blocked = time.monotonic() - session.exchange.progress.since if session.exchange else 0.0
+    if session.exchange:
+        blocked = time.monotonic() - session.exchange.progress.since
+    else:
+        blocked = 0.0
     session.timed_out = session.world is not None and blocked > _BLOCKED_SHARE * session.world.timeout
     _LOG.warning("left the other ranks: %s", session.last_rank_loss, extra={"only_file": True})
     error: BaseException | None = loss
@@ -244,7 +257,8 @@ def _sources(generation: Generation, size: int = 1) -> list[str]:
     Args:
         size: parts of the states; the rank with number r has part r % `size`.
     """
-    reports, members = generation.reports, generation.members
+    reports = generation.reports
+    members = generation.members
     if any(report.steps == _REBUILDING for report in reports.values()):
         return []
     parts = [members[part::size] for part in range(size)]
@@ -252,7 +266,9 @@ def _sources(generation: Generation, size: int = 1) -> list[str]:
     step = max(common, default=_NO_STATE)
     if step < 0:
         return []
-    holders = [[name for name in part if reports[name].steps == step] for part in parts]
+    holders = []
+    for part in parts:
+        holders.append([name for name in part if reports[name].steps == step])
     return [max(part, key=lambda name: (reports[name].evaluated, -members.index(name))) for part in holders]
 
 
@@ -267,7 +283,8 @@ def _explain_rebuild(generation: Generation) -> str:
 def run_digest(built: RunParts) -> str:
     """Hash what must be equal on processes that train together."""
     config = cli.flatten(built.config)
-    del config["experiment_name"]  # may contain the time; a new process adopts the others'
+    # May contain the time; a new process adopts the others'
+    del config["experiment_name"]
     parts = [built.plan, config, dict(built.task.sources), program(built.task)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -295,7 +312,10 @@ def _restore(
         state: tensors of the previous engine, the task and the caller. They get the new values before an engine is
             made, which would copy rank 0's weights.
     """
-    world, task, optimizer, reports = built.world, built.task, built.groups.optimizer, generation.reports
+    world = built.world
+    task = built.task
+    optimizer = built.groups.optimizer
+    reports = generation.reports
     takes = [
         reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
     ]
@@ -304,7 +324,8 @@ def _restore(
         if optimizer is not None and takes[world.rank]:
             optimizer.state.clear()  # it may hold states of other parameters
     best = max(sources, key=lambda name: reports[name].evaluated)
-    source, newest = generation.members.index(best), reports[best]
+    source = generation.members.index(best)
+    newest = reports[best]
     if built.groups.optimizer is not None:
         built.store_groups()
     values = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
@@ -317,7 +338,8 @@ def _restore(
     built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
     built.loaders = [built.loaders[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    if built.state.trained:  # a new process made its optimizer for another set, so all make a new one
+    # A new process made its optimizer for another set, so all make a new one
+    if built.state.trained:
         restore_initial_set(built.model, built.state)
     if built.state.trained and optimizer is not None:
         built.groups.replace_optimizer(build_optimizer(config, task, built.model))
@@ -327,7 +349,8 @@ def _restore(
     restore_trained_set(built.model, built.state)
     optimizer = built.groups.optimizer
     if newest.steps == 0 and optimizer is not None:
-        optimizer.state.clear()  # only a place to load into; the first step makes it
+        # Only a place to load into; the first step makes it
+        optimizer.state.clear()
     built.restore_groups()
 
 
@@ -342,16 +365,23 @@ def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World)
     """
     size = len(sources)
     source = sources[world.rank % size]
-    group = world.new_group([*range(world.rank % size, world.size, size)]) if size > 1 else None  # collective
+    # collective
+    if size > 1:
+        group = world.new_group([*range(world.rank % size, world.size, size)])
+    else:
+        group = None
     own = [[name, list(local_of(tensor).shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
     layout = world.gather(own if world.rank in sources else None)[source]  # collective
-    received, bucket, nbytes = dict[str, Tensor](), list[Tensor](), 0
+    received = dict[str, Tensor]()
+    bucket = list[Tensor]()
+    nbytes = 0
     for name, shape, dtype in layout:
         received[name] = state[name] if name in state else torch.empty(shape, dtype=getattr(torch, dtype))
         tensor = local_of(received[name])
         if bucket and nbytes + tensor.nbytes > _BUCKET_BYTES:
             _broadcast(bucket, source, world, group)
-            bucket, nbytes = [], 0
+            bucket = []
+            nbytes = 0
         bucket.append(tensor)
         nbytes += tensor.nbytes
     if bucket:
@@ -378,16 +408,26 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
 
     The values are those that a checkpoint of the step would have.
     """
-    config, step, state = built.config, best.steps, built.state
+    config = built.config
+    step = best.steps
+    state = built.state
     state.place = built.run_plan.place(step)
     # The lost rank's losses since the last record are unknown.
     state.running = RunningSums(missed=step % config.log_freq)
     is_last = step == built.run_plan.step_plan.steps
     due = step > 0 and (is_last or bool(config.eval_freq and step % config.eval_freq == 0))
     state.evaluation_due = due and bool(built.evaluation) and best.evaluated != step
-    session.global_step, session.evaluated_step, session.current_step = step, best.evaluated, None
-    last = step if step == built.last_step else step - step % config.ckpt_freq if config.ckpt_freq else 0
-    checkpoints = checkpoint.list_steps(built.folder.path) if built.world.is_main else []
+    session.global_step = step
+    session.evaluated_step = best.evaluated
+    session.current_step = None
+    if step == built.last_step:
+        last = step
+    else:
+        last = step - step % config.ckpt_freq if config.ckpt_freq else 0
+    if built.world.is_main:
+        checkpoints = checkpoint.list_steps(built.folder.path)
+    else:
+        checkpoints = []
     session.save_due = bool(last) and max(built.world.gather(checkpoints)[0], default=0) < last  # collective
 
 
@@ -417,6 +457,12 @@ def _log_regroup(generation: Generation, reason: str, built: RunParts, seconds: 
         _LOG.warning("%s; the others go on", line)
     if not generation.lost and not generation.fresh:
         _LOG.warning("the ranks have formed their groups again, and go on; none is lost: %s", reason)
-    new = f", {len(generation.fresh)} of them new" if generation.fresh else ""
-    ranks = "1 rank goes" if len(generation.members) == 1 else f"{len(generation.members)} ranks go"
+    if generation.fresh:
+        new = f", {len(generation.fresh)} of them new"
+    else:
+        new = ""
+    if len(generation.members) == 1:
+        ranks = "1 rank goes"
+    else:
+        ranks = f"{len(generation.members)} ranks go"
     _LOG.info("%s on after step %d%s (after %.2f s)", ranks, built.start, new, seconds)

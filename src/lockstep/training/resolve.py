@@ -163,7 +163,8 @@ class Facts:
             samples: of the training set.
             epoch: samples of an epoch, if the task's order has another number; 0: the same number.
         """
-        per_micro_batch, batchnorm = task.reduction == "micro-batch", bool(batchnorm_names(model))
+        per_micro_batch = task.reduction == "micro-batch"
+        batchnorm = bool(batchnorm_names(model))
         sizes = samples, epoch or samples
         stream = not samples
         kind = task.defaults
@@ -194,9 +195,11 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     stored = facts.checkpoint.plan if facts.checkpoint else {}
     if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
         config = dataclasses.replace(config, batch_size=stored["batch_size"])
-    if config.batchnorm == "auto":  # a run that was started with another value keeps it
+    # A run that was started with another value keeps it
+    if config.batchnorm == "auto":
         config = dataclasses.replace(config, batchnorm=stored.get("batchnorm", "auto"))
-    if config.batch_tokens:  # the plan's positions are micro-batches (data/groups.py)
+    # The plan's positions are micro-batches (data/groups.py)
+    if config.batch_tokens:
         size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)
         count = config.batch_tokens // size
         config = dataclasses.replace(config, micro_batch_tokens=size, batch_size=count, micro_batch_size=1)
@@ -211,12 +214,14 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
     """Choose precision and compile by the weakest device, as in the checkpoint, or as a double model is."""
     names = [name for name in ("precision", "compile") if is_device_default(config, name)]
-    before, fast = facts.checkpoint, facts.fast
+    before = facts.checkpoint
+    fast = facts.fast
     defaults = {"precision": "bf16" if fast else "float32", "compile": fast}
     if facts.double:
         defaults["precision"] = "float64"
     values = _select(defaults, names)
-    if before and before.plan:  # a run from before these defaults existed used float32 without compile
+    # A run from before these defaults existed used float32 without compile
+    if before and before.plan:
         stored = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
         values = _select(stored, names)
     if values != _select(defaults, names):
@@ -244,7 +249,9 @@ def _micro_batch_size(config: Config, facts: StartFacts) -> int:
     if not is_auto(config, "micro_batch_size"):
         return config.micro_batch_size
     if before.get("cut", FIXED) == FIXED and "micro_batch_size" in before:
-        return int(before["micro_batch_size"]) if before.get("batch_size") == config.batch_size else 0
+        if before.get("batch_size") == config.batch_size:
+            return int(before["micro_batch_size"])
+        return 0
     return facts.max_micro_batch
 
 
@@ -272,7 +279,8 @@ def _extension(config: Config, before: CheckpointFacts | None) -> Extension | No
     """Return the extension by `--extend-to`, of this start or an earlier one; None: none."""
     if before is None:
         return None
-    earlier, target = before.extension, config.extend_to
+    earlier = before.extension
+    target = config.extend_to
     if not target or (earlier and earlier.asked == target):
         return earlier
     epochs = int(str(target).rstrip(" epochs")) if is_span(target) else 0
@@ -310,7 +318,8 @@ class Resolution:
 
     def record(self, state: RunState) -> None:
         """Store the origin of the steps and the extension in the run's state."""
-        state.origin, state.extended = self.run_plan.origin, self.extension
+        state.origin = self.run_plan.origin
+        state.extended = self.extension
 
     def without_compile(self) -> Self:
         """Return the same without `--compile`, for a model that a trial could not compile."""
@@ -330,7 +339,8 @@ def resolve(config: Config, facts: Facts) -> Resolution:
         ConfigError: the task's `defaults` are no known kind.
         DataError: the plan has no steps.
     """
-    before, draft = facts.start.checkpoint, _with_data_defaults(config, draft_of(config, facts.start).config, facts)
+    before = facts.start.checkpoint
+    draft = _with_data_defaults(config, draft_of(config, facts.start).config, facts)
     extension = _extension(config, before)
     origin = _origin(draft, before, extension)
     run_plan = _make_plan(draft, facts, origin)
@@ -354,9 +364,11 @@ def _with_data_defaults(config: Config, draft: Config, facts: Facts) -> Config:
     if facts.data:
         values |= {**facts.data.options, **(prompt_defaults(facts.samples) if facts.data.has_prompts else {})}
     values = {key: each for key, each in values.items() if is_auto(draft, key) or lookup(draft, key) == "auto"}
-    size, micro_size = values.get("batch_size", draft.batch_size), draft.micro_batch_size
+    size = values.get("batch_size", draft.batch_size)
+    micro_size = draft.micro_batch_size
     if micro_size and size % micro_size:
-        if is_auto(config, "micro_batch_size"):  # the devices chose it, for another batch
+        # The devices chose it, for another batch
+        if is_auto(config, "micro_batch_size"):
             values["micro_batch_size"] = nearest_divisor(size, micro_size)
         else:
             values["batch_size"] = int(draft.batch_size)
@@ -373,17 +385,28 @@ def _origin(config: Config, before: CheckpointFacts | None, extension: Extension
     if before is None:
         return START
     other_size = before.plan.get("batch_size", config.batch_size) != config.batch_size
-    return Origin(before.step, before.position) if other_size or extension != before.extension else before.origin
+    if other_size or extension != before.extension:
+        return Origin(before.step, before.position)
+    return before.origin
 
 
 def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     """Resolve the values that depend on task, model and number of steps."""
     least = MIN_BATCHNORM_SAMPLES if facts.batchnorm else 1
-    regular = config.batch_size if facts.per_micro_batch else default_micro_batch_size(config.batch_size, least)
+    if facts.per_micro_batch:
+        regular = config.batch_size
+    else:
+        regular = default_micro_batch_size(config.batch_size, least)
     # A checkpoint's cut and one that memory chose are in `micro_batch_size` already.
     is_open = facts.start.cut == BY_RANKS or not (has_fixed_cut(config) or facts.start.cut == FIXED)
-    cut = BY_RANKS if is_open and not facts.is_stream and not facts.grouped else FIXED
-    default = regular if cut == FIXED else choose_micro_batch_size(config, facts.start.ranks)
+    if is_open and not facts.is_stream and not facts.grouped:
+        cut = BY_RANKS
+    else:
+        cut = FIXED
+    if cut == FIXED:
+        default = regular
+    else:
+        default = choose_micro_batch_size(config, facts.start.ranks)
     if facts.grouped and config.micro_batch_size > 1:
         raise ConfigError(
             f"--micro-batch-size is {config.micro_batch_size}, but the task's `order` is a batch sampler, whose lists "
@@ -392,7 +415,10 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     size = 1 if facts.grouped else config.micro_batch_size or default
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
-    first = facts.start.checkpoint.plan.get("geometry") if facts.start.checkpoint else None
+    if facts.start.checkpoint:
+        first = facts.start.checkpoint.plan.get("geometry")
+    else:
+        first = None
     # The order of samples must not depend on the ranks.
     geometry = Geometry(*(first or (config.batch_size, size if cut == FIXED else regular)))
     run_plan = RunPlan(
@@ -405,7 +431,8 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
         grouped=facts.grouped,
         cut=cut,
     )
-    steps, shape = run_plan.step_plan.steps, config.optim.schedule
+    steps = run_plan.step_plan.steps
+    shape = config.optim.schedule
     if not steps:
         _refuse_empty_plan(run_plan)
     defaults: dict[str, Any] = {
@@ -429,7 +456,8 @@ def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:
         return max(1, config.micro_batch_tokens // facts.longest)
     if fixed:
         return fixed
-    if facts.kind in ("language-model", "fine-tuning"):  # the logits of a whole step may not fit
+    # The logits of a whole step may not fit
+    if facts.kind in ("language-model", "fine-tuning"):
         return default_micro_batch_size(config.batch_size)
     return config.batch_size
 
@@ -438,7 +466,8 @@ def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
     """Convert lengths in epochs or shares of the plan to steps."""
     config = run_plan.config
     lengths = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    names = sorted(SPANS - {"extend_to"})  # extend_to is the plan's length itself
+    # extend_to is the plan's length itself
+    names = sorted(SPANS - {"extend_to"})
     return {name: in_steps(value, **lengths) for name in names if is_span(value := lookup(config, name))}
 
 

@@ -73,7 +73,8 @@ def checkpoint_plan(state: RunState, now: dict[str, Any]) -> dict[str, Any] | No
     """
     before = state.plan
     if state.extended and before and before["steps"] == state.extended.before:
-        return before | {name: now[name] for name in ("steps", "optim.period")}  # the period may be a share of the plan
+        # The period may be a share of the plan
+        return before | {name: now[name] for name in ("steps", "optim.period")}
     return before or None
 
 
@@ -106,7 +107,8 @@ def describe_extension(state: RunState, steps: int, rate: float) -> str:
 # --- plan
 
 # How a step is cut: into the same micro-batches on any number of ranks, or one for each rank.
-FIXED, BY_RANKS = "fixed", "by ranks"
+FIXED = "fixed"
+BY_RANKS = "by ranks"
 
 # Options that decide what is computed from which data. The others may change between starts.
 _FIXED_OPTIONS = (
@@ -151,13 +153,18 @@ class RunPlan:
         With --max-steps each step is full; otherwise the last step ends with the last epoch. A last step that is short
         is dropped with --data.drop-last, and a last micro-batch of less than `min_samples` is dropped always.
         """
-        config, origin, micro_size = self.config, self.origin, self.config.micro_size
+        config = self.config
+        origin = self.origin
+        micro_size = self.config.micro_size
         if config.max_steps:
             remaining = max(0, config.max_steps - origin.step) * config.batch_size
         else:
             remaining = max(0, config.num_epochs * self.samples - origin.position)
             # A cut by ranks must not decide which samples are left out.
-            last = micro_size if self.cut == FIXED and not config.data.drop_last else config.batch_size
+            if self.cut == FIXED and not config.data.drop_last:
+                last = micro_size
+            else:
+                last = config.batch_size
             if config.data.drop_last or remaining % last < min(self.min_samples, last):
                 remaining -= remaining % last
         return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
@@ -173,11 +180,14 @@ class RunPlan:
             return Position(done, position=position)
         epoch, within = divmod(position, self.samples)
         is_end = within == 0 and position == self.step_plan.total
-        if is_end and epoch:  # the end of the last epoch, not the start of the next
-            epoch, within = epoch - 1, self.samples
+        # The end of the last epoch, not the start of the next
+        if is_end and epoch:
+            epoch = epoch - 1
+            within = self.samples
         remaining = self.samples - within
         if not self.config.max_steps:
-            remaining = min(remaining, self.step_plan.total - position)  # the epoch's end may be dropped
+            # The epoch's end may be dropped
+            remaining = min(remaining, self.step_plan.total - position)
         return Position(
             global_step=done,
             epoch=epoch,
@@ -207,7 +217,8 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
     evaluation: dict[str, Any] = {}
-    if optim.schedule == "plateau":  # the delta of --best-metric, which is not always --min-delta
+    # The delta of --best-metric, which is not always --min-delta
+    if optim.schedule == "plateau":
         evaluation = {name: getattr(config, name) for name in _EVALUATION_OPTIONS} | {
             "min_delta": criterion_of(config).delta
         }
@@ -243,14 +254,20 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
 
     Values that an older plan lacks are compared as their defaults.
     """
-    plain, flat = Config(), cli.flatten(Config(), own_task=True)
+    plain = Config()
+    flat = cli.flatten(Config(), own_task=True)
     defaults = {name: lookup(plain, name) for name in _FIXED_OPTIONS if name not in flat}
     newer = ("optim.", "fp16.", "weight_copies", "grad_dtype", "batch_tokens", "micro_batch_tokens")
-    added = {name: value for name, value in flat.items() if name.startswith(newer) and value != "auto"}
+    added = {}
+    for name, value in flat.items():
+        if name.startswith(newer) and value != "auto":
+            added[name] = value
     added |= {"data.shuffle_shards": 0, "model.load_in": "full", "scheduler": {}, "cut": FIXED}
     added["dataset_samples"] = before.get("samples")
-    before = {"geometry": now.get("geometry")} | before  # that of the first start
-    before, now = defaults | added | before, defaults | now
+    # That of the first start
+    before = {"geometry": now.get("geometry")} | before
+    before = defaults | added | before
+    now = defaults | now
     return [PlanDifference(key, before.get(key), now[key]) for key in now if before.get(key) != now[key]]
 
 
@@ -305,13 +322,15 @@ def check_plan(
     """
     if before is None:
         return []
-    differences, lines = compare_plans(before, now), list[str]()
+    differences = compare_plans(before, now)
+    lines = list[str]()
     if before.get("cut", FIXED) == BY_RANKS:
         line = _describe_cut(differences)
         differences = [each for each in differences if each.key not in ("micro_batch_size", "cut")]
         lines += [line] if line else []
     if is_additive and not config.exact:
-        sizes = ("micro_batch_size", "eval_micro_batch_size")  # numbers of an evaluation add up in any task
+        # Numbers of an evaluation add up in any task
+        sizes = ("micro_batch_size", "eval_micro_batch_size")
         smaller = [each for each in differences if each.key in sizes and each.now < each.before]
         differences = [each for each in differences if each not in smaller]
         lines += [
@@ -359,7 +378,9 @@ def accept_contents(
             "start a new run, use another --experiment-name; to resume with the change, add --resume-anyway"
         )
     state.contents = before | steady
-    return [f"--resume-anyway continues with other data: another {changed}"] if changed else []
+    if changed:
+        return [f"--resume-anyway continues with other data: another {changed}"]
+    return []
 
 
 def _describe_cut(differences: list[PlanDifference]) -> str:
@@ -442,12 +463,16 @@ def _format_length(user_config: Config) -> str:
 def _format_flag(name: str, value: Any) -> str:
     """Format a setting as a flag: `--lr 0.1`, `--no-exact`."""
     if isinstance(value, bool):
-        return flag(name) if value else flag(name).replace("--", "--no-", 1)
+        if value:
+            return flag(name)
+        return flag(name).replace("--", "--no-", 1)
     return f"{flag(name)} {_format_value(value)}"
 
 
 def _format_value(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool) or value == "" else str(value)
+    if isinstance(value, bool) or value == "":
+        return json.dumps(value)
+    return str(value)
 
 
 def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) -> None:
@@ -487,7 +512,9 @@ def _check_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _stream_option(name: str) -> str:
-    return "parts" if name == "stream_parts" else flag(name)
+    if name == "stream_parts":
+        return "parts"
+    return flag(name)
 
 
 # --- weights of a checkpoint
@@ -585,7 +612,8 @@ def find_weights(config: Config, world: World, say: Callable[[str], None]) -> tu
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    name, remote = config.init_from, None
+    name = config.init_from
+    remote = None
     path = Path(local_dir(name, config.checkpoint.local_dir)).expanduser()
     if is_url(name):
         remote = RemoteRun(name, "", "--init-from")

@@ -99,7 +99,8 @@ class Run:
         if self._steps is not None or self._session.status != "new":
             raise UsageError(f"this run is {self.status}: to resume it, make another Run with the same config")
         steps = run_training(self._session)
-        if self._session.caller_world is None:  # a caller that passes a world keeps track of its own runs
+        # A caller that passes a world keeps track of its own runs
+        if self._session.caller_world is None:
             _end_earlier_run(weakref.ref(steps))
         self._steps = steps
         next(steps)
@@ -107,7 +108,8 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
-            failures.note(error)  # an error of the loop's body: the run reports only its own
+            # An error of the loop's body: the run reports only its own
+            failures.note(error)
         if self._steps is not None:
             self._steps.close()
             self._steps = None
@@ -120,7 +122,9 @@ class Run:
         """
         if self._steps is None:
             self.__enter__()
-        steps, self._steps = self._steps, None  # only the loop holds the generator, so leaving it closes the run
+        # only the loop holds the generator, so leaving it closes the run
+        steps = self._steps
+        self._steps = None
         assert steps is not None
         return _yield_steps(steps, self._session)
 
@@ -139,10 +143,12 @@ class Run:
         Raises:
             UsageError: a name belongs to the run's own records, or a value is not a number; nothing was written.
         """
-        current, step = self._session.current_step, self._session.global_step
+        current = self._session.current_step
+        step = self._session.global_step
         values = check_log(values, current.record.numbers if current else ())
         if self._session.is_main:
-            numbers = {name: float_of(value) for name, value in values.items()}  # waits for the device
+            # Waits for the device
+            numbers = {name: float_of(value) for name, value in values.items()}
             self._session.sinks.log({"global_step": step, **numbers})
 
     def stop(self) -> None:
@@ -263,7 +269,10 @@ def _end_earlier_run(run: "weakref.ref[Training]") -> None:
     It holds lock, log and groups, which `run` needs.
     """
     earlier = _LATEST_RUN[-1]() if _LATEST_RUN else None
-    state = inspect.getgeneratorstate(earlier) if earlier else inspect.GEN_CLOSED
+    if earlier:
+        state = inspect.getgeneratorstate(earlier)
+    else:
+        state = inspect.GEN_CLOSED
     if state == inspect.GEN_RUNNING:
         raise UsageError("this process is training already, in another thread or around this call: one run at a time")
     _LATEST_RUN[:] = [run]
@@ -288,20 +297,25 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     """
     if config.profile:
         raise ConfigError("--profile belongs to `lockstep train`: here use --steps and --warmup")
-    first, last = warmup + 1, warmup + steps
-    name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"  # rank 0's is used
+    first = warmup + 1
+    last = warmup + steps
+    # Rank 0's is used
+    name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"
     span = f"{first}:{last}"
     config = dataclasses.replace(
         config, experiment_name=name, save_dir=config.local_dir, profile=span, stop_at=last + 1, report=False
     )
-    run = Run(config, task, _min_steps=last + 1)  # however small the training set is
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # hides the run's summary
+    # However small the training set is
+    run = Run(config, task, _min_steps=last + 1)
+    # Hides the run's summary
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         result = run()
     if run.is_main:
         folder = result.folder / "profile" / f"{first}-{last}"
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
         if not (folder / FILE).is_file():
             raise LockstepError(f"the profile has no verdict; see the warnings in {result.folder}/logs")
-        if not (sys.stdout.isatty() and sys.stderr.isatty()):  # a terminal shows it in the run's own lines
+        # A terminal shows it in the run's own lines
+        if not (sys.stdout.isatty() and sys.stderr.isatty()):
             print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code

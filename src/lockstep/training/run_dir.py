@@ -98,7 +98,8 @@ def split_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[
 
     Values are masked. Both are sorted by name.
     """
-    values, names = {}, []
+    values = {}
+    names = []
     for name in sorted(environ):
         if name in _NAMES or (name.startswith(_PREFIXES) and name not in _IDS):
             values[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
@@ -184,7 +185,9 @@ def _devices() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        devices.append(torch.cuda.get_device_properties(index))
     return [
         {"name": device.name, "memory": device.total_memory, "capability": f"{device.major}.{device.minor}"}
         for device in devices
@@ -294,17 +297,20 @@ class RunLock:
         """
         if self._handle is None:
             return
-        with contextlib.suppress(OSError):  # a full disk: the next owner will report an unclean end
+        # A full disk: the next owner will report an unclean end
+        with contextlib.suppress(OSError):
             if erase:
                 os.ftruncate(self._handle, 0)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for any other process with the file open
+            # Also for any other process with the file open
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
         """Close the file without unlocking it, as a forked child must."""
         if self._handle is not None:
-            handle, self._handle = self._handle, None
+            handle = self._handle
+            self._handle = None
             os.close(handle)
 
     __del__ = close
@@ -345,7 +351,9 @@ os.register_at_fork(after_in_child=_close_inherited)
 def _read_owner(handle: int) -> str:
     """Read the owner's line; "" if the lock was released."""
     lines = os.pread(handle, 300, 0).decode("utf-8", "replace").splitlines()
-    return printable(lines[0].strip()) if lines else ""
+    if lines:
+        return printable(lines[0].strip())
+    return ""
 
 
 _OWNER = re.compile(r"process (\d{1,9}) on (\S+), started .*")
@@ -459,7 +467,8 @@ class RunFolder:
         Raises:
             ConfigError: another process holds the lock.
         """
-        with contextlib.suppress(OSError):  # missing or unreadable: `claim` will raise
+        # Missing or unreadable: `claim` will raise
+        with contextlib.suppress(OSError):
             self._lock.acquire(make=False)
         try:
             yield
@@ -540,7 +549,9 @@ class RunFolder:
     def read_id(self) -> str:
         """Read the record of `write_id`; "" if there is none."""
         run_id = self._read(_ID).get("id", "")
-        return run_id if isinstance(run_id, str) else ""
+        if isinstance(run_id, str):
+            return run_id
+        return ""
 
     def write_micro_batch(self, size: int, line: str) -> None:
         """Record that the run continues with micro-batches of at most `size` samples. Raises OSError or StorageError.
@@ -561,7 +572,9 @@ class RunFolder:
     def read_micro_batch(self) -> int:
         """Read the size of the last `write_micro_batch`; 0 if there is none."""
         size = self._read(_MICRO_BATCH).get("micro_batch_size", 0)
-        return size if type(size) is int and size > 0 else 0
+        if type(size) is int and size > 0:
+            return size
+        return 0
 
     def _read(self, name: str) -> dict[str, Any]:
         """Read the JSON object in a small file; {} if there is none. Raises StorageError."""
@@ -573,7 +586,9 @@ class RunFolder:
 
     def _text(self, name: str) -> str:
         file = self.path / name
-        return file.read_text(encoding="utf-8") if stat.S_ISREG(file.stat().st_mode) else ""
+        if stat.S_ISREG(file.stat().st_mode):
+            return file.read_text(encoding="utf-8")
+        return ""
 
     def write_state(self, state: RunState) -> None:
         """Write `state.json` for users and scripts. A resume reads the checkpoint's own state."""

@@ -79,7 +79,9 @@ def print_runs(folder: Path, *, as_json: bool) -> None:
     """
     rows = list_runs(folder)
     if as_json:
-        values = [{name: plain(value) for name, value in dataclasses.asdict(row).items()} for row in rows]
+        values = []
+        for row in rows:
+            values.append({name: plain(value) for name, value in dataclasses.asdict(row).items()})
         print(json.dumps(values, indent=1, allow_nan=False))
     elif rows:
         _print_table(rows)
@@ -131,7 +133,10 @@ def _read_state(path: Path, row: RunRow) -> RunState:
     if not file.exists():
         return RunState()
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        if file.is_file():
+            values = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            values = None
         if isinstance(values, dict):
             return RunState.from_json(values, lenient=True)
     row.note = "state.json is damaged"
@@ -153,26 +158,35 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
         if step is None or (row.step is not None and step < row.step):
             continue
         row.step = step
-        epoch, progress = _number(place.get("epoch")), _number(place.get("epoch_progress"))
+        epoch = _number(place.get("epoch"))
+        progress = _number(place.get("epoch_progress"))
         if epoch is not None and progress is not None:
             row.epoch = epoch + progress
 
 
 def _sum_seconds(metrics: Path) -> float | None:
     """Sum the seconds of all steps; each record has their mean in milliseconds."""
-    seconds, before = 0.0, 0
+    seconds = 0.0
+    before = 0
     for record in each(metrics, having=_TIME):
-        step, mean = _integer(record.get("global_step")), _number(record.get(_TIME))
+        step = _integer(record.get("global_step"))
+        mean = _number(record.get(_TIME))
         if step is not None and mean is not None and math.isfinite(mean) and step > before:
-            seconds, before = seconds + (step - before) * mean / 1e3, step
-    return seconds if before else None
+            seconds = seconds + (step - before) * mean / 1e3
+            before = step
+    if before:
+        return seconds
+    return None
 
 
 def _fill_steps(row: RunRow, path: Path, state: RunState) -> None:
     """Fill in the plan's length from the configuration, else from the newest checkpoint."""
     file = path / "config.toml"
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        config = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if file.is_file():
+            config = tomllib.loads(file.read_text(encoding="utf-8"))
+        else:
+            config = {}
         row.steps = _integer(config.get("max_steps")) or None
     if row.steps is None:
         row.steps = _integer(state.plan.get("steps"))
@@ -181,8 +195,10 @@ def _fill_steps(row: RunRow, path: Path, state: RunState) -> None:
 def _fill_best(row: RunRow, folder: RunFolder, state: RunState) -> None:
     _, selection = folder.read_evaluated()
     if best := selection.best or state.selection.best:
-        row.best_step, row.best_loss = best.step, float(best.loss)
-        row.best_metric, row.best_value = best.metric, float(best.metric_value)
+        row.best_step = best.step
+        row.best_loss = float(best.loss)
+        row.best_metric = best.metric
+        row.best_value = float(best.metric_value)
 
 
 def _read_status(row: RunRow, folder: RunFolder) -> str:
@@ -204,13 +220,18 @@ def _read_status(row: RunRow, folder: RunFolder) -> str:
 
 
 def _number(value: Any) -> float | None:
-    with contextlib.suppress(OverflowError):  # JSON integers may be too large for a float
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    # JSON integers may be too large for a float
+    with contextlib.suppress(OverflowError):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        return None
     return None
 
 
 def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None
 
 
 def _format_duration(seconds: float) -> str:
@@ -235,7 +256,10 @@ def _print_table(rows: list[RunRow]) -> None:
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    best = "-" if row.best_value is None else f"{row.best_metric or '?'} {row.best_value:.5g}"
+    if row.best_value is None:
+        best = "-"
+    else:
+        best = f"{row.best_metric or '?'} {row.best_value:.5g}"
     return (
         row.name,
         row.state,

@@ -75,7 +75,9 @@ def _parse_criterion(text: str, delta: float) -> Criterion:
 
 def _patience_criterion(config: Config) -> Criterion | None:
     """Return the criterion of `--patience-metric`; None: patience uses `--best-metric`."""
-    return _parse_criterion(config.patience_metric, config.min_delta) if config.patience_metric else None
+    if config.patience_metric:
+        return _parse_criterion(config.patience_metric, config.min_delta)
+    return None
 
 
 def depends_on_evaluations(config: Config) -> bool:
@@ -95,7 +97,10 @@ def check_criteria(config: Config, metrics: Iterable[str] | None) -> None:
             _check_metric(patience, metrics, "--patience-metric")
     elif depends_on_evaluations(config):
         flag = "--patience" if config.patience else "--best-metric"
-        flag = "--optim.schedule plateau" if config.optim.schedule == "plateau" else flag
+        if config.optim.schedule == "plateau":
+            flag = "--optim.schedule plateau"
+        else:
+            flag = flag
         raise ConfigError(f"{flag} needs an evaluation: return a dataset from the task's dataset('evaluation')")
 
 
@@ -104,7 +109,10 @@ def _check_metric(criterion: Criterion, metrics: Iterable[str], flag: str = "--b
     names = ["loss", *metrics]
     if criterion.metric not in names and not any(name.split("/")[-1] == MORE_NAMES for name in names):
         close = difflib.get_close_matches(criterion.metric, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(names)}"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"it has {', '.join(names)}"
         raise ConfigError(f"{flag}: the task's evaluation has no '{criterion.metric}'; {hint}")
 
 
@@ -170,12 +178,16 @@ def explain_early_stop(config: Config, selection: Selection) -> str:
 
 def abbreviate_best(best: BestEvaluation | None) -> str:
     """Describe the best for a progress line: `best accuracy 0.93 at 400`; "": none."""
-    return "best " + describe_best(best).replace(" after step ", " at ") if best else ""
+    if best:
+        return "best " + describe_best(best).replace(" after step ", " at ")
+    return ""
 
 
 def describe_best(best: BestEvaluation | None) -> str:
     """Describe the best evaluation: `accuracy 0.93 after step 400`."""
-    return f"{best.metric} {best.metric_value:.4g} after step {best.step}" if best else "none that is finite"
+    if best:
+        return f"{best.metric} {best.metric_value:.4g} after step {best.step}"
+    return "none that is finite"
 
 
 _LOG = logging.getLogger("lockstep")
@@ -190,9 +202,11 @@ def update_plateau(config: Config, selection: Selection, *, better: bool) -> Non
     if config.optim.schedule != "plateau":
         return
     before = selection.plateau or PlateauCount()
-    bad, cooling = 0 if better else before.bad + 1, before.cooling
+    bad = 0 if better else before.bad + 1
+    cooling = before.cooling
     if cooling:
-        bad, cooling = 0, cooling - 1
+        bad = 0
+        cooling = cooling - 1
     falls = bad > config.optim.plateau_patience
     cooling = config.optim.plateau_cooldown if falls else cooling
     selection.plateau = PlateauCount(0 if falls else bad, before.fallen + falls, cooling)
@@ -205,4 +219,6 @@ def update_plateau(config: Config, selection: Selection, *, better: bool) -> Non
 
 def plateau_drops(selection: Selection) -> int:
     """Return how often the plateau schedule has lowered the rate."""
-    return selection.plateau.fallen if selection.plateau else 0
+    if selection.plateau:
+        return selection.plateau.fallen
+    return 0

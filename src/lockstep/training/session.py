@@ -127,7 +127,9 @@ class Session:
     @property
     def early_status(self) -> str:
         """The status of a run whose loop the caller leaves early."""
-        return "abandoned" if self.abandoned else "stopped"
+        if self.abandoned:
+            return "abandoned"
+        return "stopped"
 
     def copy_initial_tensors(self, own: dict[str, Tensor]) -> None:
         """Copy the initial values of `own` if the run may go back to its start."""
@@ -164,7 +166,8 @@ class HookContext:
     """Access of a task's hooks to the run, as `lockstep.hooks.RunContext`."""
 
     def __init__(self, session: Session, built: RunParts) -> None:
-        self._session, self._built = session, built
+        self._session = session
+        self._built = built
         self.state: dict[str, Any] = hook_state(built.state)
         self.log_freq: int = built.config.log_freq
 
@@ -179,7 +182,8 @@ class HookContext:
         self._session.wants_stop = True
 
     def compare(self, metric: str, value: float, *, higher: bool) -> bool:
-        built, step = self._built, self._session.global_step
+        built = self._built
+        step = self._session.global_step
         return select_value(built.state.selection, Criterion(metric, 1 if higher else -1, 0.0), step, value)
 
     @property
@@ -201,5 +205,6 @@ def update_best(session: Session) -> None:
     best = built.state.selection.best if built else None
     if built and best:
         path = checkpoint.path_of(built.folder.path, best.step)
-        exists = built.config.checkpoint.mode != "none" or path.is_dir()  # an earlier start wrote it
+        # An earlier start wrote it
+        exists = built.config.checkpoint.mode != "none" or path.is_dir()
         session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

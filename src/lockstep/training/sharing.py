@@ -35,12 +35,16 @@ def balancer_of(
         costs: step -> the cost of each of its micro-batches; None if the task does not know it.
         state: of the run; a resume starts with the speeds in it.
     """
-    count, ranks = config.micro_batches, world.size
+    count = config.micro_batches
+    ranks = world.size
     if config.shares != AUTO or not 1 < ranks < count:
         return None
     # The memory of exact sums grows with a rank's share: until the free memory is known, a share is limited to about
     # twice an equal one.
-    limits = [min(count, 2 * -(-count // ranks))] * ranks if config.exact else []
+    if config.exact:
+        limits = [min(count, 2 * -(-count // ranks))] * ranks
+    else:
+        limits = []
     return Balancer(count, ranks, state.global_step, costs, state.shares, limits)
 
 
@@ -58,7 +62,9 @@ def sharing_of(config: Config, balancer: Balancer | None) -> ShareSchedule | Non
 def shares_for(engine: str, ranks: int, shares: str) -> str:
     """Return `shares` if this engine and number of ranks support it, otherwise "equal"."""
     fits = shares == AUTO or len(parse_shares(shares)) == ranks
-    return shares if ENGINES[engine].shares and fits else "equal"
+    if ENGINES[engine].shares and fits:
+        return shares
+    return "equal"
 
 
 def check_division(config: Config, world: World, say: Callable[[str], None]) -> None:
@@ -70,7 +76,8 @@ def check_division(config: Config, world: World, say: Callable[[str], None]) -> 
     Raises:
         ConfigError: they do not fit.
     """
-    counts, name = parse_shares(config.shares), name_of(config.engine, world)
+    counts = parse_shares(config.shares)
+    name = name_of(config.engine, world)
     if counts:
         check_shares(name, counts, config.micro_batches, world.size, config.engine_options)
     if config.shares == AUTO:

@@ -127,7 +127,9 @@ def _check_metrics(
             "the task has both `evaluate` and `step_loss`, whose loss needs all samples together: write `metrics` in "
             "place of `evaluate`"
         )
-    metrics = {name: _check_set(trial, batches, samples[name]) for name, batches in evaluation.items()}
+    metrics = {}
+    for name, batches in evaluation.items():
+        metrics[name] = _check_set(trial, batches, samples[name])
     if not metrics:
         return None
     if list(metrics) == [""]:
@@ -146,7 +148,8 @@ def _with_or_without_graph(
     trial: Trial, action: Callable[[], tuple[list[str], list[str]]]
 ) -> tuple[list[str], list[str]]:
     """Run `action` without a graph, or with one if that fails on a rank. Collective."""
-    task, problem = trial.task, None
+    task = trial.task
+    problem = None
     for gradients in sorted({needs_graph(task), True}):
         result = None
         try:
@@ -167,7 +170,8 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     Raises:
         ConfigError: the result has the wrong form.
     """
-    task, model = trial.task, trial.model
+    task = trial.task
+    model = trial.model
     trial.seed()
     method = "evaluate" if has_own(task, "evaluate") else "metrics"
     numbers = list[str]()
@@ -178,11 +182,13 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
     if method == "evaluate":
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise ConfigError(f"the task's {_EVALUATE_FORM}; it returned {describe_value(result)}")
-        numbers, result = _number_names(result[0]), result[1]
+        numbers = _number_names(result[0])
+        result = result[1]
     form = _EVALUATE_FORM if method == "evaluate" else _METRICS_FORM
     if not isinstance(result, dict):
         raise ConfigError(f"the task's {form}; it returned {describe_value(result)}")
-    names, pairs = [name for name in numbers if name not in result], list[str]()
+    names = [name for name in numbers if name not in result]
+    pairs = list[str]()
     for name, pair in result.items():
         if not isinstance(name, str) or name in ("loss", "items"):
             raise ConfigError(
@@ -192,9 +198,10 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
             names += check_mergeable(name, pair, pop_state(pair))
             continue
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
-            kind = (
-                f"({', '.join(map(describe_value, pair))})" if isinstance(pair, tuple | list) else describe_value(pair)
-            )
+            if isinstance(pair, tuple | list):
+                kind = f"({', '.join(map(describe_value, pair))})"
+            else:
+                kind = describe_value(pair)
             raise ConfigError(f"the task's {form}; '{name}' is {kind}")
         names.append(name)
         pairs.append(name)
@@ -212,7 +219,8 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[H
     has_loss = has_own(trial.task, "evaluate")
     if not pairs and not has_loss:
         return
-    measurements, width = list[Measurement](), has_loss + 2 * len(pairs)
+    measurements = list[Measurement]()
+    width = has_loss + 2 * len(pairs)
     probe = lambda batch: _compute_numbers(trial, batch, pairs)  # noqa: E731
     for measurements, _ in measure(trial, probe, batches, places, _adds_up):  # collective
         if all(any(each.scale(index) for each in measurements) for index in range(width)):
@@ -222,7 +230,8 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[H
     for k, name in enumerate(pairs):
         for part, index in (("sum", has_loss + 2 * k), ("count", has_loss + 2 * k + 1)):
             if any(each.is_random(index) for each in measurements):
-                continue  # two loads of random samples may agree at one place by chance
+                # Two loads of random samples may agree at one place by chance
+                continue
             bad = next((each for each in measurements if _does_not_add_up(trial, each, index)), None)
             if bad is not None:
                 raise ConfigError(
@@ -233,20 +242,23 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[H
 
 def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[float]:
     """Compute the loss of the task's own `evaluate`, then sum and count of each pair."""
-    task, model = trial.task, trial.model
+    task = trial.task
+    model = trial.model
     loss = list[float]()
     with equal_forwards(model, trial.world):  # collective under fsdp
         if has_own(task, "evaluate"):
             value, metrics = task.evaluate(model, batch.data)
             loss = [loss_value(value)]
         else:
-            if trial.is_sharded:  # as in an evaluation, so that a rank whose metrics call no model has a forward
+            # As in an evaluation, so that a rank whose metrics call no model has a forward
+            if trial.is_sharded:
                 task.loss(model, batch.data)
             metrics = task.metrics(model, batch.data)
     for value in metrics.values():
         if is_metric(value):
             pop_state(value)  # reset it, or the next batch would add to it
-    return loss + [float_of(number) for name in pairs for number in metrics[name]]  # waits for the device
+    # Waits for the device
+    return loss + [float_of(number) for name in pairs for number in metrics[name]]
 
 
 def _adds_up(each: Measurement) -> bool:
@@ -261,17 +273,22 @@ def _does_not_add_up(trial: Trial, each: Measurement, index: int) -> bool:
     if not scale:
         return False
     error = abs(total - first - second) / scale
-    return error > (_CERTAIN_ERROR if trial.is_low_precision else trial.limit)  # rounding may flip a prediction
+    # Rounding may flip a prediction
+    return error > (_CERTAIN_ERROR if trial.is_low_precision else trial.limit)
 
 
 def _check_loss(trial: Trial, measurements: list[Measurement]) -> None:
     """Raise ConfigError if the loss of `evaluate` is reduced in another way than `loss`."""
-    kinds, reduction = classify(measurements, 0, trial.limit), "mean" if has_mean_loss(trial.task) else "sum"
+    kinds = classify(measurements, 0, trial.limit)
+    reduction = "mean" if has_mean_loss(trial.task) else "sum"
     if kinds is None or reduction in kinds or trial.task.reduction == "whole":
         return
     evidence = describe_measurement(measurements, 0)
     if kinds:
-        other = "sum" if "sum" in kinds else "mean" if "mean" in kinds else "mean over samples"
+        if "sum" in kinds:
+            other = "sum"
+        else:
+            other = "mean" if "mean" in kinds else "mean over samples"
         raise ConfigError(
             f"the task's `evaluate` returns a {other}, and `loss` a {reduction} over its items: {evidence}; return the "
             f"{reduction} in both"
@@ -291,7 +308,8 @@ def _check_whole_step(trial: Trial, samples: "SetSamples") -> None:
         ConfigError: a result has the wrong form; or `step_loss` uses a parameter of the model.
         DataError: one of them fails.
     """
-    world, halved = trial.world, samples.places[0] if samples.places else None
+    world = trial.world
+    halved = samples.places[0] if samples.places else None
     own = on_all_ranks(world, lambda: _compute_outputs(trial, samples.first))  # collective
     world.agree()  # collective
     if halved is None:
@@ -306,7 +324,8 @@ def _check_whole_step(trial: Trial, samples: "SetSamples") -> None:
 
 def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
     """Compute the outputs of a batch, as leaf tensors for the loss."""
-    task, model = trial.task, trial.model
+    task = trial.task
+    model = trial.model
     trial.seed()
     with trial.with_graph():
         outputs = call_method("outputs", lambda data: task.outputs(model, data), batch.data, model, task)
@@ -350,7 +369,10 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
         if half_tree != tree or [*map(_row_form, tensors)] != [*map(_row_form, half_tensors)]:
             pairs = zip(tensors, half_tensors, strict=False)
             bad = next((pair for pair in pairs if _row_form(pair[0]) != _row_form(pair[1])), None)
-            forms = f"{describe_value(bad[0])} and {describe_value(bad[1])}" if bad else "containers of different forms"
+            if bad:
+                forms = f"{describe_value(bad[0])} and {describe_value(bad[1])}"
+            else:
+                forms = "containers of different forms"
             raise ConfigError(
                 f"the task's `outputs` returned {forms} for some samples and for half of them: only the number of "
                 "samples may differ; pad them to one size"
@@ -371,7 +393,8 @@ def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
     """Compute the loss of these outputs, and refuse one that uses parameters of the model."""
     task = trial.task
     if has_own(task, "step_loss_rows"):
-        method, first = "step_loss_rows", 0
+        method = "step_loss_rows"
+        first = 0
         for half in halves:
             begin = first
             _check_graph(trial, method, lambda half=half, begin=begin: task.step_loss_rows(half, whole, begin))
@@ -430,7 +453,8 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
     count = divides * (1 if has_step_loss(task) else PLACES * (training.step_plan.micro_batches > 1))
 
     def load() -> TrialSamples:
-        first, others = _load_first(task, training), {name: load_first(each) for name, each in evaluation.items()}
+        first = _load_first(task, training)
+        others = {name: load_first(each) for name, each in evaluation.items()}
         return TrialSamples(
             SetSamples(first, load_places(training, count, task)),
             {
@@ -470,7 +494,8 @@ def check_task(
             or not as declared; `count` does not add up, or is 0 everywhere; a BatchNorm gets one value per channel. A
             rank without the error raises a PeerError that names the first rank with it.
     """
-    world, task = trial.world, trial.task
+    world = trial.world
+    task = trial.task
     first = samples.training.first
     norms = _batchnorms(trial.plain, training, world)  # before eval mode
     with trial.sandbox():
@@ -521,7 +546,10 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
     if has_own(task, "count"):
         count = call_method("count", task.count, first.held)
         if not is_number(count) or not 0 <= float_of(count) < math.inf:
-            text = repr(count) if isinstance(count, int | float) else describe_value(count)
+            if isinstance(count, int | float):
+                text = repr(count)
+            else:
+                text = describe_value(count)
             raise ConfigError(f"the task's `count` returned {text}: it must return a finite number of items, 0 or more")
     if not first.items:
         training.with_items(training.step_plan.origin.step)
@@ -531,7 +559,8 @@ def _load_first(task: Task, training: Batches) -> MicroBatch:
 def _try_first(trial: Trial, first: MicroBatch, norms: list["_Norm"]) -> None:
     with _check_batchnorms(norms):
         loss, _ = try_loss(trial, first)
-    if trial.config.guards.nonfinite == "stop":  # otherwise the guards handle it
+    # Otherwise the guards handle it
+    if trial.config.guards.nonfinite == "stop":
         _check_inputs(first, loss)
 
 
@@ -551,11 +580,15 @@ class _Norm(NamedTuple):
 
 def _batchnorms(model: nn.Module, training: Batches, world: World) -> list[_Norm]:
     """Return the model's BatchNorm layers in training mode."""
-    norms, step = [], training.step_plan.origin.step
+    norms = []
+    step = training.step_plan.origin.step
     for name, layer in model.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             is_shared = world.size > 1 and isinstance(layer, Synchronised | nn.SyncBatchNorm)
-            samples = training.step_plan.samples(step) if is_shared else training.own_samples(step)
+            if is_shared:
+                samples = training.step_plan.samples(step)
+            else:
+                samples = training.own_samples(step)
             norms.append(_Norm(name or type(layer).__name__, layer, samples, is_shared))
     return norms
 

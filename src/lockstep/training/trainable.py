@@ -88,7 +88,8 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
         return False
     if stored:
         _check_same_bits(config, state)
-    base = stored or _find_base(config, world, say)  # of a new run: without a digest, unless the base has adapters
+    # Of a new run: without a digest, unless the base has adapters
+    base = stored or _find_base(config, world, say)
     source = base.base_from
     if not base.base:
         _check_trained(config, task, source, say)
@@ -140,7 +141,8 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
 
 def _check_same_bits(config: Config, state: RunState) -> None:
     """Raise ResumeError if the adapters were trained beside weights of other bits."""
-    before, now = state.plan.get("model.load_in", "full"), config.model.load_in
+    before = state.plan.get("model.load_in", "full")
+    now = config.model.load_in
     if before != now:
         raise ResumeError(
             f"the adapters were trained with --model.load-in {before}, not {now}: give --model.load-in {before}, or "
@@ -161,7 +163,10 @@ def _resolve_adapters(config: Config, task: Task, model: nn.Module, base: Adapte
     """Return the adapters of this run: rank, layers, and modules to train whole."""
     lora = config.lora
     names = lora.modules_to_save or ", ".join(task.untrained())
-    modules = base.modules_to_save if base.base else chosen_modules(model, names)
+    if base.base:
+        modules = base.modules_to_save
+    else:
+        modules = chosen_modules(model, names)
     targets = chosen_targets(model, lora.targets, modules)
     return AdapterState(
         rank=lora.rank,
@@ -177,7 +182,10 @@ def _resolve_adapters(config: Config, task: Task, model: nn.Module, base: Adapte
 def _check_half_precision(config: Config, model: nn.Module) -> None:
     """Raise ConfigError if autocast would mix float16 and bfloat16, which torch's norms refuse."""
     autocast = AUTOCAST.get(config.precision)
-    other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(autocast) if autocast else None
+    if autocast:
+        other = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}.get(autocast)
+    else:
+        other = None
     if other and any(parameter.dtype is other for parameter in model.parameters()):
         name = str(other).removeprefix("torch.")
         raise ConfigError(
@@ -230,7 +238,10 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
 def _check_left(config: Config, task: Task, model: nn.Module, adapters: AdapterState) -> None:
     """Raise ConfigError if --init-drop leaves a layer as initialised that nothing trains."""
     drop = init_drop(config, task)
-    names = [name for name, _ in model.named_parameters() if config.init_from and drop.matches(name)]
+    names = []
+    for name, _ in model.named_parameters():
+        if config.init_from and drop.matches(name):
+            names.append(name)
     lost = [name for name in names if not is_within(name, adapters.modules_to_save)]
     if lost:
         raise ConfigError(
@@ -267,8 +278,11 @@ def _load_base(model: nn.Module, source: Path, leave: Callable[[str], bool], lab
 
 def _digest(model: nn.Module, modules: Collection[str]) -> str:
     """Hash the base's parameters, and the scales of quantized ones, before adapters are added."""
-    tensors = {name: model.get_parameter(name).detach() for name in base_names(model, modules)}
-    described = {name for name in scales(model) if ".quant_state." in name}  # as JSON, which a newer package may extend
+    tensors = {}
+    for name in base_names(model, modules):
+        tensors[name] = model.get_parameter(name).detach()
+    # As JSON, which a newer package may extend
+    described = {name for name in scales(model) if ".quant_state." in name}
     return checkpoint.fingerprint_of(tensors | {n: t for n, t in scales(model).items() if n not in described})
 
 
@@ -277,7 +291,9 @@ def _digest(model: nn.Module, modules: Collection[str]) -> str:
 
 def trained_digest(trained: TrainedSet | None) -> int:
     """Hash the trained set; 0 if it never changed."""
-    return zlib.crc32("\n".join(sorted(trained.now)).encode()) if trained else 0
+    if trained:
+        return zlib.crc32("\n".join(sorted(trained.now)).encode())
+    return 0
 
 
 def store_trained_set(engine: Engine, state: RunState) -> None:
@@ -294,16 +310,25 @@ def restore_initial_set(model: nn.Module, state: RunState) -> list[str]:
     trained = state.trained
     if trained is None:
         return []
-    default = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    default = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            default.add(name)
     set_trained(model, {*trained.made})
     return [name for name in trained.made if name not in default]
 
 
 def check_in_optimizer(model: nn.Module, optimizer: Optimizer | None, names: Collection[str]) -> None:
     """Raise ResumeError if the optimizer lacks some of these unfrozen parameters."""
-    optimized = {id(p) for group in (optimizer.param_groups if optimizer else ()) for p in group["params"]}
+    optimized = set()
+    for group in optimizer.param_groups if optimizer else ():
+        for p in group["params"]:
+            optimized.add(id(p))
     parameters = dict(model.named_parameters())
-    missing = [name for name in names if name in parameters and id(parameters[name]) not in optimized]
+    missing = []
+    for name in names:
+        if name in parameters and id(parameters[name]) not in optimized:
+            missing.append(name)
     if missing:
         raise ResumeError(
             f"the run unfroze {listed(missing)} while it trained, and the task's `optimizer` has no group with them: "

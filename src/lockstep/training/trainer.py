@@ -157,7 +157,8 @@ def _describe_interrupt(session: Session) -> str:
 
 def _describe_no_steps(built: RunParts) -> str:
     """Describe why a restarted run has no steps to train, and how to continue it."""
-    path, total = built.folder.path, built.run_plan.step_plan.steps
+    path = built.folder.path
+    total = built.run_plan.step_plan.steps
     if built.start < built.last_step:
         return (
             f"{path} stopped early at step {built.start} of {total}: the best was "
@@ -198,17 +199,21 @@ def run_training(session: Session) -> Training:
     joins = session.member is not None and session.member.is_new
     if session.member and not joins:
         session.member.report_start()
-    join = World.alone if joins else partial(World.join, check_devices=False)  # a device is used after the first gather
+    # A device is used after the first gather
+    join = World.alone if joins else partial(World.join, check_devices=False)
     try:
-        with mark_running(stays=lambda: session.status == "failed"), translate_errors():  # only this rank left the loop
+        # Only this rank left the loop
+        with mark_running(stays=lambda: session.status == "failed"), translate_errors():
             session.world = session.caller_world or join(session.config.device, session.config.timeout)
             session.is_main = session.world.is_main and not joins
             yield from _build_and_train(session)
     except GeneratorExit as exit_request:
-        traceback.clear_frames(exit_request.__traceback__)  # the frames hold the engine too
+        # The frames hold the engine too
+        traceback.clear_frames(exit_request.__traceback__)
         _free_parts(session)
         die_with_launcher(False)
-        failures.note_interrupt(_describe_interrupt(session))  # if it is one that has left the loop
+        # If it is one that has left the loop
+        failures.note_interrupt(_describe_interrupt(session))
         if session.member:
             with suppress(RuntimeError):  # the launcher is gone
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
@@ -221,7 +226,8 @@ def run_training(session: Session) -> Training:
         raise
     except BaseException as error:
         session.status = "failed"
-        if isinstance(error, KeyboardInterrupt):  # the second one, or one before the steps
+        # The second one, or one before the steps
+        if isinstance(error, KeyboardInterrupt):
             failures.note_interrupt(_describe_interrupt(session))
         else:
             failures.note(error)
@@ -258,11 +264,15 @@ def _build_and_train(session: Session) -> Training:
             if not (isinstance(error, PeerError) and is_rank_loss(error)):
                 raise
             record_loss(session, error)
-            regroup_to_build(session, session.member)  # a rank was lost during a rollback
+            # A rank was lost during a rollback
+            regroup_to_build(session, session.member)
             continue
         if _is_over(built):
             notify(world)(_describe_no_steps(built))
-            session.status = "finished" if built.start >= built.run_plan.step_plan.steps else "stopped"
+            if built.start >= built.run_plan.step_plan.steps:
+                session.status = "finished"
+            else:
+                session.status = "stopped"
             yield None
         else:
             with suppress(Rollback, Rebuild):
@@ -306,9 +316,12 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
             f"--micro-batch-size {built.config.micro_size} in place of {session.config.micro_batch_size}: the run ran "
             "out of memory before (micro-batch.json in its folder), or was started so"
         )
-    session.built, session.model, session.config = built, built.model, built.config
+    session.built = built
+    session.model = built.model
+    session.config = built.config
     session.cut = built.run_plan.cut
-    session.global_step, session.is_main = built.start, world.is_main
+    session.global_step = built.start
+    session.is_main = world.is_main
     if built.source is None and session.status == "running":
         session.restore_initial_tensors(built)
     elif built.source is None:
@@ -347,7 +360,8 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
         for name, value in record.items()
         if name.startswith(prefix)
     }
-    loss, items = numbers.pop("loss"), numbers.pop("items")
+    loss = numbers.pop("loss")
+    items = numbers.pop("items")
     return EvaluationRecord(int(record["global_step"]), loss, items, numbers)
 
 
@@ -398,7 +412,9 @@ def _join(session: Session, member: Member) -> Training:
     assert session.world is not None
     with explained(None, session.world), translate_errors():
         built = build_joiner(session, session.world, member)
-    session.built, session.model, session.config = built, built.model, built.config
+    session.built = built
+    session.model = built.model
+    session.config = built.config
     session.cut = built.run_plan.cut
     session.status, session.digest = "running", run_digest(built)
     session.copy_initial_tensors(built.own_tensors)
@@ -415,7 +431,10 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
         report = partial(session.member.report_ready, obstacle, built.config.experiment_name, ranks_per_replica(built))
         session.member = None if obstacle else session.member
         die_with_launcher(not obstacle)
-        session.evaluated_step = -1 if built.state.evaluation_due else built.start
+        if built.state.evaluation_due:
+            session.evaluated_step = -1
+        else:
+            session.evaluated_step = built.start
     if session.member is None:
         yield from _train_steps(session, built, report)
         return
@@ -423,7 +442,8 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
         while True:
             try:
                 if not session.member.is_new:
-                    with translate_errors():  # of the groups that are made before the steps
+                    # Of the groups that are made before the steps
+                    with translate_errors():
                         yield from _train_steps(session, built, report)
                     return
             except Rebuild as error:  # this rank needs smaller micro-batches
@@ -435,7 +455,8 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                     raise
                 record_loss(session, error)
                 session.timeline.enter(RECOVERY)
-            if session.member.is_new:  # from now on the run survives the loss of this process too
+            # From now on the run survives the loss of this process too
+            if session.member.is_new:
                 session.member.report_ready("", built.config.experiment_name, ranks_per_replica(built))
                 die_with_launcher(True)
             regroup(session, built, session.member)
@@ -462,7 +483,8 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
             if built.folder.dead_owner:
                 _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
             count_restarts(built.state)
-            if session.losses:  # the checkpoint of a rollback may be from before them
+            # The checkpoint of a rollback may be from before them
+            if session.losses:
                 built.state.losses = max(built.state.losses or 0, session.losses)
             announce(built)
             for line in built.notes:
@@ -486,7 +508,10 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
 
 def _tell_unsaved(built: RunParts) -> None:
     """Name what the loss changes and a resume does not have."""
-    names = built.state.unsaved if built.config.checkpoint.mode != "none" else None
+    if built.config.checkpoint.mode != "none":
+        names = built.state.unsaved
+    else:
+        names = None
     line = describe_unsaved(names or (), built.task, built.user_objects.values(), resumes=built.source is not None)
     if line and built.world.is_main:
         _LOG.warning("%s", line)
@@ -538,23 +563,34 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
     Args:
         report: tells the launcher that the others can continue without this rank; called once all groups are made.
     """
-    first, world = built.start, built.world  # read now: a save moves `built.start`
+    # read now: a save moves `built.start`
+    first = built.start
+    world = built.world
     ongoing = build_components(session, built)
     report()
-    timeline, exchange, recorder = session.timeline, ongoing.exchange, ongoing.recorder
+    timeline = session.timeline
+    exchange = ongoing.exchange
+    recorder = ongoing.recorder
     watchdog = HangWatchdog(world, exchange, built.folder.path, failures.report, session.member)
     signals = Preemption(exchange)
-    handover, loading, auditing = prepare_recovery(ongoing), closing(ongoing.step_loader), closing(ongoing.guards.audit)
-    profiler, garbage = ongoing.profiling, CollectorFreeze()
-    explaining, typing = explained(built.engine, world), translate_errors()
+    handover = prepare_recovery(ongoing)
+    loading = closing(ongoing.step_loader)
+    auditing = closing(ongoing.guards.audit)
+    profiler = ongoing.profiling
+    garbage = CollectorFreeze()
+    explaining = explained(built.engine, world)
+    typing = translate_errors()
     cutting = cut_step(session, built, ongoing)
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
-        exchange.stop(session.pending_stop.request)  # from a signal that came while the ranks changed
+        # From a signal that came while the ranks changed
+        exchange.stop(session.pending_stop.request)
         session.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
         session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
-        hooks, stop_request = built.task.hooks, CONTINUE
-        context = HookContext(session, built) if hooks else None  # with the hooks' own part of the run's state
+        hooks = built.task.hooks
+        stop_request = CONTINUE
+        # With the hooks' own part of the run's state
+        context = HookContext(session, built) if hooks else None
         if hooks and context:
             hooks.before_run(context, first)
         _catch_up(session, built, recorder, first)
@@ -587,7 +623,8 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
                 raise loss
             if saves:
                 save(ongoing, step.global_step, final=is_last)
-                exchange.progress.at(record.step, COMPUTING)  # a save may take longer than a step without a word
+                # A save may take longer than a step without a word
+                exchange.progress.at(record.step, COMPUTING)
             if spent := profiler.after(step.global_step):  # collective, if a trace ends
                 ongoing.meter.pause(spent)
             if is_last or _ends_early(session, built, ongoing, step, heartbeats):
@@ -665,15 +702,18 @@ def _ends_early(
     session: Session, built: RunParts, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
 ) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
-    if step.evaluation and out_of_patience(built.config, built.state.selection):  # the same on every rank
+    # The same on every rank
+    if step.evaluation and out_of_patience(built.config, built.state.selection):
         save(ongoing, step.global_step, final=True)
         return True
     if session.wants_stop:
-        session.wants_stop, world = False, built.world
+        session.wants_stop = False
+        world = built.world
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
             save(ongoing, step.global_step, final=True)
             return True
-        ongoing.exchange.stop(STOP)  # some ranks train on: all end after the next exchange
+        # Some ranks train on: all end after the next exchange
+        ongoing.exchange.stop(STOP)
     return False
 
 
@@ -694,20 +734,32 @@ def _end_status(session: Session, reason: BaseException | None) -> str:
     if isinstance(reason, Rollback | Rebuild):
         if isinstance(reason, MicroBatchCut):
             return "out of memory"
-        return "rolled back" if isinstance(reason, Rollback) else "built anew"
+        if isinstance(reason, Rollback):
+            return "rolled back"
+        return "built anew"
     if isinstance(reason, KeyboardInterrupt):
         return "interrupted"
-    return session.status if reason is None or isinstance(reason, GeneratorExit) else "failed"
+    if reason is None or isinstance(reason, GeneratorExit):
+        return session.status
+    return "failed"
 
 
 def _write_exit(session: Session, built: RunParts, error: BaseException) -> None:
     """Record the end of a run that failed, or that its caller left early."""
     if not built.world.is_main:
         return
-    code, status = 1, "failed"
-    if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C, or one before the steps
-        code, status = EXIT_INTERRUPTED, "interrupted"
+    code = 1
+    status = "failed"
+    # The second Ctrl-C, or one before the steps
+    if isinstance(error, KeyboardInterrupt):
+        code = EXIT_INTERRUPTED
+        status = "interrupted"
     elif isinstance(error, GeneratorExit) and session.status != "failed":
-        code, status = 0, session.early_status if session.status == "running" else session.status
-    with suppress(OSError, StorageError):  # the disk may be full, which may be the error itself
+        code = 0
+        if session.status == "running":
+            status = session.early_status
+        else:
+            status = session.status
+    # The disk may be full, which may be the error itself
+    with suppress(OSError, StorageError):
         built.folder.write_end(code, built.state.global_step, status)

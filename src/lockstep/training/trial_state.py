@@ -50,8 +50,12 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """
     _start(inner_task(task))
     state = _record(model, task, late=not training)
-    modes = [(module, module.training) for module in model.modules()]  # an engine's wrapper is no user's object
-    cuda_generator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    # An engine's wrapper is no user's object
+    modes = [(module, module.training) for module in model.modules()]
+    if device.type == "cuda":
+        cuda_generator = torch.cuda.get_rng_state(device)
+    else:
+        cuda_generator = None
     if not training:
         model.eval()
     try:
@@ -93,7 +97,8 @@ def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
     if not task.framework:
         return {"task": user_task(task)}, []
     trainer: Any = getattr(task, "trainer", None)
-    if task.framework == "Lightning":  # its loggers have files and connections, and the run logs nothing in a trial
+    # Its loggers have files and connections, and the run logs nothing in a trial
+    if task.framework == "Lightning":
         run = [task, task.hooks, trainer._results, *trainer.loggers, *trainer.optimizers]
         return {"module": vars(task)["module"], "trainer": trainer}, run
     return {"trainer": trainer}, [task, trainer.optimizer, trainer.lr_scheduler]
@@ -200,7 +205,8 @@ def differing_marks(ranks: Sequence[Mapping[str, str]]) -> list[str]:
 def _digest_of(value: Any) -> str:
     """Return a digest of a value. Waits for the device."""
     digest = hashlib.sha256()
-    with contextlib.suppress(Exception):  # an odd object of the user has only its class
+    # An odd object of the user has only its class
+    with contextlib.suppress(Exception):
         _add_to(digest, value, 0)
     return str(digest.hexdigest())
 
@@ -235,7 +241,9 @@ def _parts_of(value: Any) -> list[Any]:
         return [repr(value.bit_generator.state)]
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
-    return list(value) if isinstance(value, list | tuple | deque) else []
+    if isinstance(value, list | tuple | deque):
+        return list(value)
+    return []
 
 
 _REMEDY = (
@@ -246,7 +254,10 @@ _REMEDY = (
 
 def describe_marks(names: Collection[str], micro_batches: int, world_size: int) -> str:
     """Return one line on what a loss leaves behind, for a run whose steps are cut."""
-    where = ", on each rank with samples of its own" if world_size > 1 else ""
+    if world_size > 1:
+        where = ", on each rank with samples of its own"
+    else:
+        where = ""
     return f"`loss` changes {_enumerate(names)} and runs {micro_batches} times a step{where}: {_REMEDY}"
 
 
@@ -273,10 +284,16 @@ def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], 
         resumes: the run continues from a checkpoint.
     """
     roots, _ = _roots(inner_task(task))
-    lost = [name for name in names if not _is_of(name, roots, {id(each) for each in kept})]
+    lost = []
+    for name in names:
+        if not _is_of(name, roots, {id(each) for each in kept}):
+            lost.append(name)
     if not lost:
         return ""
-    fate = "starts again with its first value" if resumes else "is lost at a resume"
+    if resumes:
+        fate = "starts again with its first value"
+    else:
+        fate = "is lost at a resume"
     return (
         f"`loss` changes {_enumerate(lost)}, which no checkpoint has, so it {fate}: return it from `state_dict()`, "
         "make it a buffer of the model, or give it to `run.keep`"
@@ -313,6 +330,7 @@ def refusal_of_marks(names: Collection[str], *, exact: bool) -> ConfigError:
 
 
 def _enumerate(names: Collection[str]) -> str:
-    shown, more = sorted(names)[:_MAX_NAMED], len(names) - _MAX_NAMED
+    shown = sorted(names)[:_MAX_NAMED]
+    more = len(names) - _MAX_NAMED
     rest = [f"{more} more"] if more > 0 else []
     return " and ".join(filter(None, [", ".join((*shown, *rest)[:-1]), (*shown, *rest)[-1]]))

@@ -51,10 +51,13 @@ __all__ = [
 
 # --- learning rate
 
-LOWEST, HIGHEST, STEPS = 1e-7, 10.0, 100
+LOWEST = 1e-7
+HIGHEST = 10.0
+STEPS = 100
 _WINDOW = 5  # steps to average, since a single batch may be hard
 # A loss above these multiples of the lowest loss and of the first losses has diverged.
-_RISE_FROM_LOWEST, _RISE_FROM_START = 4.0, 2.0
+_RISE_FROM_LOWEST = 4.0
+_RISE_FROM_START = 2.0
 _SIGMA = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
 _FIRST_STEPS = 10  # their rates are too low to learn
 _MIN_FALL_SIGMAS = 1.5  # a fall of the loss counts above so many standard deviations of its noise,
@@ -85,7 +88,8 @@ class RateSearch:
         """
         pairs = list(zip(self.rates, self.smoothed, strict=False))
         if self.lr is not None:
-            top, fastest = 2 * self.smoothed[0] - min(self.smoothed), self.lr
+            top = 2 * self.smoothed[0] - min(self.smoothed)
+            fastest = self.lr
             pairs = [(rate, loss) for rate, loss in pairs if loss <= top or rate <= fastest]
         points = [(math.log10(rate), loss) for rate, loss in pairs]
         lines = curve(points, label=lambda x: f"{10**x:.0e}")
@@ -95,7 +99,10 @@ class RateSearch:
     def suggestion(self) -> str:
         """The suggested rate, in a line."""
         if self.lr is None:
-            span = f"from {self.rates[0]:.0e} to {self.rates[-1]:.0e}" if self.rates else "at all"
+            if self.rates:
+                span = f"from {self.rates[0]:.0e} to {self.rates[-1]:.0e}"
+            else:
+                span = "at all"
             return f"the loss falls at no rate {span}, so none is suggested: check the data, the labels and the loss"
         lowest = self.rates[int(np.argmin(self.smoothed))]
         rates = f"fastest at {self.lr:.1e} and is lowest at {lowest:.1e}"
@@ -170,21 +177,26 @@ def rate_at(step: int) -> float:
 
 def _train_losses(built: RunParts) -> list[float]:
     """Train, and return the losses until they diverge, the same on every rank. Collective."""
-    world, step_plan = built.world, built.run_plan.step_plan
+    world = built.world
+    step_plan = built.run_plan.step_plan
     step_loader = built.batches.from_step(0)
     constant = built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(world, step_loader.items, constant, step_plan.steps)
     exchange.take_turns(step_loader.turns)
     exchange.limit_reading(step_loader.readable_before)
     seed = seeder(built.config.seed, "micro", world.device)
-    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(world.device)
+    kernels = choose_kernels(built.config.compile, step_plan)
+    clock = make_clock(world.device)
     control = StepControl(lambda step: rate_at(step) / built.lr, seed, clock, kernels=kernels)
     built.groups.settings.overrules = True
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):
             own = [float(loss) for loss in record.losses]  # waits for the device
-            gathered = [loss for part in world.gather(own) for loss in part]  # collective
+            # collective
+            gathered = []
+            for part in world.gather(own):
+                gathered.extend(part)
             losses.append(_mean(gathered, record.items))
             progress(len(losses), STEPS)
             if not math.isfinite(losses[-1]) or _diverges(losses):
@@ -193,7 +205,9 @@ def _train_losses(built: RunParts) -> list[float]:
 
 
 def _mean(losses: list[float], items: float) -> float:
-    return math.fsum(losses) / (items or 1) if all(map(math.isfinite, losses)) else math.nan
+    if all(map(math.isfinite, losses)):
+        return math.fsum(losses) / (items or 1)
+    return math.nan
 
 
 def _diverges(losses: list[float]) -> bool:
@@ -236,7 +250,8 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
     index = np.arange(len(values))
     kernel = np.exp(-0.5 * ((index[:, None] - index[None, :]) / _SIGMA) ** 2)
     smoothed = kernel @ values / kernel.sum(1)
-    start, lowest = values[:_FIRST_STEPS], int(np.argmin(smoothed))
+    start = values[:_FIRST_STEPS]
+    lowest = int(np.argmin(smoothed))
     fall = start.mean() - smoothed[lowest]
     noise = (values - smoothed)[: max(lowest + 1, _FIRST_STEPS)].std()
     if lowest < 2 or fall <= max(_MIN_FALL_SIGMAS * noise, _MIN_FALL_SHARE * abs(start.mean())):
@@ -285,16 +300,16 @@ class SizeSearch:
     size: int
 
     def __str__(self) -> str:
-        lines = [
-            f"{each.size:6d}  "
-            + (f"{bytes_text(each.peak)}, {each.seconds * 1e3:.3g} ms a sample" if each.peak else "-")
-            for each in self.costs
-        ]
-        end = (
-            f"train with --micro-batch-size {self.size}"
-            if self.size
-            else "no size fits: split the model, --engine fsdp"
-        )
+        lines = []
+        for each in self.costs:
+            lines.append(
+                f"{each.size:6d}  "
+                + (f"{bytes_text(each.peak)}, {each.seconds * 1e3:.3g} ms a sample" if each.peak else "-")
+            )
+        if self.size:
+            end = f"train with --micro-batch-size {self.size}"
+        else:
+            end = "no size fits: split the model, --engine fsdp"
         return "\n".join(
             [f"samples in a forward, on a device of {bytes_text(self.total)}:", *lines, name_settings(end)]
         )
@@ -367,7 +382,8 @@ def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
     Args:
         extra: bytes needed in addition to each peak.
     """
-    best, fastest = 0, float("inf")
+    best = 0
+    fastest = float("inf")
     for each in costs:
         fastest = min(fastest, each.seconds) if each.peak else fastest
         if each.peak and each.peak + extra <= _MARGIN * total and each.seconds <= _SLOWER * fastest:
@@ -385,8 +401,13 @@ def _exact_sum_bytes(built: RunParts) -> int:
 
 def _measure_sizes(built: RunParts, measure: MeasureCost) -> list[SizeCost]:
     """Try each size until one does not fit on some rank. Collective."""
-    world, batch_size, costs = built.world, built.config.batch_size, list[SizeCost]()
-    sizes = [1 << power for power in range(batch_size.bit_length()) if batch_size % (1 << power) == 0]
+    world = built.world
+    batch_size = built.config.batch_size
+    costs = list[SizeCost]()
+    sizes = []
+    for power in range(batch_size.bit_length()):
+        if batch_size % (1 << power) == 0:
+            sizes.append(1 << power)
     with waiting("trying sizes", shown=world.is_main) as progress:
         for index, size in enumerate(sizes):
             own, error = _measure_on_rank(built, size, measure)

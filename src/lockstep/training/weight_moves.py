@@ -30,10 +30,21 @@ _PATTERN = 65521  # a prime, so that the pattern meets the rows of a matrix at d
 @contextmanager
 def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Multiply weights by four, and put them back bit for bit. A tensor that would overflow stays."""
-    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
-    weights = [each.detach().data for each in reals if each.dtype in _MANTISSAS and each.numel()]
+    reals = []
+    for each in tensors:
+        if each.is_complex():
+            reals.append(torch.view_as_real(each))
+        else:
+            reals.append(each)
+    weights = []
+    for each in reals:
+        if each.dtype in _MANTISSAS and each.numel():
+            weights.append(each.detach().data)
     # Waits for the device.
-    large = [each for each in weights if bool(each.abs().amax() < torch.finfo(each.dtype).max / _STRETCH)]
+    large = []
+    for each in weights:
+        if bool(each.abs().amax() < torch.finfo(each.dtype).max / _STRETCH):
+            large.append(each)
     try:
         for weight in large:  # exact: a power of two
             weight.mul_(_STRETCH)
@@ -54,16 +65,23 @@ def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[
         first_bit: the first bit of a mantissa that moves; 0: the seventh.
     """
     first_bit = first_bit or _FIRST_BIT
-    reals = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    reals = []
+    for each in tensors:
+        if each.is_complex():
+            reals.append(torch.view_as_real(each))
+        else:
+            reals.append(each)
     weights = [each.detach() for each in reals if each.dtype in _MANTISSAS and each.numel()]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for number, weight in enumerate(weights):
-            data: Tensor = weight.data  # moves must not count as writes: torch's graphs and copies of weights look
+            # Moves must not count as writes: torch's graphs and copies of weights look
+            data: Tensor = weight.data
             if bool(data.any()):  # waits for the device
                 _flip(data, seed + number, first_bit)
                 stack.callback(_flip, data, seed + number, first_bit)
             else:
-                signs = data.clone() if bool(data.signbit().any()) else None  # waits for the device; zeros below zero
+                # Waits for the device; zeros below zero
+                signs = data.clone() if bool(data.signbit().any()) else None
                 stack.callback(_restore_zeros, data, signs)
                 generator = Generator().manual_seed(seed + number)
                 pattern = torch.randn(min(data.numel(), _PATTERN), generator=generator).mul_(_MOVE).to(data)

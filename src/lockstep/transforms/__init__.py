@@ -154,4 +154,6 @@ def _to_compile(scope: str, blocks: Sequence[nn.Module], from_task: bool) -> Seq
             "--compile-scope blocks: the model's blocks are unknown; return them from the task's blocks(model), or "
             "use --compile-scope whole"
         )
-    return () if scope == "whole" or (scope == "auto" and not from_task) else blocks
+    if scope == "whole" or (scope == "auto" and not from_task):
+        return ()
+    return blocks

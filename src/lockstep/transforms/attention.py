@@ -96,7 +96,8 @@ def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
     """
     if facts.capability == (0, 0):
         return AS_TORCH
-    plain, hopper = tuple(name for name in _BACKENDS if name != "cudnn"), facts.capability[0] == 9
+    plain = tuple(name for name in _BACKENDS if name != "cudnn")
+    hopper = facts.capability[0] == 9
     if facts.deterministic:
         return KernelOrder(plain, (("cudnn", "deterministic algorithms refuse it"),))
     if masked is not False and hopper and facts.cudnn < _CUDNN_MASKS:
@@ -185,10 +186,19 @@ def described(
     if shape is None:
         return None
     query = torch.zeros(1, shape.heads, 16, shape.size, dtype=dtype, device=device, requires_grad=True)
-    mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16) if masked else None
-    refusals = {name: _refusal(name, query, mask, shape.dropout) for name in _BACKENDS if name != "math"}
-    reasons = {name: reason or dict(order.without).get(name, "") for name, reason in refusals.items()}
-    if masked is not None and order.names:  # else left out only in doubt, or not at all: it may be chosen by name
+    if masked:
+        mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16)
+    else:
+        mask = None
+    refusals = {}
+    for name in _BACKENDS:
+        if name != "math":
+            refusals[name] = _refusal(name, query, mask, shape.dropout)
+    reasons = {}
+    for name, reason in refusals.items():
+        reasons[name] = reason or dict(order.without).get(name, "")
+    # Else left out only in doubt, or not at all: it may be chosen by name
+    if masked is not None and order.names:
         refusals = reasons
     if refusals.get(choice):
         fits = ", ".join(name for name in (*refusals, "math") if not refusals.get(name))
@@ -198,12 +208,15 @@ def described(
         runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
     shape_text = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
     shape_text += {True: "a mask", False: "no mask", None: "masks unknown"}[masked]
-    exclusions = [
-        f"not {name}: {reasons.get(name) or ('another is faster' if choice == 'auto' else f'--attention {choice}')}"
-        for name in _BACKENDS
-        if name != runs
-    ]
-    version = f"; cuDNN {_dotted(facts_of(device).cudnn)}" if facts_of(device).cudnn else ""
+    unnamed = "another is faster" if choice == "auto" else f"--attention {choice}"
+    exclusions = []
+    for name in _BACKENDS:
+        if name != runs:
+            exclusions.append(f"not {name}: {reasons.get(name) or unnamed}")
+    if facts_of(device).cudnn:
+        version = f"; cuDNN {_dotted(facts_of(device).cudnn)}"
+    else:
+        version = ""
     return f"attention: {runs} ({shape_text}); {'; '.join(exclusions)}{version}"
 
 
@@ -236,12 +249,17 @@ def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> s
     if query.device.type == "cpu":
         if name != "flash":
             return "it has no CPU kernel"
-        return "its CPU kernel has no dropout" if dropout else ""
+        if dropout:
+            return "its CPU kernel has no dropout"
+        return ""
     can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
     params = torch.backends.cuda.SDPAParams(query, query, query, mask, dropout, mask is None, False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can(params, debug=True):
             return ""
-    reason = " ".join(str(caught[-1].message).split()) if caught else "this GPU or this build of torch lacks it"
+    if caught:
+        reason = " ".join(str(caught[-1].message).split())
+    else:
+        reason = "this GPU or this build of torch lacks it"
     return reason.split(" (Triggered")[0].rstrip(".")

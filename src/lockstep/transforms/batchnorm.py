@@ -109,7 +109,8 @@ _FORWARD = _Forward()
 @contextmanager
 def empty_slot(is_empty: bool = True) -> Iterator[None]:
     """Let no sample of forwards in this context count in the statistics of all ranks."""
-    before, _FORWARD.counts = _FORWARD.counts, not is_empty
+    before = _FORWARD.counts
+    _FORWARD.counts = not is_empty
     try:
         yield
     finally:
@@ -119,7 +120,8 @@ def empty_slot(is_empty: bool = True) -> Iterator[None]:
 @contextmanager
 def normalised_alone() -> Iterator[None]:
     """Normalise forwards in this context by this rank's samples, without collectives."""
-    before, _FORWARD.alone = _FORWARD.alone, True
+    before = _FORWARD.alone
+    _FORWARD.alone = True
     try:
         yield
     finally:
@@ -154,14 +156,17 @@ class Recording(_BatchNorm):
         if not self.training or self.mean is None or self.var is None or self.runs is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        self.runs.add_(1)  # a tensor: a compiled forward is recompiled for each value of a Python number
+        # A tensor: a compiled forward is recompiled for each value of a Python number
+        self.runs.add_(1)
         if self.share is not None and not torch.compiler.is_compiling():
             # The graph stores but never reads them: as `data`, later writes raise no error there.
-            mean, var = self.mean.data, self.var.data
+            mean = self.mean.data
+            var = self.var.data
             return F.batch_norm(input, mean, var, self.weight, self.bias, True, self.share, self.eps)
         # A recomputed compiled graph must not keep tensors that a second run writes, not even for their shape.
         mean, var = (input.new_zeros(self.num_features, dtype=self.mean.dtype) for _ in range(2))
-        share = 1.0 if self.share is None else self.share  # with 1 the kernel stores the batch's own statistics
+        # With 1 the kernel stores the batch's own statistics
+        share = 1.0 if self.share is None else self.share
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
         for statistic, added in ((self.mean, mean), (self.var, var)):
             statistic.copy_(statistic + added if self.share is None else statistic * (1.0 - share) + added)
@@ -215,7 +220,10 @@ class Synchronised(Recording):
         assert self.runs is not None
         self.runs.add_(counts.reshape(()))
         for recorded, now in ((self.mean, mean), (self.var, var)):
-            added = recorded + now if self.share is None else recorded * (1.0 - self.share) + self.share * now
+            if self.share is None:
+                added = recorded + now
+            else:
+                added = recorded * (1.0 - self.share) + self.share * now
             recorded.copy_(torch.where(counts, added, recorded))
 
 
@@ -232,7 +240,9 @@ class _Synchronised3d(Synchronised, nn.BatchNorm3d):
 
 
 def _count_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
@@ -275,10 +285,12 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         mean, var, total = _statistics(input)
         wide = mean.dtype
-        scale, shift = _cast(weight, wide), _cast(bias, wide)
+        scale = _cast(weight, wide)
+        shift = _cast(bias, wide)
         output = F.batch_norm(input, mean, var, scale, shift, False, 0.0, eps)
         ctx.save_for_backward(input, weight, bias, mean, var, total)
-        ctx.eps, ctx.counts = eps, _FORWARD.counts
+        ctx.eps = eps
+        ctx.counts = _FORWARD.counts
         ctx.mark_non_differentiable(mean, var, total)
         return output, mean, var, total
 
@@ -324,7 +336,8 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         collectives.all_gather(rows, own)  # collective
     means, variances, counts = torch.stack(rows).split_with_sizes([len(mean), len(mean), 1], dim=1)
     total = counts.sum(0)
-    weights = torch.where(total > 0.0, counts, 1.0)  # a slot that is empty on every rank needs finite numbers only
+    # A slot that is empty on every rank needs finite numbers only
+    weights = torch.where(total > 0.0, counts, 1.0)
     weights = weights / weights.sum(0)
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean) ** 2)).sum(0)
@@ -336,7 +349,12 @@ def _differentiable_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of input, weight and bias with their graph. Collective."""
     inputs = zip((input, weight, bias), ctx.needs_input_grad[:3], strict=True)
-    tensors = [tensor if needs else None for tensor, needs in inputs]
+    tensors = []
+    for tensor, needs in inputs:
+        if needs:
+            tensors.append(tensor)
+        else:
+            tensors.append(None)
     needed = [tensor for tensor in tensors if tensor is not None]
     with torch.enable_grad(), empty_slot(not ctx.counts):
         output = _normalise_by_parts(input, weight, bias, ctx.eps)
@@ -346,7 +364,9 @@ def _differentiable_gradients(
 
 def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Normalise as `_Normalise`, by operations that can be differentiated again. Collective."""
-    dims, shape, wide = _summed_dims(input), _channel_shape(input), _widened(input)
+    dims = _summed_dims(input)
+    shape = _channel_shape(input)
+    wide = _widened(input)
     counted = 1.0 if _FORWARD.counts else 0.0
     count = wide.new_full((1,), counted * input.numel() / input.shape[1])
     sums = _sum_with_graph(torch.cat([wide.sum(dims) * counted, count]))  # collective
@@ -362,11 +382,15 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
 
 
 def _widened(input: Tensor) -> Tensor:
-    return input.float() if input.dtype.itemsize < 4 else input
+    if input.dtype.itemsize < 4:
+        return input.float()
+    return input
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+    if tensor is None:
+        return None
+    return tensor.to(dtype)
 
 
 def _summed_dims(input: Tensor) -> list[int]:

@@ -61,7 +61,9 @@ def _setting(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
     """
 
     def read() -> Any:
-        return getattr(sys.modules[module], name) if module in sys.modules else unloaded()
+        if module in sys.modules:
+            return getattr(sys.modules[module], name)
+        return unloaded()
 
     def write(value: Any) -> None:
         if module in sys.modules:
@@ -81,7 +83,9 @@ def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
         return getattr(sys.modules.get(module), "_config", {}).get(name)
 
     def read() -> Any:
-        return entry().default if entry() else unloaded()
+        if entry():
+            return entry().default
+        return unloaded()
 
     def write(value: Any) -> None:
         if entry():
@@ -119,8 +123,10 @@ def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]
 
     They are written in this order: `torch.use_deterministic_algorithms` changes inductor's setting too.
     """
-    threads = 1 if device.type == "cpu" else None  # sums are split by thread count
-    searched = True if device.type == "cuda" else None  # search the fastest convolution for each shape
+    # Sums are split by thread count
+    threads = 1 if device.type == "cpu" else None
+    # Search the fastest convolution for each shape
+    searched = True if device.type == "cuda" else None
     return (
         (_DETERMINISTIC, (True, False), None),
         (_FILL, False, None),  # it fills new allocations with NaN
@@ -146,7 +152,8 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
         ConfigError: exact, but cuBLAS was started without a workspace that makes it deterministic. Nothing is changed.
     """
     torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = matmul != "highest"  # convolutions have their own setting, on by default
+    # Convolutions have their own setting, on by default
+    torch.backends.cudnn.allow_tf32 = matmul != "highest"
     _write_settings({switch: pinned if exact else plain for switch, pinned, plain in _table(device)})
     if not exact:
         _unpin_compiler()
@@ -186,7 +193,8 @@ def _change_compiler(values: Mapping[_ProcessSetting, Any]) -> None:
 
 def _write_settings(values: Mapping[_ProcessSetting, Any]) -> None:
     """Write each value; None restores the caller's, unless the caller has changed it since."""
-    current = [(switch, value, switch.read()) for switch, value in values.items()]  # one may change another
+    # One may change another
+    current = [(switch, value, switch.read()) for switch, value in values.items()]
     for switch, value, now in current:
         override = _overrides.pop(switch.name, None)
         if override is not None and override.ours != now:

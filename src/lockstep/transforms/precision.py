@@ -157,7 +157,10 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 def is_double(model: nn.Module) -> bool:
     """Whether all parameters that are not integers are in double precision."""
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()}
+    dtypes = set()
+    for p in model.parameters():
+        if p.is_floating_point() or p.is_complex():
+            dtypes.add(p.dtype)
     return bool(dtypes) and dtypes <= {*_DOUBLE}
 
 
@@ -186,19 +189,26 @@ def parameters_in(
         say: reports a line to the user if the model mixes dtypes that torch may refuse to multiply.
     """
     exempt = set(keep_dtype)
-    frozen = {
-        name: p
-        for name, p in model.named_parameters()
-        if p not in exempt
-        and not p.requires_grad
-        and p.dtype not in _DEFAULTS
-        and (p.is_floating_point() or p.is_complex())
-    }
-    tables = {name: b for name, b in _tables(model).items() if b not in exempt} if dtype is torch.bfloat16 else {}
+    frozen = {}
+    for name, p in model.named_parameters():
+        if (
+            p not in exempt
+            and not p.requires_grad
+            and p.dtype not in _DEFAULTS
+            and (p.is_floating_point() or p.is_complex())
+        ):
+            frozen[name] = p
+    if dtype is torch.bfloat16:
+        tables = {name: b for name, b in _tables(model).items() if b not in exempt}
+    else:
+        tables = {}
     unchanged = {*frozen.values(), *tables.values(), *exempt}
     if dtype is not torch.float64:
         named = [*model.named_parameters(), *model.named_buffers()]
-        double = [name for name, each in named if each.dtype in _DOUBLE and each not in unchanged]
+        double = []
+        for name, each in named:
+            if each.dtype in _DOUBLE and each not in unchanged:
+                double.append(name)
         _report_narrowed(double, dtype, say)
     wide = torch.complex128 if dtype is torch.float64 else torch.complex64
 
@@ -207,7 +217,9 @@ def parameters_in(
             return tensor
         if tensor.is_complex():
             return tensor.to(wide)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     model._apply(cast)  # type: ignore[no-untyped-call]  # as nn.Module.to does it
     if not mixes:
@@ -267,7 +279,9 @@ def autocast(model: nn.Module, dtype: torch.dtype, device_type: str, *, float32_
             # A context around the whole loss keeps the casts of weights. Those made here may have no graph (older
             # torch), so a forward with a graph that follows, as after a teacher's, would lose its gradients.
             torch.clear_autocast_cache()
-        return _in_float32(outputs) if float32_outputs else outputs
+        if float32_outputs:
+            return _in_float32(outputs)
+        return outputs
 
     model.forward = forward
     return model
@@ -276,13 +290,17 @@ def autocast(model: nn.Module, dtype: torch.dtype, device_type: str, *, float32_
 def _in_float32(value: Any) -> Any:
     """Convert tensors in half precision to float32, in tuples, lists and mappings too."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALVES else value
+        if value.dtype in HALVES:
+            return value.float()
+        return value
     if isinstance(value, Mapping):
         kind: Any = type(value)
         return kind({key: _in_float32(each) for key, each in value.items()})
     if isinstance(value, tuple | list):
         parts = [_in_float32(each) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return type(value)(parts)
     return value
 
 
@@ -295,7 +313,8 @@ class _Switch:
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Compute in the parameters' dtype within the context: models and tasks."""
-    before, _Switch.on = _Switch.on, False
+    before = _Switch.on
+    _Switch.on = False
     try:
         yield
     finally:
@@ -319,10 +338,13 @@ def task_in_precision(task: Task, precision: str, device_type: str, say: Callabl
     wraps = dtype is not None and task.autocast_scope == "loss"
 
     def context() -> AbstractContextManager[Any]:
-        return torch.autocast(device_type, dtype, enabled=_Switch.on) if wraps else nullcontext()
+        if wraps:
+            return torch.autocast(device_type, dtype, enabled=_Switch.on)
+        return nullcontext()
 
     def report(half: torch.dtype) -> None:
-        if precision != "bf16-true":  # where everything is in half precision, as asked for
+        # Where everything is in half precision, as asked for
+        if precision != "bf16-true":
             say(
                 f"the task's loss came in {_name(half)}, which rounds it to 2 or 3 digits: compute it in float32, from "
                 "the model's output.float()"

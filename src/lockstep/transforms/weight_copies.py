@@ -48,9 +48,12 @@ class WeightCopies:
     """
 
     def __init__(self, pairs: Sequence[_WeightCopy], dtype: torch.dtype, narrow: bool) -> None:
-        self.narrow, self._pairs, self._dtype = narrow, pairs, dtype
+        self.narrow = narrow
+        self._pairs = pairs
+        self._dtype = dtype
         self._on = False
-        self._versions: list[int] = []  # of the parameters at the last `write`; [] between steps
+        # Of the parameters at the last `write`; [] between steps
+        self._versions: list[int] = []
         for _, master, copy in pairs:
             if not narrow:
                 copy.register_post_accumulate_grad_hook(partial(_add, master))  # type: ignore[no-untyped-call]
@@ -88,7 +91,8 @@ class WeightCopies:
         copies._check_hooks()
         for module, attributes in modules.items():
             _attach(module, attributes, copies, copied)
-        size, count = sum(copy.numel() for copy in copied.values()), sum(p.numel() for p in names)
+        size = sum(copy.numel() for copy in copied.values())
+        count = sum(p.numel() for p in names)
         say(
             f"--weight-copies step: {len(copied)} of {len(names)} parameters have a copy, {size / count:.0%} of their "
             f"numbers ({bytes_text(copies.nbytes)})"
@@ -110,7 +114,8 @@ class WeightCopies:
         """Copy the parameters' values into the copies. Raises ConfigError for hooks on gradients, as `of`."""
         self._check_hooks()
         for _, master, copy in self._pairs:
-            if copy.requires_grad != master.requires_grad:  # frozen or unfrozen during the run
+            # Frozen or unfrozen during the run
+            if copy.requires_grad != master.requires_grad:
                 copy.requires_grad_(master.requires_grad)
         torch._foreach_copy_(self.tensors, [master for _, master, _ in self._pairs])
         self._versions = [master._version for _, master, _ in self._pairs]
@@ -126,7 +131,8 @@ class WeightCopies:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Multiply by the copies within the context, under autocast to their dtype."""
-        before, self._on = self._on, True
+        before = self._on
+        self._on = True
         try:
             yield
         finally:
@@ -157,7 +163,8 @@ class WeightCopies:
 
 def _add(master: Tensor, copy: Tensor) -> None:
     """Move the copy's gradient to the parameter's."""
-    gradient, copy.grad = copy.grad, None
+    gradient = copy.grad
+    copy.grad = None
     assert gradient is not None
     if master.grad is None:
         master.grad = gradient.to(master.dtype)

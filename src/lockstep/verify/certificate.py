@@ -106,11 +106,10 @@ def same_machine(content: dict[str, Any]) -> list[str]:
     """Describe how versions and hardware differ from the certificate's; [] if bits must agree."""
     about = run_dir.describe_process()
     keys = [("versions", key) for key in about["versions"]] + [("machine", "cpu")]
-    different = [
-        f"{key} {content[part].get(key)} there, {about[part][key]} here"
-        for part, key in keys
-        if content[part].get(key) != about[part][key]
-    ]
+    different = []
+    for part, key in keys:
+        if content[part].get(key) != about[part][key]:
+            different.append(f"{key} {content[part].get(key)} there, {about[part][key]} here")
     listed, present = ([device["name"] for device in each["devices"]] for each in (content, about))
     return different + ([f"devices {listed} there, {present} here"] if listed[:1] != present[:1] else [])
 
@@ -122,10 +121,9 @@ def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance
     tolerance the norms are compared.
     """
     expected = content["trace"]
-    steps = [
-        _compare_step(actual, record, tolerance)
-        for actual, record in zip(trace["steps"], expected["steps"], strict=False)
-    ]
+    steps = []
+    for actual, record in zip(trace["steps"], expected["steps"], strict=False):
+        steps.append(_compare_step(actual, record, tolerance))
     if len(steps) != len(expected["steps"]):
         text = f"{len(trace['steps'])} steps instead of {len(expected['steps'])}"
         return Difference(len(steps), "data", "steps", 0, text)
@@ -134,7 +132,8 @@ def against(content: dict[str, Any], trace: dict[str, Any], tolerance: Tolerance
 
 def _compare_step(actual: dict[str, Any], expected: dict[str, Any], tolerance: Tolerance) -> dict[str, Any]:
     """Compare this machine's record of a step with the certificate's, in the format of a rank's record."""
-    step, kinds = actual["step"], [kind for kind in TENSORS if kind in actual]
+    step = actual["step"]
+    kinds = [kind for kind in TENSORS if kind in actual]
     return actual | {kind: _compare_tensors(actual[kind], expected.get(kind), step, tolerance) for kind in kinds}
 
 
@@ -149,7 +148,10 @@ def _compare_tensors(
         if actual["digests"][name] == digests[name]:
             continue
         result["equal"] = False
-        norms = [actual["norms"][name], expected["norms"][name]] if expected else [0.0, 0.0]
+        if expected:
+            norms = [actual["norms"][name], expected["norms"][name]]
+        else:
+            norms = [0.0, 0.0]
         limit = -1.0 if tolerance is EXACT else tolerance.relative(step) * total
         if result["first"] is None and not abs(norms[0] - norms[1]) <= limit:
             difference = abs(norms[0] - norms[1])

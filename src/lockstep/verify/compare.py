@@ -63,7 +63,8 @@ class Traces:
 
 def traces_of(spec: RunSpec, reference: dict[str, Any], ranks: list[dict[str, Any]]) -> Traces:
     """Collect the traces of a finished run for `first_difference`."""
-    last, config = len(reference["steps"]) - 1, spec.request.config
+    last = len(reference["steps"]) - 1
+    config = spec.request.config
     drift = spec.tolerance.drift(last, Scales.of(reference["steps"], config)[last])
     return Traces(reference, ranks, spec.tolerance, config.optim.clip, drift)
 
@@ -84,8 +85,14 @@ def _changed(traces: Traces, step: int) -> Iterator[Difference]:
         if record["changed"]:
             kind, name = record["changed"][0]
             stage = {"optimizer": "optimizer state"}.get(kind, kind)
-            cause = " by the resume" if step in traces.ranks[0]["resumed"] else " outside the optimizer's update"
-            ranks = [peer for peer, step_record in traces.records(step) if [kind, name] in step_record["changed"]]
+            if step in traces.ranks[0]["resumed"]:
+                cause = " by the resume"
+            else:
+                cause = " outside the optimizer's update"
+            ranks = []
+            for peer, step_record in traces.records(step):
+                if [kind, name] in step_record["changed"]:
+                    ranks.append(peer)
             count = len({tuple(entry) for entry in record["changed"]})
             more = f" ({count} tensors)" if count > 1 else ""
             text = f"its bits changed after step {step} ended{cause}{more}"
@@ -111,7 +118,10 @@ def _data(traces: Traces, step: int) -> Iterator[Difference]:
 def _leaf(slot: dict[str, Any], reference: dict[str, Any] | None) -> str:
     """Name the micro-batch, and the first tensor of the batch that differs."""
     expected = reference["data"] if reference else {}
-    keys = [key for key in {**slot["data"], **expected} if slot["data"].get(key) != expected.get(key)]
+    keys = []
+    for key in {**slot["data"], **expected}:
+        if slot["data"].get(key) != expected.get(key):
+            keys.append(key)
     return f"micro-batch {slot['micro']}, batch{keys[0] if keys else ''}"
 
 
@@ -134,7 +144,8 @@ def _randomness(traces: Traces, step: int) -> Iterator[Difference]:
 
 def _forward(traces: Traces, step: int) -> Iterator[Difference]:
     for rank, slot, reference in traces.pairs(step):
-        actual, expected = slot["loss"], reference["loss"]
+        actual = slot["loss"]
+        expected = reference["loss"]
         if not traces.tolerance.close(step, actual, expected):
             text = f"the loss is {actual!r} instead of {expected!r}"
             yield Difference(step, "forward", f"micro-batch {slot['micro']}, loss", rank, text)
@@ -150,7 +161,9 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
         if slot["items"] != reference["items"]:
             text = f"{slot['items']} items instead of {reference['items']}"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, items", rank, text)
-        actual, expected_share = slot.get("share"), reference.get("share")  # of integers, so equal in any dtype
+        # of integers, so equal in any dtype
+        actual = slot.get("share")
+        expected_share = reference.get("share")
         if (
             actual is not None
             and expected_share is not None
@@ -160,7 +173,10 @@ def _normalisation(traces: Traces, step: int) -> Iterator[Difference]:
             text = f"an item has {times:.6g} times the weight of one of the step's {expected} items"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, loss / items", rank, text)
         if not traces.tolerance.close(step, slot["scaled"], reference["scaled"]):
-            share = slot["scaled"] / reference["scaled"] if reference["scaled"] else math.inf
+            if reference["scaled"]:
+                share = slot["scaled"] / reference["scaled"]
+            else:
+                share = math.inf
             text = f"backward gets {share:.6g} times the loss divided by the step's {expected} items"
             yield Difference(step, "normalisation", f"micro-batch {slot['micro']}, loss / items", rank, text)
     for rank, record in traces.records(step):
@@ -182,7 +198,8 @@ def _rates(traces: Traces, step: int) -> Iterator[Difference]:
         elif record["rates"] != expected["rates"]:
             text = f"the rates are {record['rates']} instead of {expected['rates']} at the same schedule factor"
             yield Difference(step, "optimizer", "learning rate", rank, text)
-    if same:  # an update at another rate cannot show the optimizer is wrong; the schedule comes next
+    # An update at another rate cannot show the optimizer is wrong; the schedule comes next
+    if same:
         yield from _tensors(traces, step, "weights", "optimizer")
 
 
@@ -196,7 +213,10 @@ def _schedule(traces: Traces, step: int) -> Iterator[Difference]:
 
 def _evaluation(traces: Traces) -> Iterator[Difference]:
     expected = traces.reference.get("evaluation")
-    results = [(trace["rank"], trace["evaluation"]) for trace in traces.ranks if "evaluation" in trace]
+    results = []
+    for trace in traces.ranks:
+        if "evaluation" in trace:
+            results.append((trace["rank"], trace["evaluation"]))
     if expected is None:
         return
     for name in ("items", "loss", *expected["metrics"]):
@@ -242,7 +262,10 @@ def _clipping(traces: Traces, step: int) -> Iterator[Difference]:
     bad = _badly_clipped(traces, step)
     if bad:
         rank, norm, length, expected = bad
-        effect = f"clipping to {traces.clip:g} leaves {expected:.6g}" if traces.clip else "it is not clipped"
+        if traces.clip:
+            effect = f"clipping to {traces.clip:g} leaves {expected:.6g}"
+        else:
+            effect = "it is not clipped"
         text = f"the norm is {norm:.6g}, so {effect}, but the length is {length:.6g}"
         yield Difference(step, "clipping", "all gradients", rank, text)
         yield from _gradients(traces, step, "clipping")
@@ -332,7 +355,10 @@ def _tensors(traces: Traces, step: int, kind: str, stage: str) -> Iterator[Diffe
             yield Difference(step, stage, part["first"]["name"], rank, _describe(part["first"]), ranks)
     for rank, part in records[1:]:
         first = records[0][1]["digests"]
-        names = [name for name, bits in part["digests"].items() if first.get(name, bits) != bits]
+        names = []
+        for name, bits in part["digests"].items():
+            if first.get(name, bits) != bits:
+                names.append(name)
         if names:
             text = f"its bits differ from the replica on rank {records[0][0]}"
             yield Difference(step, stage, names[0], rank, text)
@@ -343,8 +369,14 @@ def _describe(first: dict[str, Any]) -> str:
     actual, expected = first["values"]
     if isinstance(actual, str):
         return f"it is {actual} instead of {expected}"
-    place = f"[{', '.join(str(index) for index in first['at'])}]" if first["at"] else ""
-    limit = "no difference" if first["allowed"] <= 0 else f"{first['allowed']:.2g}"
+    if first["at"]:
+        place = f"[{', '.join(str(index) for index in first['at'])}]"
+    else:
+        place = ""
+    if first["allowed"] <= 0:
+        limit = "no difference"
+    else:
+        limit = f"{first['allowed']:.2g}"
     off = f"off by {first['difference']:.2g} where {limit} is allowed"
     return f"{place} is {actual!r} instead of {expected!r}; {off}".strip()
 

@@ -30,7 +30,8 @@ __all__ = [
 
 @final
 class RankSeed(Fault):
-    name, stage = "per-rank-seed", "randomness"
+    name = "per-rank-seed"
+    stage = "randomness"
     text = "each rank seeds its generators with seed + rank"
 
     def seed(self, seed: Seed, context: FaultContext) -> Seed:
@@ -39,7 +40,8 @@ class RankSeed(Fault):
 
 @final
 class TiedDropout(Fault):
-    name, stage = "rank-dropout", "randomness"
+    name = "rank-dropout"
+    stage = "randomness"
     text = "dropout draws from a generator that is seeded by the rank"
 
     def task(self, task: Task, context: FaultContext) -> Task:
@@ -59,20 +61,26 @@ class _RankDropoutTask(TaskWrapper):
 
 @final
 class OverlappingShards(Fault):
-    name, stage = "overlapping-data", "data"
+    name = "overlapping-data"
+    stage = "data"
     text = "every rank reads the samples of rank 0"
 
     def task(self, task: Task, context: FaultContext) -> Task:
-        config, world = context.config, context.world
-        size = config.micro_batch_size or default_micro_batch_size(config.batch_size)  # as `verify` cuts every run
+        config = context.config
+        world = context.world
+        # As `verify` cuts every run
+        size = config.micro_batch_size or default_micro_batch_size(config.batch_size)
         each = -(-config.batch_size // (size * world.size))
-        own = world.rank * each * size  # offset of this rank's samples in a step
+        # Offset of this rank's samples in a step
+        own = world.rank * each * size
         return _Reordered(task, lambda place: place - own * (place % config.batch_size >= own))
 
 
 @final
 class DroppedOnResume(Fault):
-    name, stage, moment = "dropped-sample", "data", "resume"
+    name = "dropped-sample"
+    stage = "data"
+    moment = "resume"
     text = "a resume skips one sample"
 
     def task(self, task: Task, context: FaultContext) -> Task:
@@ -96,7 +104,8 @@ class _Reordered(TaskWrapper):
 
 class _MappedOrder:
     def __init__(self, inner: SizedOrder, move: Callable[[Indices], Indices]) -> None:
-        self._inner, self._move = inner, move
+        self._inner = inner
+        self._move = move
 
     def __len__(self) -> int:
         return self._inner.size
@@ -112,7 +121,9 @@ class _MappedOrder:
 
 @final
 class PaddedEvaluation(Fault):
-    name, stage, moment = "padded-evaluation", "evaluation", "end"
+    name = "padded-evaluation"
+    stage = "evaluation"
+    moment = "end"
     text = "the evaluation set is padded with duplicates that count in the loss"
 
     def evaluation(self, batches: Batches, context: FaultContext) -> Any:
@@ -123,11 +134,15 @@ class _PaddedBatches:
     """Batches plus a repeated micro-batch on every rank, which counts on the last."""
 
     def __init__(self, inner: Batches, context: FaultContext) -> None:
-        self._inner, self._counts = inner, float(context.is_target_rank)
-        self.step_plan, self.slots, self.slots_in_all = inner.step_plan, inner.slots, inner.slots_in_all
+        self._inner = inner
+        self._counts = float(context.is_target_rank)
+        self.step_plan = inner.step_plan
+        self.slots = inner.slots
+        self.slots_in_all = inner.slots_in_all
 
     def micro(self, start: int) -> Iterator[tuple[int, MicroBatch]]:
-        step, micro = start, None
+        step = start
+        micro = None
         for pair in self._inner.micro(start):
             step, batch = pair
             micro = batch if batch.weight or micro is None else micro
@@ -138,7 +153,8 @@ class _PaddedBatches:
 
 @final
 class LocalBatchNorm(Fault):
-    name, stage = "local-batchnorm", "buffers"
+    name = "local-batchnorm"
+    stage = "buffers"
     text = "a running mean like BatchNorm's covers this rank's micro-batches only"
 
     everywhere = True  # the single process has the layer too, and sees every micro-batch
@@ -163,7 +179,8 @@ class _RunningMeanTask(TaskWrapper):
 @torch.no_grad()
 def _average(module: nn.Module, _: Any, output: Any) -> None:
     """Update a running mean in a forward hook, with momentum 0.1 as in torch.nn.BatchNorm1d."""
-    while not isinstance(output, Tensor):  # the first tensor of a tuple or of a Hugging Face output
+    # The first tensor of a tuple or of a Hugging Face output
+    while not isinstance(output, Tensor):
         output = next(iter(output.values() if hasattr(output, "values") else output))
     if module.training:
         mean = module.get_buffer("running_mean")
@@ -197,7 +214,8 @@ class _StepCounter(EngineWrapper):
 
 @final
 class RankWeights(Fault):
-    name, stage = "per-rank-weights", "initial weights"
+    name = "per-rank-weights"
+    stage = "initial weights"
     text = "the last rank starts with other weights"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -210,7 +228,9 @@ class RankWeights(Fault):
 
 @final
 class OtherRate(Fault):
-    name, stage, moment = "other-rate", "optimizer", "step"
+    name = "other-rate"
+    stage = "optimizer"
+    moment = "step"
     text = "the last rank has another learning rate"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -231,7 +251,9 @@ class _RateEngine(_StepCounter):
 
 @final
 class ExtraStep(Fault):
-    name, stage, moment = "extra-step", "optimizer", "step"
+    name = "extra-step"
+    stage = "optimizer"
+    moment = "step"
     text = "the last rank updates twice"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -250,7 +272,8 @@ class _DoubleUpdate(_StepCounter):
             return super().step(factor, limit, momentum, evaluate)
 
         def again(optimizer: Any, *_: Any) -> None:
-            handle.remove()  # the innermost optimizer ends first; only it steps once more, without its peers
+            # The innermost optimizer ends first; only it steps once more, without its peers
+            handle.remove()
             optimizer.step()
 
         handle = register_optimizer_step_post_hook(again)
@@ -259,7 +282,9 @@ class _DoubleUpdate(_StepCounter):
 
 @final
 class BitFlip(Fault):
-    name, stage, moment = "bit-flip", "weights", "step"
+    name = "bit-flip"
+    stage = "weights"
+    moment = "step"
     text = "one bit of one parameter flips on the last rank, between two steps"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -273,14 +298,17 @@ class _BitFlipEngine(_StepCounter):
         if self.is_due and not self.flipped:
             self.flipped = True
             parameter = next(local_of(p) for p in self.context.parameters() if local_of(p).numel())
-            first = parameter.as_strided((1,), (1,))  # of its memory, in whatever order it is
+            # Of its memory, in whatever order it is
+            first = parameter.as_strided((1,), (1,))
             first.view(torch.uint8)[0] ^= 1  # the lowest bit
         return self.inner.accumulate(last, counts)
 
 
 @final
 class UnsentGradient(Fault):
-    name, stage, moment = "unsent-gradient", "reduction", "step"
+    name = "unsent-gradient"
+    stage = "reduction"
+    moment = "step"
     text = "the all-reduce misses the gradient of one micro-batch of the last rank"
 
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -293,13 +321,15 @@ class _UnsentEngine(_StepCounter):
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self.is_due and not self.dropped and weight:
             self.dropped = True
-            loss = loss * 0.0  # a weight of 0 would make this an empty slot, whose buffers do not count either
+            # A weight of 0 would make this an empty slot, whose buffers do not count either
+            loss = loss * 0.0
         self.inner.backward(loss, weight)
 
 
 @final
 class RankAverage(Fault):
-    name, stage = "rank-average", "normalisation"
+    name = "rank-average"
+    stage = "normalisation"
     text = "each rank divides by its own items, and the ranks' gradients are averaged"
 
     def outside(self, engine: Engine, context: FaultContext) -> Engine:
@@ -321,7 +351,8 @@ class _RankMeanEngine(_StepCounter):
 
 @final
 class ClipBeforeUnscale(Fault):
-    name, stage = "clip-before-unscale", "clipping"
+    name = "clip-before-unscale"
+    stage = "clipping"
     text = "scaled gradients are clipped before they are unscaled"
     scale = 2.0**16
 
@@ -331,7 +362,8 @@ class ClipBeforeUnscale(Fault):
     def check(self, config: Config, steps: int, resume: int) -> None:
         if not config.optim.clip:
             raise ConfigError(f"--plant {self.name} needs clipping; set --optim.clip above 0")
-        if config.precision == "fp16":  # both scales together overflow, which shows first
+        # Both scales together overflow, which shows first
+        if config.precision == "fp16":
             raise ConfigError(
                 f"--plant {self.name} conflicts with the loss scaling of --precision fp16; use another precision"
             )
@@ -340,10 +372,15 @@ class ClipBeforeUnscale(Fault):
         optimizers: list[Any] = []
 
         def unscale(optimizer: Any, *_: Any) -> None:
-            if optimizers and optimizers[0] is not optimizer:  # nested optimizers: the outermost has all parameters
+            # Nested optimizers: the outermost has all parameters
+            if optimizers and optimizers[0] is not optimizer:
                 return
             optimizers[:] = [optimizer]
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients = []
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        gradients.append(p.grad)
             for gradient in gradients:
                 local_of(gradient).div_(self.scale)
 
@@ -358,7 +395,8 @@ class ClipBeforeUnscale(Fault):
 class _ScaledEngine(EngineWrapper):
     def __init__(self, inner: Engine, scale: float, reset: Callable[[], None]) -> None:
         super().__init__(inner)
-        self._scale, self._reset = scale, reset
+        self._scale = scale
+        self._reset = reset
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         self.inner.backward(loss, weight * self._scale)
@@ -379,7 +417,9 @@ class _ScaledEngine(EngineWrapper):
 
 @final
 class SwappedState(Fault):
-    name, stage, moment = "swapped-state", "optimizer state", "resume"
+    name = "swapped-state"
+    stage = "optimizer state"
+    moment = "resume"
     text = "after a resume the last rank has another rank's shard of the optimizer state"
 
     def check(self, config: Config, steps: int, resume: int) -> None:
@@ -389,7 +429,10 @@ class SwappedState(Fault):
     def inside(self, engine: Engine, context: FaultContext) -> Engine:
         if context.resumed:
             state = engine.state_dict()  # may be collective
-            moments = [local_of(t) for name, t in state.items() if context.is_target_rank and name.endswith("/exp_avg")]
+            moments = []
+            for name, t in state.items():
+                if context.is_target_rank and name.endswith("/exp_avg"):
+                    moments.append(local_of(t))
             for moment in (m for m in moments if m.numel() > 1):
                 moment.copy_(moment.flatten().roll(moment.numel() // 2).view_as(moment))
         return engine

@@ -69,10 +69,14 @@ class StepRecorder:
         self.steps: list[dict[str, Any]] = []
         self.dtypes = DtypeTracker()
         self.ended = before
-        self._tracks_dtypes, self._one_update = tracks_dtypes, one_update
-        self._model, self._reference, self._device = model, reference, device
+        self._tracks_dtypes = tracks_dtypes
+        self._one_update = one_update
+        self._model = model
+        self._reference = reference
+        self._device = device
         self._buffers = {name for name, _ in model.named_buffers()}
-        self._slot, self._checked = -1, 0
+        self._slot = -1
+        self._checked = 0
         self._optimizer: Any = None
         self._first: Any = None
         self._groups: list[Any] = []
@@ -81,9 +85,9 @@ class StepRecorder:
     def watch(self, step_loader: StepLoader) -> Iterator[tuple[int, list[MicroBatch]]]:
         """Wrap the batches, and record the content of each step's micro-batches."""
         for step, micro in step_loader:
-            slots = [
-                {"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))} for b in micro
-            ]
+            slots = []
+            for b in micro:
+                slots.append({"micro": b.index, "weight": b.weight, "items": b.items, "data": dict(_digests(b.data))})
             self._slot = -1
             self.steps.append({"step": step, "slots": slots, "changed": [], "updates": 0, "rates": []})
             yield step, micro
@@ -93,16 +97,19 @@ class StepRecorder:
 
         def seed_and_record(step: int, index: int) -> None:
             seed_generators(step, index)
-            if index < 0 or self.updates:  # a loss over the whole step belongs to no micro-batch
+            # A loss over the whole step belongs to no micro-batch
+            if index < 0 or self.updates:
                 return
-            self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])  # each pass begins with the first
+            # Each pass begins with the first
+            self._slot = (self._slot + 1) % len(self.steps[-1]["slots"])
             self._present["seeded"] = _generators(self._device)
 
         return seed_and_record
 
     def close(self, record: StepRecord) -> None:
         """Add the loop's record of the step. Waits for the device."""
-        step, losses = self.steps[-1], iter(record.losses)
+        step = self.steps[-1]
+        losses = iter(record.losses)
         step |= {"items": record.items, "factor": record.factor}
         for slot in step["slots"]:
             # A loss over the whole step is reported once. Waits for the device.
@@ -132,7 +139,8 @@ class StepRecorder:
         if self._slot or self._checked == len(self.steps):
             return None
         self._checked = len(self.steps)
-        step, state = self.steps[-1], self._state()
+        step = self.steps[-1]
+        state = self._state()
         if self.ended is None:
             step["initial"] = self._reference.record("initial", step["step"], state["weights"] + state["buffers"])
         else:
@@ -142,7 +150,9 @@ class StepRecorder:
                 for name, tensor in state[kind]
                 if self.ended[kind].get(name) != digest(local_of(tensor))
             ]
-        return self.dtypes if self._tracks_dtypes and len(self.steps) == 1 else None
+        if self._tracks_dtypes and len(self.steps) == 1:
+            return self.dtypes
+        return None
 
     def scaled(self, loss: Tensor, weight: float) -> None:
         """Record the loss passed to `backward`, its weight, and the generators after the forward."""
@@ -153,12 +163,14 @@ class StepRecorder:
 
     def update(self, step: Callable[[], StepResult]) -> StepResult:
         """Run the engine's step, and record its result and the state."""
-        self._armed, self._optimizer = True, None
+        self._armed = True
+        self._optimizer = None
         try:
             result = step()
         finally:
             self._armed = False
-        present, state = self.steps[-1], self._state()
+        present = self.steps[-1]
+        state = self._state()
         present["norm"] = float(result.norm)  # waits for the device
         present["applied"] = result.applied
         for kind in _KINDS:
@@ -172,7 +184,8 @@ class StepRecorder:
 
     def _state(self) -> dict[str, Named]:
         state: dict[str, Named] = {kind: [] for kind in (*_KINDS, "persistent")}
-        for name, tensor in self.engine.state_dict().items():  # may be collective
+        # May be collective
+        for name, tensor in self.engine.state_dict().items():
             part, _, key = name.partition("/")
             if part != "model":
                 state["optimizer"].append((name, tensor))
@@ -189,12 +202,18 @@ class StepRecorder:
         """
         if not self._armed or self._optimizer not in (None, optimizer):
             return
-        step, begins = self.steps[-1], self._optimizer is None
+        step = self.steps[-1]
+        begins = self._optimizer is None
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if begins:
-            self._optimizer, self._first, self._groups = optimizer, first, []
+            self._optimizer = optimizer
+            self._first = first
+            self._groups = []
         step["updates"] += first is self._first
-        fresh = [group for group in optimizer.param_groups if not any(group is known for known in self._groups)]
+        fresh = []
+        for group in optimizer.param_groups:
+            if not any(group is known for known in self._groups):
+                fresh.append(group)
         self._groups += fresh
         step["rates"] += [float(group["lr"]) for group in fresh]
         if fresh and "betas" in fresh[0]:
@@ -204,12 +223,17 @@ class StepRecorder:
 
     def _before_first(self, step: dict[str, Any]) -> None:
         trainable = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        gradients = [(n, p.grad) for n, p in trainable if p.grad is not None and self._one_update]
-        if gradients:  # some engines store them elsewhere: then the norm and the updated weights are compared
+        gradients = []
+        for n, p in trainable:
+            if p.grad is not None and self._one_update:
+                gradients.append((n, p.grad))
+        # Some engines store them elsewhere: then the norm and the updated weights are compared
+        if gradients:
             step["gradient"] = self._reference.record("gradient", step["step"], gradients)
             step["gradient_dtype"] = coarsest(gradient.dtype for _, gradient in gradients)
         if self.ended:
-            digests, local = self.ended["held"], [(name, local_of(p)) for name, p in trainable]
+            digests = self.ended["held"]
+            local = [(name, local_of(p)) for name, p in trainable]
             step["changed"] += [
                 ["weights", n] for n, p in local if n in digests and p.numel() and digests[n] != digest(p)
             ]

@@ -79,7 +79,9 @@ class TensorStore:
 
     def write(self, kind: str, step: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write whole tensors of any device and dtype, one at a time through the host."""
-        path, index, offset = self._path(kind, step), {}, 0
+        path = self._path(kind, step)
+        index = {}
+        offset = 0
         with path.open("wb") as file:
             for name, tensor in tensors:
                 raw = bytes_of(tensor)
@@ -107,13 +109,15 @@ class ReferenceWriter:
     """Writer for the reference: tensors go to the store, digests and norms into the record."""
 
     def __init__(self, store: TensorStore, steps: int) -> None:
-        self._store, self._steps = store, steps
+        self._store = store
+        self._steps = steps
 
     def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
         if kind == "initial":
             self._check_room(sum(tensor.nbytes for _, tensor in tensors))
         self._store.write(kind, step, tensors)
-        norms = {name: math.sqrt(square(t.cpu())) for name, t in tensors}  # waits for the device
+        # Waits for the device
+        norms = {name: math.sqrt(square(t.cpu())) for name, t in tensors}
         digests = {name: digest(tensor) for name, tensor in tensors}
         return {"digests": digests, "norms": norms, "square": math.fsum(n * n for n in norms.values())}
 
@@ -123,7 +127,8 @@ class ReferenceWriter:
         Raises:
             ConfigError: they do not.
         """
-        required, free = size * (4 * self._steps + 4), self._store.free
+        required = size * (4 * self._steps + 4)
+        free = self._store.free
         if free < required:
             raise ConfigError(
                 f"--scratch: the verification needs {required / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; choose "
@@ -146,15 +151,20 @@ class ReferenceComparer:
     """
 
     def __init__(self, store: TensorStore, steps: list[dict[str, Any]], tolerance: Tolerance, config: Config) -> None:
-        self._store, self._tolerance = store, tolerance
+        self._store = store
+        self._tolerance = tolerance
         self._scales = Scales.of(steps, config)
 
     def record(self, kind: str, step: int, tensors: Named) -> dict[str, Any]:
-        second = self._store.read("optimizer", step) if kind == "weights" and not self._tolerance.exact else None
+        if kind == "weights" and not self._tolerance.exact:
+            second = self._store.read("optimizer", step)
+        else:
+            second = None
         return compare(tensors, self._store.read(kind, step), partial(self._limit, kind, step, second))
 
     def fingerprint(self, model: dict[str, Tensor]) -> str:
-        return ""  # every tensor is compared, and a sharded model's would have to be gathered
+        # Every tensor is compared, and a sharded model's would have to be gathered
+        return ""
 
     def _limit(
         self, kind: str, step: int, second: StoredTensors | None, name: str, expected: Tensor, block: TensorBox
@@ -163,10 +173,17 @@ class ReferenceComparer:
         tolerance = EXACT if kind == "initial" else self._tolerance
         if tolerance.exact or not expected.is_floating_point() or name.endswith("/step"):
             return -1.0
-        scales, relative = self._scales[step], tolerance.relative(step) if kind != "buffers" else tolerance.bound(step)
+        scales = self._scales[step]
+        if kind != "buffers":
+            relative = tolerance.relative(step)
+        else:
+            relative = tolerance.bound(step)
         if kind == "weights":
             moment = f"optimizer/{name}/exp_avg_sq"
-            part = cut(_real(second[moment]), block) if second is not None and moment in second.names else None
+            if second is not None and moment in second.names:
+                part = cut(_real(second[moment]), block)
+            else:
+                part = None
             return tolerance.weights(step, expected, part, scales)
         if name.endswith("/exp_avg_sq"):
             return 4.0 * relative * scales.norm**2
@@ -195,7 +212,8 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
         "missing": names on one side only.
     """
     result: dict[str, Any] = {"digests": {}, "first": None, "largest": [0.0, ""], "equal": True, "missing": []}
-    result["parts"], result["offsets"] = {}, {}
+    result["parts"] = {}
+    result["offsets"] = {}
     result["apart"] = 0.0
     names = set()
     for name, tensor in tensors:
@@ -214,9 +232,11 @@ def compare(tensors: Iterable[tuple[str, Tensor]], expected: StoredTensors, limi
             result["first"] = result["first"] or _shape_difference(name, tensor, full)
             result["equal"] = False
             continue
-        if full.is_complex():  # one dimension more: the real and the imaginary part
+        # One dimension more: the real and the imaginary part
+        if full.is_complex():
             block = TensorBox((*block.offsets, 0), (*block.shape, 2))
-        part, expected_part = _real(part), cut(_real(full), block)
+        part = _real(part)
+        expected_part = cut(_real(full), block)
         result["parts"][name] = _tally(part, expected_part)
         if not _is_full(tensor):
             result["offsets"][name] = list(block.offsets)
@@ -239,16 +259,22 @@ def cut(tensor: Tensor, block: TensorBox) -> Tensor:
 
 
 def _shape_difference(name: str, actual: Tensor, expected: Tensor) -> dict[str, Any]:
-    kinds = [f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for tensor in (actual, expected)]
+    kinds = []
+    for tensor in (actual, expected):
+        kinds.append(f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch."))
     return {"name": name, "values": kinds, "at": [], "difference": math.inf, "allowed": 0.0}
 
 
 def _tally(part: Tensor, expected_part: Tensor) -> list[float]:
     """Sum the squares of a part, of the reference's, and their product; zeros for integers."""
-    own, expected, product = 0.0, 0.0, 0.0
+    own = 0.0
+    expected = 0.0
+    product = 0.0
     if part.is_floating_point():
         for _, a, b in _pieces(part, expected_part):
-            own, expected, product = own + float(a @ a), expected + float(b @ b), product + float(a @ b)
+            own = own + float(a @ a)
+            expected = expected + float(b @ b)
+            product = product + float(a @ b)
     return [own, expected, product]
 
 
@@ -260,10 +286,14 @@ def _difference(
         return 0.0
     result["equal"] = False
     limit = limit_of(name, expected_part, block)
-    worst, size, error, allowed_square = (-1.0, 0), 0.0, 0.0, 0.0
+    worst = (-1.0, 0)
+    size = 0.0
+    error = 0.0
+    allowed_square = 0.0
     for place, a, b in _pieces(part, expected_part):
         errors = (a - b).abs()
-        if not errors.isfinite().all():  # inf - inf, or a nan with other bits: count it as different
+        # Inf - inf, or a nan with other bits: count it as different
+        if not errors.isfinite().all():
             errors = torch.where(errors.isfinite(), errors, math.inf)
         at = int(errors.argmax())
         worst = max(worst, (float(errors[at]), -(place.start + at)))
@@ -275,7 +305,10 @@ def _difference(
     relative = worst[0] / size if size else math.inf
     if relative > result["largest"][0]:
         result["largest"] = [relative, name]
-    limit_norm = limit if isinstance(limit, float) else math.sqrt(allowed_square)
+    if isinstance(limit, float):
+        limit_norm = limit
+    else:
+        limit_norm = math.sqrt(allowed_square)
     if result["first"] is None and not math.sqrt(error) <= limit_norm:
         flat = -worst[1]
         values = [float(part.reshape(-1)[flat]), float(expected_part.reshape(-1)[flat])]
@@ -286,7 +319,8 @@ def _difference(
 
 def _pieces(first: Tensor, second: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (slice, piece of the first, piece of the second) in float64, without converting a full tensor."""
-    flat_first, flat_second = first.reshape(-1), second.reshape(-1)
+    flat_first = first.reshape(-1)
+    flat_second = second.reshape(-1)
     for start in range(0, flat_first.numel(), PIECE_SIZE):
         place = slice(start, start + PIECE_SIZE)
         yield place, flat_first[place].double(), flat_second[place].double()
@@ -309,4 +343,6 @@ def square(tensor: Tensor) -> float:
 
 def _real(tensor: Tensor) -> Tensor:
     """View a complex tensor with real and imaginary parts as a last dimension; return others unchanged."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor

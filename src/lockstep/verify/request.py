@@ -93,7 +93,10 @@ class Fault:
         everywhere: whether the single process has it too, where it is harmless.
     """
 
-    name, text, stage, moment = "", "", "", "start"
+    name = ""
+    text = ""
+    stage = ""
+    moment = "start"
     everywhere = False
 
     def check(self, config: Config, steps: int, resume: int) -> None:
@@ -179,7 +182,9 @@ class VerifyRequest:
     @property
     def resume(self) -> int:
         """Step after which every combination is saved, ended and resumed."""
-        return self.steps // 2 if self.resume_at is None else self.resume_at
+        if self.resume_at is None:
+            return self.steps // 2
+        return self.resume_at
 
     @property
     def fault_step(self) -> int:
@@ -187,7 +192,8 @@ class VerifyRequest:
         if self.plant_at is not None:
             return self.plant_at - 1
         usual = min(2, self.steps - 1)
-        return max(0, usual - (usual == self.resume))  # not where a resume could be mistaken for it
+        # Not where a resume could be mistaken for it
+        return max(0, usual - (usual == self.resume))
 
     def resolved(self) -> "VerifyRequest":
         """Fill in the defaults, and turn off sinks and early stops."""
@@ -234,7 +240,9 @@ class RunSpec:
     @property
     def resume(self) -> int:
         """Step before which the run is saved, ended and resumed; 0: never, as for the reference."""
-        return self.request.resume if self.reference and not self.disturbed else 0
+        if self.reference and not self.disturbed:
+            return self.request.resume
+        return 0
 
 
 def combine(engines: Sequence[str], world_sizes: Sequence[int], compiled: bool) -> list[Combination]:
@@ -311,7 +319,10 @@ def run_spec(
     """
     exact = request.config.exact and combination.compiled and combination != _COMPILED
     reference = "reference-compiled" if exact else "reference"
-    planted = fault if fault.everywhere or combination.world_size > 1 else Fault()
+    if fault.everywhere or combination.world_size > 1:
+        planted = fault
+    else:
+        planted = Fault()
     eager = combination.compiled and reference == "reference"
     tolerance = EXACT
     if combination != REFERENCE:
@@ -367,7 +378,9 @@ class Difference:
     @property
     def number(self) -> int:
         """Number of the step for users, from 1."""
-        return self.step if self.stage.startswith("evaluation") else self.step + 1
+        if self.stage.startswith("evaluation"):
+            return self.step
+        return self.step + 1
 
 
 @dataclass(frozen=True)
@@ -402,7 +415,10 @@ class TableRow:
         if self.verdict == "close":
             largest, tensor = self.largest
             size = f"within rounding: {f'{largest:.1e} at most, in {tensor}' if tensor else 'equal weights at the end'}"
-            under = f"{self.hidden:.2g}" if self.hidden < _PERCENT_FROM else f"{self.hidden:.2%}"
+            if self.hidden < _PERCENT_FROM:
+                under = f"{self.hidden:.2g}"
+            else:
+                under = f"{self.hidden:.2%}"
             return f"{size}; a difference below {under} of the gradient's norm would not show"
         if self.difference:
             return _describe(self.difference, with_rank=self.combination.world_size > 1)
@@ -439,7 +455,9 @@ class VerifyTable:
 
     def __str__(self) -> str:
         width = max((len(str(row.combination)) for row in self.rows), default=0)
-        lines = [f"  {'ok' if row.ok else '--':<3} {row.combination!s:<{width}}  {row.text}" for row in self.rows]
+        lines = []
+        for row in self.rows:
+            lines.append(f"  {'ok' if row.ok else '--':<3} {row.combination!s:<{width}}  {row.text}")
         notes = [f"  {note}" for note in self.notes]
         return "\n".join([self.title, *lines, *notes])
 
@@ -448,7 +466,10 @@ def _describe(difference: Difference, *, with_rank: bool) -> str:
     """Describe a difference; `with_rank`: several ranks ran, so name the wrong ones."""
     peers = [rank for rank in difference.ranks if rank != difference.rank]
     also = f" (and {listed(peers)})" if peers else ""
-    rank = f"rank {difference.rank}{also}, " if with_rank and difference.rank >= 0 else ""
+    if with_rank and difference.rank >= 0:
+        rank = f"rank {difference.rank}{also}, "
+    else:
+        rank = ""
     return (
         f"DIFFERENT from step {difference.number}, {rank}{difference.where}: {difference.text}. "
         f"Cause: {difference.stage}: {STAGES[difference.stage]}"

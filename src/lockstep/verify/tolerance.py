@@ -86,12 +86,14 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         digests = [digest(tensor) for tensor in _tensors(result) if not tensor.is_meta]
-        if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):  # uninitialised memory
+        # Uninitialised memory
+        if digests and not str(function).startswith(("aten.empty", "aten.new_empty")):
             self.lines.append((self._inside[-1] if self._inside else "", str(function), digests))
         return result
 
     def _leave(self) -> None:
-        self._inside.pop()  # and returns None: a forward hook's value would replace the output
+        # And returns None: a forward hook's value would replace the output
+        self._inside.pop()
 
 
 def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Line] | None:
@@ -101,9 +103,12 @@ def first_unequal(first: list[Line], second: list[Line]) -> tuple[int, Line, Lin
             return place, line, other_line
     if len(first) == len(second):
         return None
-    longer, place = max(first, second, key=len), min(len(first), len(second))
+    longer = max(first, second, key=len)
+    place = min(len(first), len(second))
     ended: Line = ("", "the end", [])
-    return (place, longer[place], ended) if longer is first else (place, ended, longer[place])
+    if longer is first:
+        return (place, longer[place], ended)
+    return (place, ended, longer[place])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -192,7 +197,10 @@ class Tolerance:
         """
         flat, moments = expected.reshape(-1), None if second is None else second.reshape(-1)
         unbiased = 1.0 - scales.beta2 ** (step + 1)
-        typical = 0.0 if moments is None else math.sqrt(max(0.0, _mean(moments) / unbiased))
+        if moments is None:
+            typical = 0.0
+        else:
+            typical = math.sqrt(max(0.0, _mean(moments) / unbiased))
         error = self.bound(step) * typical + self._noise(step) * scales.norm
 
         def largest(place: slice) -> Tensor:
@@ -209,7 +217,9 @@ class Tolerance:
 
         The loss does not depend on it, but the running mean, and so the evaluation, does.
         """
-        return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps) if self.terms else 0.0
+        if self.terms:
+            return scales.travel * min(_TRAVEL, 2.0 * self._noise(step) * scales.norm / scales.eps)
+        return 0.0
 
     def _noise(self, step: int) -> float:
         """Return the error of a gradient element that is only rounding, as a share of the gradient's norm."""
@@ -264,7 +274,11 @@ def tolerance_of(
     if config.matmul_precision != "highest" and config.device != "cpu":
         inner = max(inner, 2.0**-11)  # TF32
     terms = config.micro_batches + world_size + _KERNEL_TERMS * other_kernels
-    precision = "float32" if config.precision == "auto" else config.precision  # see VerifyRequest.resolved
+    # see VerifyRequest.resolved
+    if config.precision == "auto":
+        precision = "float32"
+    else:
+        precision = config.precision
     sums = unit_roundoff(str(PARAMETERS[precision]))
     return Tolerance(terms, sums, inner, other_kernels, () if other_kernels else measured)
 

@@ -106,10 +106,12 @@ def _executor_for(config: Config, scratch: str) -> Executor:
 class LocalExecutor:
     """Executor that starts the processes of each world size on this machine and writes their output to `folder`."""
 
-    is_main, world_size = True, 0
+    is_main = True
+    world_size = 0
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self.folder, self._config = folder, config
+        self.folder = folder
+        self._config = config
 
     def run(self, specs: Sequence[RunSpec]) -> None:
         self._start(run_rank, specs[0].combination.world_size, list(specs))
@@ -131,7 +133,8 @@ class TorchrunExecutor:
 
     def __init__(self, config: Config, scratch: str) -> None:
         self._world = world = World.join(config.device, config.timeout)
-        self.is_main, self.world_size = world.is_main, world.size
+        self.is_main = world.is_main
+        self.world_size = world.size
         path = on_all_ranks(world, lambda: str(_new_folder(scratch)) if world.is_main else "")
         self.folder = Path(world.gather(path)[0])
         on_all_ranks(world, lambda: _check_visible(self.folder))
@@ -204,25 +207,30 @@ class Verification:
     """Running verification: the reference, its repeat, then all others by world size."""
 
     def __init__(self, request: VerifyRequest, executor: Executor, against: dict[str, Any] | None = None) -> None:
-        self._request, self._executor, self._against = request, executor, against
+        self._request = request
+        self._executor = executor
+        self._against = against
         self._fault = fault(request.plant)
         self._rows: dict[Combination, TableRow] = {}
         self._reference: dict[str, Any] = {}
         self._measured: tuple[float, ...] = ()
-        self._needs_work = False  # nobody asked for a cut, so one that leaves a rank idle proves nothing
+        # Nobody asked for a cut, so one that leaves a rank idle proves nothing
+        self._needs_work = False
 
     def table(self) -> VerifyTable:
         """Run and compare all combinations. Raises as `lockstep.verify` does."""
         combinations = self._combinations()
         self._run_reference(combinations)
-        self._refuse(combinations)  # a second time: the micro-batch size is known now
+        # A second time: the micro-batch size is known now
+        self._refuse(combinations)
         table = VerifyTable(
             _title(self._request), notes=[*self._notes(), *_idle_note(combinations, self._request.config)]
         )
         self._measured = measured_rounding(self._request, self._executor, self._fault, self._reference)
         self._run([combination for combination in combinations if combination == REFERENCE])
         repeat = self._rows[REFERENCE]
-        if repeat.difference:  # a difference of another combination could not be distinguished from this
+        # A difference of another combination could not be distinguished from this
+        if repeat.difference:
             table.notes = self._kept_notes() or [_explain(repeat.difference, self._spec(REFERENCE), self._executor)]
             table.difference = _nondeterminism(repeat.difference)
             table.rows = [dataclasses.replace(repeat, difference=table.difference)]
@@ -242,7 +250,8 @@ class Verification:
 
     def _combinations(self) -> list[Combination]:
         """List all combinations. One that cannot run here gets a row, or an error."""
-        request, own = self._request, self._executor.world_size
+        request = self._request
+        own = self._executor.world_size
         combinations = combine(request.engines, [own] if own else request.world_sizes, request.compile)
         if own:  # with one process, only combinations that need no launcher
             combinations = [
@@ -284,7 +293,10 @@ class Verification:
             self._request.config.batch_size // self._reference["micro_batches"]
         )
         worlds = [entry.world_size for entry in combinations if entry not in self._rows]
-        size = _busy_size(self._request.config.batch_size, chosen, worlds) if is_open else chosen
+        if is_open:
+            size = _busy_size(self._request.config.batch_size, chosen, worlds)
+        else:
+            size = chosen
         config = dataclasses.replace(self._request.config, micro_batch_size=size)
         self._request = dataclasses.replace(self._request, config=config)
         self._needs_work = is_open
@@ -332,11 +344,13 @@ class Verification:
 
     def _repeat_different(self) -> None:
         """Repeat combinations that differ: one that differs from its repeat is nondeterministic, not wrong."""
-        different = (
-            [] if self._request.plant else [combination for combination, row in self._rows.items() if row.difference]
-        )
+        if self._request.plant:
+            different = []
+        else:
+            different = [combination for combination, row in self._rows.items() if row.difference]
         for combination in different:
-            spec, difference = self._spec(combination), self._rows[combination].difference
+            spec = self._spec(combination)
+            difference = self._rows[combination].difference
             repeat = dataclasses.replace(spec, key=f"{spec.key}-again")
             try:
                 self._executor.run([repeat])
@@ -353,10 +367,21 @@ class Verification:
     def _row(self, combination: Combination, traces: list[dict[str, Any]]) -> TableRow:
         spec = self._spec(combination)
         difference = first_difference(traces_of(spec, self._trace(spec.reference), traces))
-        parts = [step[kind] for trace in traces for step in trace["steps"] for kind in TENSORS if kind in step]
+        parts = []
+        for trace in traces:
+            for step in trace["steps"]:
+                for kind in TENSORS:
+                    if kind in step:
+                        parts.append(step[kind])
         largest: list[Any] = max(trace["steps"][-1]["weights"]["largest"] for trace in traces)
-        verdict = "different" if difference else "equal" if all(part["equal"] for part in parts) else "close"
-        unproved = "" if difference else nonfinite_values(self._reference, skips=_skips(self._request.config))
+        if difference:
+            verdict = "different"
+        else:
+            verdict = "equal" if all(part["equal"] for part in parts) else "close"
+        if difference:
+            unproved = ""
+        else:
+            unproved = nonfinite_values(self._reference, skips=_skips(self._request.config))
         if not difference and not unproved and self._needs_work:
             unproved = _idle_ranks(traces)
         if unproved:
@@ -365,7 +390,8 @@ class Verification:
         return TableRow(combination, verdict, (largest[0], largest[1]), difference, hidden=hidden)
 
     def _spec(self, combination: Combination) -> RunSpec:
-        coarsest, folder = self._reference["coarsest"], self._executor.folder
+        coarsest = self._reference["coarsest"]
+        folder = self._executor.folder
         return run_spec(self._request, combination, folder, self._fault, coarsest, self._measured)
 
     def _compare_with(self, content: dict[str, Any], table: VerifyTable) -> None:
@@ -391,7 +417,8 @@ class Verification:
         ]
 
     def _notes(self) -> list[str]:
-        request, notes = self._request, []
+        request = self._request
+        notes = []
         if request.resume:
             notes.append(f"each combination was saved, ended and resumed after step {request.resume}")
         if request.plant:
@@ -425,7 +452,9 @@ def measured_rounding(
     except RankFailure as error:
         raise LockstepError(f"the single process failed while its rounding was measured: {error}") from error
     traces = read_trace(executor.folder, spec.key, 1)
-    return _relative_moves(reference, traces[0]) if traces else ()
+    if traces:
+        return _relative_moves(reference, traces[0])
+    return ()
 
 
 def _nondeterminism(difference: Difference) -> Difference:
@@ -462,13 +491,18 @@ def _relative_moves(reference: dict[str, Any], disturbed: dict[str, Any]) -> tup
         square = step.get("gradient", {}).get("square", 0.0)
         distance = disturbed_step.get("gradient", {}).get("apart", math.nan)
         moves.append(distance / math.sqrt(square) if square else math.nan)
-    return tuple(moves) if moves and all(map(math.isfinite, moves)) else ()
+    if moves and all(map(math.isfinite, moves)):
+        return tuple(moves)
+    return ()
 
 
 def _idle_note(combinations: list[Combination], config: Config) -> list[str]:
     """Note that ranks without a micro-batch prove little."""
     parts = config.micro_batches
-    without = [combination for combination in combinations if _leaves_idle(parts, combination.world_size)]
+    without = []
+    for combination in combinations:
+        if _leaves_idle(parts, combination.world_size):
+            without.append(combination)
     if not without:
         return []
     return [
@@ -496,8 +530,13 @@ def _busy_size(batch_size: int, chosen: int, worlds: list[int]) -> int:
 
 def _idle_ranks(traces: list[dict[str, Any]]) -> str:
     """Name the ranks that computed no micro-batch in any step; "" if there are none."""
-    slots = {trace["rank"]: [slot for step in trace["steps"] for slot in step["slots"]] for trace in traces}
-    idle = [rank for rank, own in slots.items() if not any(slot["weight"] for slot in own)]
+    slots = {}
+    for trace in traces:
+        slots[trace["rank"]] = [slot for step in trace["steps"] for slot in step["slots"]]
+    idle = []
+    for rank, own in slots.items():
+        if not any(slot["weight"] for slot in own):
+            idle.append(rank)
     if not idle:
         return ""
     return f"rank {listed(idle)} computed no micro-batch; set --micro-batch-size, or raise --batch-size"
@@ -533,7 +572,9 @@ def _not_finite(step: dict[str, Any]) -> str:
     losses = [slot["loss"] for slot in step["slots"] if slot["loss"] is not None]
     if not all(map(math.isfinite, losses)):
         return "loss"
-    return "" if math.isfinite(step["norm"]) else "gradient's norm"
+    if math.isfinite(step["norm"]):
+        return ""
+    return "gradient's norm"
 
 
 def _failed_row(combination: Combination, error: RankFailure | None) -> TableRow:
@@ -542,12 +583,17 @@ def _failed_row(combination: Combination, error: RankFailure | None) -> TableRow
 
 
 def _count_text(parts: int) -> str:
-    return "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
+    if parts == 1:
+        return "1 micro-batch"
+    return f"{parts} micro-batches"
 
 
 def _title(request: VerifyRequest) -> str:
     config = request.config
-    how = "bit for bit" if config.exact else "within the rounding error of another summation order (docs/verify.md)"
+    if config.exact:
+        how = "bit for bit"
+    else:
+        how = "within the rounding error of another summation order (docs/verify.md)"
     return (
         f"{request.steps} steps of {config.batch_size} samples in {_count_text(config.micro_batches)}, "
         f"{config.precision}, compared with a single process: {how}"
@@ -564,7 +610,8 @@ def _explain(difference: Difference, spec: RunSpec, executor: Executor) -> str:
         f"the task is nondeterministic in a single process, so nothing else can be compared: step {difference.number}"
     )
     states = ("data", "optimizer state", "weights", "initial weights")
-    if difference.stage in states or difference.step >= spec.request.steps:  # or in the evaluation after the last one
+    # Or in the evaluation after the last one
+    if difference.stage in states or difference.step >= spec.request.steps:
         return f"{head}, {difference.stage}, {difference.where}: {difference.text}"
     try:
         for name in ("one", "other"):
@@ -600,13 +647,13 @@ def run(own: argparse.Namespace) -> int:
         config, _ = importlib.import_module("lockstep.adapters.lightning.convert").configured(values)
     _check_out(own.out)
     if kind_of(config.task) == OWN:
-        load_task(config.task)  # load it here first, so that an error is one line instead of a failed rank
+        # Load it here first, so that an error is one line instead of a failed rank
+        load_task(config.task)
     content = certificate.read(Path(own.against)) if own.against else None
-    request = (
-        _repeat_request(own, config, content)
-        if content
-        else _request(own, config, precision=values.get("precision", ""))
-    )
+    if content:
+        request = _repeat_request(own, config, content)
+    else:
+        request = _request(own, config, precision=values.get("precision", ""))
     with _remove_on_sigterm():
         table = prove(request, content)
     if _is_main():
@@ -615,9 +662,15 @@ def run(own: argparse.Namespace) -> int:
             certificate.write(Path(own.out), table.certificate)
             print(f"  certificate: {own.out}", flush=True)
     if not table.ok:
-        wrong = [str(row.combination) for row in table.rows if not row.ok and row.verdict != "unavailable"]
+        wrong = []
+        for row in table.rows:
+            if not row.ok and row.verdict != "unavailable":
+                wrong.append(str(row.combination))
         different = table.difference or any(row.verdict in ("different", "failed") for row in table.rows)
-        summary = "not the same training" if different else "not proved to be the same training"
+        if different:
+            summary = "not the same training"
+        else:
+            summary = "not proved to be the same training"
         if table.difference and table.difference.stage == "determinism":
             summary = "two runs of the single process differ, so nothing else was compared"
         problem = DifferenceError(f"{summary}: {', '.join(wrong) or 'the certificate'}; see the table")
@@ -684,7 +737,10 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
         ConfigError: a flag that would be ignored.
     """
     flags = cli.flatten(Config())
-    conflicts = [key for key in ("engines", "world_sizes", "steps", "resume_at") if key in own.named]
+    conflicts = []
+    for key in ("engines", "world_sizes", "steps", "resume_at"):
+        if key in own.named:
+            conflicts.append(key)
     conflicts += [
         key for key, value in cli.flatten(config).items() if value != flags[key] and key not in _MACHINE_FLAGS
     ]
@@ -694,5 +750,7 @@ def _repeat_request(own: argparse.Namespace, config: Config, content: dict[str, 
     proved: Config = certificate.config_of(content)
     machine = {key: getattr(config, key) for key in _MACHINE_FLAGS} | {"task": config.task or proved.task}
     proved = dataclasses.replace(proved, **machine)
-    same = {key: content[key] for key in ("engines", "world_sizes", "steps", "resume_at", "compile")}
+    same = {}
+    for key in ("engines", "world_sizes", "steps", "resume_at", "compile"):
+        same[key] = content[key]
     return _request(own, proved, **same, precision=proved.precision)

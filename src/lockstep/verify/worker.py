@@ -53,7 +53,8 @@ def run_rank(world: World, say: Callable[..., None], specs: Sequence[RunSpec]) -
         with _eager_random_numbers(spec):
             trace = _trace(world, say, spec)
         path = _path(spec.folder, spec.key, world.rank)
-        write_whole(path, json.dumps(trace), lasting=False)  # a trace is complete, or the run failed
+        # A trace is complete, or the run failed
+        write_whole(path, json.dumps(trace), lasting=False)
         say()
 
 
@@ -93,12 +94,14 @@ def _eager_random_numbers(spec: RunSpec) -> Iterator[None]:
         return
     with importlib.import_module("torch._inductor.config").patch(fallback_random=True):
         yield
-    torch.compiler.reset()  # runs compared with compiled ones are compiled normally
+    # Runs compared with compiled ones are compiled normally
+    torch.compiler.reset()
 
 
 def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, Any]:
     """Run one spec and return this rank's trace."""
-    request, fault = spec.request, spec.fault
+    request = spec.request
+    fault = spec.fault
     ends = [spec.resume, request.steps] if spec.resume else [request.steps]
     trace: dict[str, Any] = {"rank": world.rank, "steps": [], "resumed": ends[:-1]}
     before: dict[str, Any] | None = None
@@ -125,26 +128,32 @@ def _trace(world: World, say: Callable[..., None], spec: RunSpec) -> dict[str, A
         before = recorder.ended
         trace["steps"] += recorder.steps
         trace.setdefault("coarsest", recorder.dtypes.name)
-        trace["micro_batches"] = built.config.micro_batches  # the model may decide them
+        # The model may decide them
+        trace["micro_batches"] = built.config.micro_batches
         if end < request.steps:
-            place, engine = built.place(end), spec.combination.engine
+            place = built.place(end)
+            engine = spec.combination.engine
             stream = built.batches.stream_state(end, world)  # collective for a stream
             state = dataclasses.replace(built.state, place=place, plan=built.plan, world_size=world.size, stream=stream)
             checkpoint.save(built.folder.path, end, built.tensors(), state.to_json(), world, engine=engine)
         elif built.evaluation:
-            sets = {name: fault.evaluation(batches, context) for name, batches in built.evaluation.items()}
+            sets = {}
+            for name, batches in built.evaluation.items():
+                sets[name] = fault.evaluation(batches, context)
             result = evaluate_all(built.engine, built.task, sets, world, step=end, seed=built.config.seed)
             trace["evaluation"] = {"step": end, "loss": result.loss, "items": result.items, "metrics": result.metrics}
         if end == request.steps and world.size == 1 and not built.config.compile:
             trace["kept"] = _kept(built)
         del built, context, recorder
-        gc.collect()  # free engines before the next is made or the groups are left
+        # Free engines before the next is made or the groups are left
+        gc.collect()
     return trace
 
 
 def _kept(built: RunParts) -> list[str]:
     """Return the names of what `loss` keeps from call to call, and no checkpoint has; [] if it cannot be tried."""
-    task, device = built.task, built.world.device
+    task = built.task
+    device = built.world.device
     if has_step_loss(task) or task.own_steps is not None:
         return []
 
@@ -182,11 +191,13 @@ def _training(
     built: RunParts, engine: Engine, step_loader: StepLoader, watched: Any, seed: Seed
 ) -> Iterator[StepRecord]:
     """Start the real loop over `watched`, as `training/` does."""
-    step_plan, known = built.run_plan.step_plan, built.batches.known_items(items_of_a_sample(built.task))
+    step_plan = built.run_plan.step_plan
+    known = built.batches.known_items(items_of_a_sample(built.task))
     exchange = StepExchange(built.world, step_loader.items, known)
     exchange.take_turns(step_loader.turns)
     exchange.limit_reading(step_loader.readable_before)
-    kernels, clock = choose_kernels(built.config.compile, step_plan), make_clock(built.world.device)
+    kernels = choose_kernels(built.config.compile, step_plan)
+    clock = make_clock(built.world.device)
     control = StepControl(
         built.lr_factor,
         seed,
@@ -207,7 +218,8 @@ def _seed(built: RunParts) -> Seed:
 
 def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> RunParts:
     """Build the parts of the run in a folder of its own, away from the user's files."""
-    base, engine = spec.request.config, spec.combination.engine
+    base = spec.request.config
+    engine = spec.combination.engine
     config = dataclasses.replace(
         base,
         engine=engine,
@@ -225,7 +237,10 @@ def _build(spec: RunSpec, world: World, context: FaultContext, name: str) -> Run
 
 
 def _task(spec: RunSpec, config: Config) -> Task:
-    task = make_task(config, lambda _: None) if spec.request.task is None else spec.request.task
+    if spec.request.task is None:
+        task = make_task(config, lambda _: None)
+    else:
+        task = spec.request.task
     # Two steps and one sample: from two ranks on, one rank has a slot that must not count.
     return PreparedTask(as_task(task), wide=config.precision == "float64", samples=2 * config.batch_size + 1)
 
@@ -235,5 +250,6 @@ def _reference(spec: RunSpec) -> ReferenceWriter | ReferenceComparer:
         return ReferenceWriter(TensorStore(spec.folder / spec.key), spec.request.steps)
     trace = read_trace(spec.folder, spec.reference, 1)
     assert trace is not None, "the reference runs first"
-    store, config = TensorStore(spec.folder / spec.reference), spec.request.config
+    store = TensorStore(spec.folder / spec.reference)
+    config = spec.request.config
     return ReferenceComparer(store, trace[0]["steps"], spec.tolerance, config)

@@ -22,14 +22,18 @@ class TaskWrapper(Task):
     def __init__(self, inner: Task) -> None:
         self.inner = self._wrapped = inner
         own = {name for kind in type(self).__mro__ if kind not in Task.__mro__ for name in vars(kind)}
-        for name in METHODS:  # only these, so that methods the task lacks are missing here too
+        # Only these, so that methods the task lacks are missing here too
+        for name in METHODS:
             if name not in own and has_own(inner, name):
                 setattr(self, name, getattr(inner, name))
         for name in VALUES:
             setattr(self, name, getattr(inner, name))
         self.items_per_sample = items_of_a_sample(inner)
-        self.framework, self.gathers, self.is_compared = inner.framework, inner.gathers, True
-        self.data_facts, self.autocast_scope = inner.data_facts, inner.autocast_scope
+        self.framework = inner.framework
+        self.gathers = inner.gathers
+        self.is_compared = True
+        self.data_facts = inner.data_facts
+        self.autocast_scope = inner.autocast_scope
         self.switches_modes = inner.switches_modes
 
     @property
@@ -52,7 +56,8 @@ class PreparedTask(TaskWrapper):
 
     def __init__(self, inner: Task, *, wide: bool, samples: int) -> None:
         super().__init__(inner)
-        self._wide, self._samples = wide, samples
+        self._wide = wide
+        self._samples = samples
         if wide:
             _widen(user_task(inner))
 
@@ -61,15 +66,19 @@ class PreparedTask(TaskWrapper):
         if split == "train":
             return data
         sets = sets_by_name(data)
-        few = {
-            name: each if len(each) <= self._samples else Subset(each, range(self._samples))
-            for name, each in sets.items()
-        }
+        few = {}
+        for name, each in sets.items():
+            if len(each) <= self._samples:
+                few[name] = each
+            else:
+                few[name] = Subset(each, range(self._samples))
         return few.get("", few)
 
     def collate(self, samples: list[Any]) -> Any:
         batch = self.inner.collate(samples)
-        return _in_float64(batch) if self._wide else batch
+        if self._wide:
+            return _in_float64(batch)
+        return batch
 
 
 def _widen(task: Any) -> None:
@@ -94,7 +103,9 @@ def _in_float64(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_complex():
             return value.to(torch.complex128)
-        return value.double() if value.is_floating_point() else value
+        if value.is_floating_point():
+            return value.double()
+        return value
     if isinstance(value, dict):
         return {key: _in_float64(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -108,7 +119,8 @@ class EngineWrapper:
     """Engine that delegates to `inner`; a subclass overrides one method."""
 
     def __init__(self, inner: Engine) -> None:
-        self.inner, self.model = inner, inner.model
+        self.inner = inner
+        self.model = inner.model
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
         return self.inner.accumulate(last, counts)

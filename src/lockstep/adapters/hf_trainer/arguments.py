@@ -77,7 +77,8 @@ def config_of(trainer: Any, devices: int = 0) -> Config:
         ConfigError: a setting that no Config field can express.
     """
     args = trainer.args
-    batch_size, samples = _step_size(trainer, devices), len(trainer.train_dataset)
+    batch_size = _step_size(trainer, devices)
+    samples = len(trainer.train_dataset)
     fields: dict[str, Any] = {
         **_name(args.output_dir),
         **_length(args, samples, batch_size),
@@ -129,7 +130,10 @@ def _is_set(spec: Any, setting: Any) -> bool:
         return setting not in (None, "default")
     default = spec.default
     if default is dataclasses.MISSING:
-        default = None if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+        if spec.default_factory is dataclasses.MISSING:
+            default = None
+        else:
+            default = spec.default_factory()
     return bool(setting) and value(setting) != value(default)
 
 
@@ -157,7 +161,10 @@ def _name(output_dir: str) -> dict[str, Any]:
 def _length(args: Any, samples: int, batch_size: int) -> dict[str, Any]:
     """Return the Config fields for the length: epochs or steps, and an epoch's used share."""
     limit = samples // batch_size if args.dataloader_drop_last else 0
-    limits = {"limit_train_batches": limit} if limit and limit * batch_size != samples else {}
+    if limit and limit * batch_size != samples:
+        limits = {"limit_train_batches": limit}
+    else:
+        limits = {}
     if args.max_steps > 0:
         return {**limits, "max_steps": args.max_steps}
     epochs = args.num_train_epochs
@@ -167,10 +174,17 @@ def _length(args: Any, samples: int, batch_size: int) -> dict[str, Any]:
 
 
 def _frequencies(args: Any) -> dict[str, Any]:
-    logging, evaluating = value(args.logging_strategy), value(args.eval_strategy)
+    logging = value(args.logging_strategy)
+    evaluating = value(args.eval_strategy)
     saving = value(args.save_strategy)
-    evaluations = {"no": 0, "epoch": "1epoch"}.get(evaluating) if evaluating != "steps" else _span(args.eval_steps)
-    saves = {"no": 0, "epoch": "1epoch", "best": evaluations}.get(saving) if saving != "steps" else None
+    if evaluating != "steps":
+        evaluations = {"no": 0, "epoch": "1epoch"}.get(evaluating)
+    else:
+        evaluations = _span(args.eval_steps)
+    if saving != "steps":
+        saves = {"no": 0, "epoch": "1epoch", "best": evaluations}.get(saving)
+    else:
+        saves = None
     return {
         "log_freq": _span(args.logging_steps) if logging == "steps" else "1epoch",
         "eval_freq": evaluations,
@@ -190,11 +204,15 @@ def best_metric(trainer: Any) -> dict[str, Any]:
 
     The Trainer's name starts with `eval_`, and with the name of the set if there are several.
     """
-    args, name = trainer.args, trainer.args.metric_for_best_model
+    args = trainer.args
+    name = trainer.args.metric_for_best_model
     if not name:
         return {}
     name = name.removeprefix("eval_")
-    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+    if isinstance(trainer.eval_dataset, dict):
+        sets = trainer.eval_dataset
+    else:
+        sets = {}
     for each in sets:
         if name.startswith(f"{each}_"):
             name = f"{each}/{name.removeprefix(f'{each}_')}"
@@ -210,7 +228,10 @@ def best_metric(trainer: Any) -> dict[str, Any]:
 def _precision(trainer: Any) -> str:
     args = trainer.args
     dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point()} or {torch.float32}
-    half = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
+    if args.bf16:
+        half = "bf16"
+    else:
+        half = "fp16" if args.fp16 else ""
     if dtypes == {torch.float32}:
         return half or "float32"
     names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -229,7 +250,9 @@ def _checkpointing(args: Any) -> str:
     if more.get("offload"):
         raise _unsupported("activation_checkpointing_kwargs", more, "activations are not offloaded: leave offload out")
     every = int(more.get("every_n_layers", 1))
-    return "full" if every == 1 else f"every:{every}"
+    if every == 1:
+        return "full"
+    return f"every:{every}"
 
 
 def _plateau(args: Any) -> dict[str, Any]:

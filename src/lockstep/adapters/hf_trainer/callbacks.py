@@ -51,7 +51,11 @@ def callbacks_of(trainer: Any) -> list[Any]:
 def _stored(callback: Any) -> set[str]:
     """Return the attributes that a callback's methods assign, of any object."""
     kinds = [kind for kind in type(callback).__mro__ if kind is not object]
-    codes = [each.__code__ for kind in kinds for each in vars(kind).values() if hasattr(each, "__code__")]
+    codes = []
+    for kind in kinds:
+        for each in vars(kind).values():
+            if hasattr(each, "__code__"):
+                codes.append(each.__code__)
     return {
         instruction.argval
         for code in codes
@@ -86,7 +90,9 @@ class Events(Hooks):
     reads_steps = True
 
     def __init__(self, trainer: Any, callbacks: list[Any], samples: int, evaluations: Hooks | None = None) -> None:
-        self._trainer, self._callbacks, self._samples = trainer, callbacks, samples
+        self._trainer = trainer
+        self._callbacks = callbacks
+        self._samples = samples
         self._evaluations = evaluations or Hooks()
         self._by_event: dict[str, list[Any]] = {}
         for each in callbacks:
@@ -94,15 +100,22 @@ class Events(Hooks):
                 self._by_event.setdefault(name, []).append(each)
         self._requests = any(set(_REQUESTS) & _stored(each) for each in callbacks)
         self._length: TrainerLength | None = None
-        self._size, self._epoch, self._ends, self._start = 1, -1, range(0), 0.0
-        self._tries, self._begun, self._logged = True, False, 0
+        self._size = 1
+        self._epoch = -1
+        self._ends = range(0)
+        self._start = 0.0
+        self._tries = True
+        self._begun = False
+        self._logged = 0
         self._losses: list[float] = []
 
     def planned(self, config: Config, optimizer: Optimizer) -> None:
         """Set the length of the run, once its optimizer is made."""
-        trainer, self._size = self._trainer, config.batch_size
+        trainer = self._trainer
+        self._size = config.batch_size
         self._length = plan_of(config, self._samples)
-        self._tries, self._epoch = True, -1
+        self._tries = True
+        self._epoch = -1
         state = trainer.state
         state.max_steps = self._length.steps
         state.num_train_epochs = math.ceil(self._length.steps * self._size / self._length.samples)
@@ -120,7 +133,8 @@ class Events(Hooks):
         """Begin an epoch before its first sample is loaded; see `Task.start_epoch`."""
         if epoch != self._epoch:
             self._end_epoch()
-            self._epoch, self._trainer.control.should_epoch_stop = epoch, False
+            self._epoch = epoch
+            self._trainer.control.should_epoch_stop = False
             self._event("on_epoch_begin")
 
     def after_prediction(self) -> None:
@@ -131,7 +145,8 @@ class Events(Hooks):
     # Of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
-        self._tries, control = False, self._trainer.control
+        self._tries = False
+        control = self._trainer.control
         if slot == 0:
             self.start_epoch(None, self._epochs(step))
             control.should_log = control.should_evaluate = control.should_save = False
@@ -144,10 +159,15 @@ class Events(Hooks):
                 self._event("on_substep_end")
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
-        trainer, done = self._trainer, step.global_step
-        state, control, args = trainer.state, trainer.control, trainer.args
+        trainer = self._trainer
+        done = step.global_step
+        state = trainer.state
+        control = trainer.control
+        args = trainer.args
         state.global_step, state.epoch = done, self._position(done)
-        every = {name: value(getattr(args, f"{name}_strategy")) for name in ("logging", "eval", "save")}
+        every = {}
+        for name in ("logging", "eval", "save"):
+            every[name] = value(getattr(args, f"{name}_strategy"))
         is_first = done == 1 and args.logging_first_step
         control.should_log = is_first or (record is not None and every["logging"] == "steps")
         control.should_evaluate = due.evaluate and every["eval"] == "steps"
@@ -174,10 +194,16 @@ class Events(Hooks):
         self._evaluations.after_evaluation(context, done, metrics)
         if not self._reports_evaluations:
             return False
-        sets = self._trainer.eval_dataset if isinstance(self._trainer.eval_dataset, dict) else {}
+        if isinstance(self._trainer.eval_dataset, dict):
+            sets = self._trainer.eval_dataset
+        else:
+            sets = {}
         for name in sets or [""]:
             prefix = f"{name}/" if name else ""
-            numbers = {key.removeprefix(prefix): each for key, each in metrics.items() if key.startswith(prefix)}
+            numbers = {}
+            for key, each in metrics.items():
+                if key.startswith(prefix):
+                    numbers[key.removeprefix(prefix)] = each
             before = f"eval_{name}_" if name else "eval_"
             logs = {f"{before}{key}": each for key, each in numbers.items() if key != "items"}
             self._log(logs)
@@ -209,13 +235,18 @@ class Events(Hooks):
             for name, attribute in stored.get("callbacks", {}).get(type(each).__name__, {}).items():
                 setattr(each, name, attribute)
         trainer.state.global_step, trainer.state.epoch, self._logged = done, self._position(done), done
-        if not self._begun:  # once, also where the run goes back to a checkpoint
-            self._begun, trainer.control.should_training_stop = True, False
+        # once, also where the run goes back to a checkpoint
+        if not self._begun:
+            self._begun = True
+            trainer.control.should_training_stop = False
             self._event("on_train_begin")
 
     def before_save(self, state: dict[str, Any], done: int) -> None:
         own = self._trainer.state
-        stateful = {type(each).__name__: each.state()["attributes"] for each in self._callbacks if _is_stateful(each)}
+        stateful = {}
+        for each in self._callbacks:
+            if _is_stateful(each):
+                stateful[type(each).__name__] = each.state()["attributes"]
         state["trainer"] = {
             "log_history": own.log_history,
             "best_metric": own.best_metric,
@@ -225,7 +256,10 @@ class Events(Hooks):
 
     def after_run(self, context: RunContext, done: int) -> None:
         self._end_epoch()
-        loss = math.fsum(self._losses) / len(self._losses) if self._losses else math.nan
+        if self._losses:
+            loss = math.fsum(self._losses) / len(self._losses)
+        else:
+            loss = math.nan
         self._log({"train_runtime": time.perf_counter() - self._start, "train_loss": loss})
         self._event("on_train_end")
 
@@ -255,7 +289,8 @@ class Events(Hooks):
 
     def _event(self, name: str, **more: Any) -> None:
         """Call an event of the callbacks that have it, without effect on the random state."""
-        trainer, callbacks = self._trainer, self._by_event.get(name)
+        trainer = self._trainer
+        callbacks = self._by_event.get(name)
         if not callbacks:
             return
         more |= {"processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
@@ -278,7 +313,8 @@ class Events(Hooks):
 
     def _log_step(self, context: RunContext, step: Any, record: Mapping[str, float] | None) -> None:
         """Log the step's numbers if that is asked for; outside the schedule the loss is the step's own."""
-        control, done = self._trainer.control, step.global_step
+        control = self._trainer.control
+        done = step.global_step
         if not control.should_log or done <= self._logged:
             return
         self._logged = done
@@ -288,7 +324,10 @@ class Events(Hooks):
             numbers = step.numbers  # collective
         else:
             logs = {"loss": record["running_loss"], "grad_norm": record["grad_norm"]}
-            numbers = {name.removeprefix("train/"): each for name, each in record.items() if name.startswith("train/")}
+            numbers = {}
+            for name, each in record.items():
+                if name.startswith("train/"):
+                    numbers[name.removeprefix("train/")] = each
         self._losses.append(logs["loss"])
         self._log({**logs, "learning_rate": step.lr, **numbers})
 
@@ -302,13 +341,16 @@ class Events(Hooks):
 
     def _note_best(self, metrics: Mapping[str, float], done: int) -> None:
         """Note the best metric in the Trainer's state, as the Trainer does after an evaluation."""
-        args, state = self._trainer.args, self._trainer.state
+        args = self._trainer.args
+        state = self._trainer.state
         name = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
         if name not in metrics:
             return
-        best, now = state.best_metric, metrics[name]
+        best = state.best_metric
+        now = metrics[name]
         if best is None or (now > best if args.greater_is_better else now < best):
-            state.best_metric, state.best_global_step = now, done
+            state.best_metric = now
+            state.best_global_step = done
             if value(args.save_strategy) == "best":
                 self._trainer.control.should_save = True
 

@@ -118,13 +118,15 @@ def from_trainer(trainer: Any, devices: int = 0) -> "tuple[Config, TrainerTask]"
     callbacks = callbacks_of(trainer)
     config = settings_of(trainer, config_of(trainer, devices))
     check_micro_batches(trainer, config)
-    trainer.args._n_gpu = 1  # or it would divide counts among GPUs that lockstep gives a process each
+    # Or it would divide counts among GPUs that lockstep gives a process each
+    trainer.args._n_gpu = 1
     kind, batching = adapt(trainer, collator_of(trainer)) or _adapt(trainer, training)
     task = kind(trainer, batching, training, evaluates=evaluates)
     evaluations = task.hooks  # of a scheduler that follows them
     if callbacks:
         task.hooks = task.events = Events(trainer, callbacks, len(training), evaluations)
-        if task.events.changes_epochs:  # else data are loaded ahead over the end of an epoch
+        # Else data are loaded ahead over the end of an epoch
+        if task.events.changes_epochs:
             task.start_epoch = task.events.start_epoch  # type: ignore[method-assign]
     return config, task
 

@@ -77,7 +77,9 @@ def labelled(batch: Mapping[str, Any], *, shifts: bool) -> Tensor | None:
         if not isinstance(labels, Tensor):
             return None
         labels = labels[..., 1:] if shifts else labels
-    return labels.ne(IGNORED).sum() if isinstance(labels, Tensor) else None
+    if isinstance(labels, Tensor):
+        return labels.ne(IGNORED).sum()
+    return None
 
 
 @final
@@ -90,12 +92,15 @@ class Batching:
     """
 
     def __init__(self, collator: Callable[[list[Any]], Any], shifts: bool) -> None:
-        self.collate, self.shifts = collator, shifts
+        self.collate = collator
+        self.shifts = shifts
 
     def count(self, batch: Any) -> int:
         """Count the labels of a batch in host memory."""
         labels = labelled(batch, shifts=self.shifts)
-        return 0 if labels is None else int(labels)
+        if labels is None:
+            return 0
+        return int(labels)
 
 
 @final
@@ -163,7 +168,8 @@ class Predictions(RowsMetric):
 
     def compute(self) -> dict[str, float]:
         """Return the numbers of `compute_metrics`; values that are no number are dropped."""
-        module, args = of_transformers(self._trainer), self._trainer.args
+        module = of_transformers(self._trainer)
+        args = self._trainer.args
         arrays = {}
         for place, kind in enumerate(_KINDS):
             container = module.EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100)
@@ -188,7 +194,9 @@ def _number(value: Any) -> float | None:
         value = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # of more than one element
         return None
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def _flatten(value: Any, row: list[Tensor]) -> Any:
@@ -197,7 +205,8 @@ def _flatten(value: Any, row: list[Tensor]) -> Any:
         return None
     if isinstance(value, Tensor):
         value = value.detach()
-        row.append((value.float() if value.dtype is torch.bfloat16 else value).cpu())  # waits for the device
+        # Waits for the device
+        row.append((value.float() if value.dtype is torch.bfloat16 else value).cpu())
         return len(row) - 1
     if isinstance(value, Mapping):
         return {key: _flatten(each, row) for key, each in value.items()}
@@ -214,4 +223,6 @@ def _unflatten(form: Any, row: list[Tensor]) -> Any:
         return row[form]
     if isinstance(form, dict):
         return {key: _unflatten(each, row) for key, each in form.items()}
-    return tuple(_unflatten(each, row) for each in form) if isinstance(form, tuple) else None
+    if isinstance(form, tuple):
+        return tuple(_unflatten(each, row) for each in form)
+    return None

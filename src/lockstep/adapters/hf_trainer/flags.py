@@ -59,7 +59,8 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
         ConfigError: one of the two flags without the other, a file that does not exist or is no object, or an option
             that the script decides.
     """
-    script, arguments = values["hf_script"], values["hf_args"]
+    script = values["hf_script"]
+    arguments = values["hf_args"]
     if not script and not arguments:
         return None
     if not script:
@@ -76,7 +77,8 @@ def asked(values: Mapping[str, Any], options: Mapping[str, Any]) -> Script | Non
 
 
 def _check_arguments(path: Path) -> None:
-    if path.suffix not in (".json", *YAML):  # the scripts recognise it by its suffix
+    # The scripts recognise it by its suffix
+    if path.suffix not in (".json", *YAML):
         raise ConfigError(f"--hf-args {path}: give a file whose name ends in .json, or in .yaml for a script of trl")
     try:
         text = path.read_text(encoding="utf-8")
@@ -84,7 +86,10 @@ def _check_arguments(path: Path) -> None:
         raise ConfigError(f"--hf-args {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--hf-args {path} is not a text file: {error}") from None
-    content = _parse_yaml(path, text) if path.suffix in YAML else _parse_json(path, text)
+    if path.suffix in YAML:
+        content = _parse_yaml(path, text)
+    else:
+        content = _parse_json(path, text)
     if not isinstance(content, dict):
         raise ConfigError(f'--hf-args {path} must be one JSON object, such as {{"output_dir": "out"}}')
     if content.get("do_train") is False:

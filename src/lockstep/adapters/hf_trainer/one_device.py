@@ -23,7 +23,8 @@ def one_device(trainer: Any) -> Iterator[None]:
     """Context manager in which accelerate's state has one process. No collective may run inside."""
     accelerator = getattr(trainer, "accelerator", None)
     states = [getattr(trainer.args, "distributed_state", None), getattr(accelerator, "state", None)]
-    shared = [vars(state) for state in states if state is not None]  # each is shared by all instances
+    # Each is shared by all instances
+    shared = [vars(state) for state in states if state is not None]
     before = [{name: state[name] for name in _ONE_DEVICE if name in state} for state in shared]
     for state, own in zip(shared, before, strict=True):
         state.update({name: _ONE_DEVICE[name] for name in own})

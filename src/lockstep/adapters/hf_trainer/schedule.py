@@ -53,7 +53,8 @@ class SchedulerReplay:
 
     def __init__(self, trainer: Any, make: Make, metric: str = "") -> None:
         self._trainer = trainer
-        self._make, self.metric = make, metric
+        self._make = make
+        self.metric = metric
         self.hooks = _Evaluations(self) if metric else None
         self._optimizer: Optimizer | None = None
         self._base: list[dict[str, Any]] = []
@@ -66,7 +67,8 @@ class SchedulerReplay:
         self._base = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        if before := self._rates:  # the run may have made another optimizer for other parameters
+        # The run may have made another optimizer for other parameters
+        if before := self._rates:
             self._make_rates().replay([list(entry) for entry in before.history], before.position)
 
     def check(self, steps: int) -> None:
@@ -108,7 +110,8 @@ class SchedulerReplay:
         return self._rates
 
     def _step(self, scheduler: Any, value: float | None) -> None:
-        with one_device(self._trainer):  # a LambdaLR may read the number of processes
+        # A LambdaLR may read the number of processes
+        with one_device(self._trainer):
             step_one(scheduler, value)
 
 
@@ -119,7 +122,8 @@ def _shadow_of(optimizer: Optimizer) -> Optimizer:
         settings = {key: value for key, value in group.items() if key not in ("params", "names")}
         groups.append({**settings, "params": [torch.zeros(0, device="cpu")]})
     shadow = torch.optim.SGD(groups, lr=float(optimizer.param_groups[0]["lr"]))
-    shadow.defaults = dict(optimizer.defaults)  # by which schedulers choose between momentum and betas
+    # By which schedulers choose between momentum and betas
+    shadow.defaults = dict(optimizer.defaults)
     return shadow
 
 
@@ -131,7 +135,8 @@ class _Evaluations(Hooks):
         self._schedule = schedule
 
     def after_evaluation(self, context: RunContext, done: int, metrics: Mapping[str, float]) -> bool:
-        number = float(metrics[self._schedule.metric])  # the metric of the best model, which a run has checked
+        # The metric of the best model, which a run has checked
+        number = float(metrics[self._schedule.metric])
         self._schedule.watch(done, number)
         context.state.setdefault("watched", []).append([done, number])
         return False
@@ -150,13 +155,17 @@ def schedule_of(trainer: Any) -> SchedulerReplay | None:
 
     def make(optimizer: Optimizer, steps: int) -> Any:
         former = trainer.optimizer
-        trainer.optimizer, trainer.lr_scheduler = optimizer, None
+        trainer.optimizer = optimizer
+        trainer.lr_scheduler = None
         try:
             with one_device(trainer):
                 created = trainer.create_scheduler(steps, optimizer)
-            return created if trainer.lr_scheduler is None else trainer.lr_scheduler
+            if trainer.lr_scheduler is None:
+                return created
+            return trainer.lr_scheduler
         finally:
-            trainer.optimizer, trainer.lr_scheduler = former, None
+            trainer.optimizer = former
+            trainer.lr_scheduler = None
 
     if type(trainer).create_scheduler.__module__.startswith(("transformers.", "trl.")):
         return SchedulerReplay(trainer, make)
@@ -176,8 +185,10 @@ def _replay_of(trainer: Any) -> SchedulerReplay:
         ConfigError: it is not one of torch's or transformers', belongs to another optimizer, follows a metric without a
             name, has been stepped or cannot be copied.
     """
-    scheduler, what = trainer.lr_scheduler, "the Trainer's scheduler is"
-    name, metric = type(scheduler).__name__, ""
+    scheduler = trainer.lr_scheduler
+    what = "the Trainer's scheduler is"
+    name = type(scheduler).__name__
+    metric = ""
     _check(scheduler, trainer.optimizer, what, may_follow=True)
     if _follows_metric(scheduler):
         metric = str(best_metric(trainer).get("best_metric", "")).partition(":")[0]
@@ -204,9 +215,9 @@ def _replay_of(trainer: Any) -> SchedulerReplay:
 
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:
     """Return the class and settings of a new scheduler, by which a resume recognizes it."""
-    rates = [
-        {name: group[name] for name in _GROUP_SETTINGS if name in group} for group in scheduler.optimizer.param_groups
-    ]
+    rates = []
+    for group in scheduler.optimizer.param_groups:
+        rates.append({name: group[name] for name in _GROUP_SETTINGS if name in group})
     return {"class": type(scheduler).__qualname__, **_plain(scheduler.state_dict()), "groups": _plain(rates)}
 
 
@@ -220,7 +231,9 @@ def _plain(setting: Any) -> Any:
         return [_plain(setting.func), _plain(setting.args), _plain(setting.keywords)]
     if setting is None or isinstance(setting, bool | int | float | str):
         return setting
-    return float(setting) if isinstance(setting, Tensor) and setting.numel() == 1 else _name_of(setting)
+    if isinstance(setting, Tensor) and setting.numel() == 1:
+        return float(setting)
+    return _name_of(setting)
 
 
 def _name_of(setting: Any) -> str:
@@ -229,7 +242,10 @@ def _name_of(setting: Any) -> str:
 
 def _follows_metric(scheduler: Any) -> bool:
     """Whether the Trainer steps it with the metric of each evaluation."""
-    kinds = [kind for kind in type(scheduler).__mro__ if kind.__module__.startswith("transformers.")]
+    kinds = []
+    for kind in type(scheduler).__mro__:
+        if kind.__module__.startswith("transformers."):
+            kinds.append(kind)
     return isinstance(scheduler, ReduceLROnPlateau) or any(kind.__name__ == "GreedyLR" for kind in kinds)
 
 
@@ -259,13 +275,18 @@ def _check(scheduler: Any, optimizer: Optimizer, what: str, *, may_follow: bool 
 
 def _steps_taken(scheduler: Any) -> int:
     """Return how often a scheduler was stepped; a chained one has no counter of its own."""
-    parts = [scheduler] if hasattr(scheduler, "last_epoch") else getattr(scheduler, "_schedulers", [])
+    if hasattr(scheduler, "last_epoch"):
+        parts = [scheduler]
+    else:
+        parts = getattr(scheduler, "_schedulers", [])
     return max((int(part.last_epoch) for part in parts), default=0)
 
 
 def _without_parameters(source: Any, optimizer: Optimizer) -> Any:
     """Copy a scheduler or an optimizer, with empty tensors in the place of the optimizer's parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
     return copy.deepcopy(source, {id(parameter): torch.zeros(0, device="cpu") for parameter in parameters})
 
 

@@ -71,19 +71,29 @@ class TrainerTask(Task):
     events: Events | None = None
 
     def __init__(self, trainer: Any, batching: Batching | PairBatching, training: Any, *, evaluates: bool) -> None:
-        self.trainer, self._batching, self._training = trainer, batching, training
+        self.trainer = trainer
+        self._batching = batching
+        self._training = training
         self._evaluates = evaluates
         self._recipe, self._schedule = _optimizer_factory(trainer), schedule_of(trainer)
         self.live_rates = self._schedule
         self.hooks = self._schedule.hooks if self._schedule else None
         self._predictions = Predictions(trainer)
         self._loss_takes = inspect.signature(trainer.compute_loss).parameters
-        settings = [str(value(getattr(trainer.args, name, None))) for name in self.fingerprint_arguments]
+        settings = []
+        for name in self.fingerprint_arguments:
+            settings.append(str(value(getattr(trainer.args, name, None))))
         self.fingerprint = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:16]
-        self.scheduler = describe_scheduler(trainer.lr_scheduler) if trainer.lr_scheduler is not None else {}
+        if trainer.lr_scheduler is not None:
+            self.scheduler = describe_scheduler(trainer.lr_scheduler)
+        else:
+            self.scheduler = {}
         _align(trainer, trainer.model)
         self._first: nn.Module | None = trainer.model
-        self._initial = None if trainer.model_init is not None else _copied(trainer.model)
+        if trainer.model_init is not None:
+            self._initial = None
+        else:
+            self._initial = _copied(trainer.model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the batching for a loader process, and not the Trainer."""
@@ -98,7 +108,10 @@ class TrainerTask(Task):
         if self._initial is None:
             model = _init_model(trainer)
         else:
-            model = _copy_model(self._initial) if self._first is None else self._first
+            if self._first is None:
+                model = _copy_model(self._initial)
+            else:
+                model = self._first
         self._first = None
         trainer.model = trainer.model_wrapped = model
         return model.train()
@@ -109,7 +122,9 @@ class TrainerTask(Task):
         dataset = self.trainer.eval_dataset if self._evaluates else None
         if isinstance(dataset, dict):
             return {name: samples_of(self.trainer, each, f"eval_dataset['{name}']") for name, each in dataset.items()}
-        return None if dataset is None else samples_of(self.trainer, dataset, "eval_dataset")
+        if dataset is None:
+            return None
+        return samples_of(self.trainer, dataset, "eval_dataset")
 
     def collate(self, samples: list[Any]) -> Any:
         return self._batching.collate(samples)
@@ -119,14 +134,19 @@ class TrainerTask(Task):
         inputs = self.trainer._prepare_inputs(batch)
         items = self._items(inputs)
         takes = items is not None and self._takes("num_items_in_batch")
-        more = {"num_items_in_batch": items.float()} if items is not None and takes else {}  # the Trainer divides it
+        # the Trainer divides it
+        if items is not None and takes:
+            more = {"num_items_in_batch": items.float()}
+        else:
+            more = {}
         with self._alone(), self.trainer.compute_loss_context_manager():
             loss: Tensor = self.trainer.compute_loss(model, inputs, **more)
         return loss
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the loss and, with `compute_metrics`, the predictions, from one `prediction_step`."""
-        trainer, predictions = self.trainer, self._predictions
+        trainer = self.trainer
+        predictions = self._predictions
         loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
         with self._alone():
             loss, logits, labels = trainer.prediction_step(model, batch, loss_only)
@@ -141,15 +161,20 @@ class TrainerTask(Task):
             return loss, {}
         if trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        include, main = trainer.args.include_for_metrics, getattr(trainer.model, "main_input_name", "input_ids")
+        include = trainer.args.include_for_metrics
+        main = getattr(trainer.model, "main_input_name", "input_ids")
         inputs = batch[main] if "inputs" in include else None
         losses = loss.repeat(_rows(batch)) if "loss" in include else None
         predictions.add(logits, labels, inputs, losses)
         return loss, {"": predictions}
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
-        optimizer = self._recipe(model) if self._recipe else _create_optimizer(self.trainer, model)
-        if config.exact:  # the fused kernel rounds by an element's place in its shard
+        if self._recipe:
+            optimizer = self._recipe(model)
+        else:
+            optimizer = _create_optimizer(self.trainer, model)
+        # The fused kernel rounds by an element's place in its shard
+        if config.exact:
             for group in optimizer.param_groups:
                 group["fused"] = False if group.get("fused") else group.get("fused")
         self.trainer.optimizer = optimizer
@@ -203,7 +228,9 @@ class LabelledTrainerTask(TrainerTask):
         return self._batching.count(batch)
 
     def _items(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        return labelled(inputs, shifts=self._batching.shifts) if isinstance(self._batching, Batching) else None
+        if isinstance(self._batching, Batching):
+            return labelled(inputs, shifts=self._batching.shifts)
+        return None
 
 
 def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
@@ -225,15 +252,21 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
                 "from_trainer: the Trainer's optimizer has parameters outside its model: build it from "
                 "model.parameters()"
             )
-        options = {key: option for key, option in group.items() if key not in ("params", "initial_lr")}
-        options["lr"] = group.get("initial_lr", group["lr"])  # a scheduler has multiplied the other
+        options = {}
+        for key, option in group.items():
+            if key not in ("params", "initial_lr"):
+                options[key] = option
+        # A scheduler has multiplied the other
+        options["lr"] = group.get("initial_lr", group["lr"])
         groups.append(([_plain(names[parameter]) for parameter in group["params"]], options))
     kind, accepts = type(optimizer), inspect.signature(type(optimizer)).parameters
     defaults = {key: option for key, option in optimizer.defaults.items() if key in accepts}
 
     def make(model: nn.Module) -> Optimizer:
         parameters = {_plain(name): parameter for name, parameter in model.named_parameters()}
-        members = [{**options, "params": [parameters[name] for name in group_names]} for group_names, options in groups]
+        members = []
+        for group_names, options in groups:
+            members.append({**options, "params": [parameters[name] for name in group_names]})
         result: Optimizer = kind(members, **defaults)
         return result
 
@@ -243,7 +276,8 @@ def _optimizer_factory(trainer: Any) -> Callable[[nn.Module], Optimizer] | None:
 def _create_optimizer(trainer: Any, model: nn.Module) -> Optimizer:
     """Call the Trainer's `create_optimizer` for `model`, and drop groups without parameters."""
     former = trainer.model
-    trainer.model, trainer.optimizer = model, None
+    trainer.model = model
+    trainer.optimizer = None
     try:
         takes = "model" in inspect.signature(trainer.create_optimizer).parameters
         with one_device(trainer):
@@ -261,11 +295,16 @@ def _sampler_of(trainer: Any, training: Any) -> Any:
     """
     takes = inspect.signature(trainer._get_train_sampler).parameters
     with one_device(trainer):
-        sampler = trainer._get_train_sampler(training) if takes else trainer._get_train_sampler()
+        if takes:
+            sampler = trainer._get_train_sampler(training)
+        else:
+            sampler = trainer._get_train_sampler()
     if sampler is None:
         return Sequential(len(training))
     plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
-    return None if plain and sampler.num_samples == len(training) else sampler
+    if plain and sampler.num_samples == len(training):
+        return None
+    return sampler
 
 
 def is_own(trainer: Any, method: str) -> bool:
@@ -317,7 +356,8 @@ def _bind_to_twin(value: Any, twins: Mapping[int, nn.Module]) -> Any:
         return twins.get(id(value), value)
     if not isinstance(value, MethodType) or id(value.__self__) not in twins:
         return value
-    function, twin = value.__func__, twins[id(value.__self__)]
+    function = value.__func__
+    twin = twins[id(value.__self__)]
     if isinstance(function, FunctionType) and function.__closure__:
         cells = tuple(CellType(_bind_to_twin(cell.cell_contents, twins)) for cell in function.__closure__)
         bound = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

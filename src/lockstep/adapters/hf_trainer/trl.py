@@ -43,7 +43,10 @@ def check_trl(trainer: Any) -> None:
         return
     if (origin.__module__, origin.__name__) not in _SERVED:
         name = origin.__name__
-        why = ", which generates samples between its steps," if name in GENERATING else f" ({origin.__module__})"
+        if name in GENERATING:
+            why = ", which generates samples between its steps,"
+        else:
+            why = f" ({origin.__module__})"
         raise ConfigError(
             f"from_trainer: {name} of trl{why} is not supported: train it with trl alone; "
             f"{', '.join(TRL_TRAINERS)} are supported"
@@ -62,7 +65,8 @@ def check_micro_batches(trainer: Any, config: Config) -> None:
     Raises:
         ConfigError: it is not: a part of the loss belongs to a whole batch, and the step has several.
     """
-    origin, parts = _origin(trainer), config.batch_size // config.micro_batch_size
+    origin = _origin(trainer)
+    parts = config.batch_size // config.micro_batch_size
     if origin is None or parts == 1:
         return
     found = [name for name in getattr(trainer, "loss_types", ()) if name in BATCH_LOSSES]
@@ -105,7 +109,9 @@ class _TrlTask(TrainerTask):
     def fixed_models(self) -> dict[str, nn.Module]:  # type: ignore[override]  # read after the model is made
         """The reference model; it is no part of checkpoints, so the ranks must have made it alike."""
         reference = getattr(self.trainer, "ref_model", None)
-        return {} if reference is None else {"ref_model": reference}
+        if reference is None:
+            return {}
+        return {"ref_model": reference}
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
         return super().loss(model, batch), self._numbers(batch)
@@ -115,7 +121,8 @@ class _TrlTask(TrainerTask):
         return loss, {**self._numbers(batch), **metrics}
 
     def optimizer(self, model: nn.Module, config: Config) -> Optimizer:
-        check_micro_batches(self.trainer, config)  # the batch size may be another than the arguments'
+        # The batch size may be another than the arguments'
+        check_micro_batches(self.trainer, config)
         return super().optimizer(model, config)
 
     @contextlib.contextmanager
@@ -123,7 +130,8 @@ class _TrlTask(TrainerTask):
         """Context manager in which the trainer is alone, gathers nothing, and logs of this batch only."""
         accelerator = self.trainer.accelerator
         self._forget()
-        self.trainer.current_gradient_accumulation_steps = 1  # a router's loss, which is served in steps of one batch
+        # A router's loss, which is served in steps of one batch
+        self.trainer.current_gradient_accumulation_steps = 1
         accelerator.gather = accelerator.gather_for_metrics = _unchanged
         try:
             with super()._alone():
@@ -133,9 +141,13 @@ class _TrlTask(TrainerTask):
 
     def _numbers(self, batch: Any) -> dict[str, tuple[float, int]]:
         """Take what trl has logged of the batch: name -> (sum, count), over the items of the loss."""
-        logged = {name: values[-1] for kept in self.trainer._metrics.values() for name, values in kept.items()}
+        logged = {}
+        for kept in self.trainer._metrics.values():
+            for name, values in kept.items():
+                logged[name] = values[-1]
         self._forget()
-        items = self._batching.count(batch)  # the device has nothing left to do: trl has read its numbers
+        # The device has nothing left to do: trl has read its numbers
+        items = self._batching.count(batch)
         return {name: (float(each) * items, items) for name, each in logged.items() if name not in _COUNTED}
 
     def _forget(self) -> None:

@@ -99,8 +99,12 @@ def config_of(module: Any, loaders: Loaders, trainer: Any, devices: int) -> Conf
     Raises:
         ConfigError: a setting that no Config field can express.
     """
-    train, name = loaders.train, re.sub(r"[^A-Za-z0-9_.-]+", "-", type(module).__name__)
-    accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
+    train = loaders.train
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", type(module).__name__)
+    if trainer is not None:
+        accumulate = trainer.accumulate_grad_batches
+    else:
+        accumulate = 1
     batch_size = train.micro_batch_size * accumulate * devices
     fields: dict[str, Any] = {
         "experiment_name": name,
@@ -167,7 +171,8 @@ def _length(trainer: Any) -> dict[str, Any]:
 def _limits(trainer: Any, devices: int) -> dict[str, Any]:
     """Return the Config fields that limit the data. Lightning's limits count batches on each device."""
     fields: dict[str, Any] = {}
-    train, held_out = trainer.limit_train_batches, trainer.limit_val_batches
+    train = trainer.limit_train_batches
+    held_out = trainer.limit_val_batches
     if isinstance(train, float) and train < 1.0:
         fields["limit_train_batches"] = _percent(train)
     elif isinstance(train, int) and not trainer.fast_dev_run:
@@ -183,8 +188,10 @@ def _limits(trainer: Any, devices: int) -> dict[str, Any]:
 
 def _evaluations(trainer: Any) -> Any:
     """Return the interval between evaluations, in steps or epochs."""
-    every, interval = trainer.check_val_every_n_epoch or 1, trainer.val_check_interval
-    is_partial = isinstance(interval, int) or interval < 1.0  # 1.0 is an epoch, and 1 a batch
+    every = trainer.check_val_every_n_epoch or 1
+    interval = trainer.val_check_interval
+    # 1.0 is an epoch, and 1 a batch
+    is_partial = isinstance(interval, int) or interval < 1.0
     if is_partial and every > 1:
         raise refused(
             "check_val_every_n_epoch",
@@ -195,7 +202,9 @@ def _evaluations(trainer: Any) -> Any:
         return max(1, interval // trainer.accumulate_grad_batches)
     if is_partial:
         return f"{interval:g}epochs"
-    return f"{every}epochs" if every > 1 else "1epoch"
+    if every > 1:
+        return f"{every}epochs"
+    return "1epoch"
 
 
 def _percent(share: float) -> str:

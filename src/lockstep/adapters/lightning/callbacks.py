@@ -98,14 +98,16 @@ class Served:
     def attach(self, module: Any) -> None:
         """Give the callbacks `log` and `log_dict` of the module, as Lightning does."""
         for each in self._callbacks:
-            each.log, each.log_dict = module.log, module.log_dict
+            each.log = module.log
+            each.log_dict = module.log_dict
 
     def call(self, hook: str, trainer: Any, module: Any, *args: Any, **named: Any) -> None:
         """Call a hook of those that have it, as Lightning does: the module's name for `log` is the hook's."""
         callbacks = self._by_hook.get(hook)
         if not callbacks:
             return
-        before, module._current_fx_name = module._current_fx_name, hook
+        before = module._current_fx_name
+        module._current_fx_name = hook
         try:
             for each in callbacks:
                 getattr(each, hook)(trainer, module, *args, **named)
@@ -114,14 +116,17 @@ class Served:
 
     def state(self) -> dict[str, Any]:
         """Return the `state_dict` of each that has one, by its `state_key`."""
-        states = {each.state_key: each.state_dict() for each in self._by_hook.get("state_dict", ())}
+        states = {}
+        for each in self._by_hook.get("state_dict", ()):
+            states[each.state_key] = each.state_dict()
         return {key: state for key, state in states.items() if state}
 
     def load(self, content: list[Any] | None) -> None:
         """Load the states of a checkpoint; None: those at the start, for a run that was rolled back to it."""
         if content is None:
             if self._first is None:
-                with contextlib.suppress(ConfigError):  # refused by the trial of a save
+                # Refused by the trial of a save
+                with contextlib.suppress(ConfigError):
                     self._first = packed(self.state(), "a callback's state_dict")
                 return
             content = self._first

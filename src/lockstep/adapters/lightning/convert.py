@@ -85,7 +85,8 @@ def _materialise(module: Any, train: LoaderParts) -> None:
         return
     name = next(name for name, parameter in module.named_parameters() if is_lazy(parameter))
     count = min(train.batch_size, len(train.dataset))
-    before, reason = module._current_fx_name, "it is not used"
+    before = module._current_fx_name
+    reason = "it is not used"
     try:
         with generators_kept(), torch.no_grad(), Leavings.undone(module):
             module._current_fx_name = "training_step"
@@ -228,7 +229,10 @@ def configured(values: dict[str, Any]) -> tuple[Config, LightningTask]:
     config = cli.build(values)
     task_config, task = _build(config.task, config.seed)
     plain = cli.flatten(Config(), own_task=True)
-    derived = {name: value for name, value in cli.flatten(task_config, own_task=True).items() if value != plain[name]}
+    derived = {}
+    for name, value in cli.flatten(task_config, own_task=True).items():
+        if value != plain[name]:
+            derived[name] = value
     if "batch_size" in values and values["batch_size"] % derived.get("micro_batch_size", 1):
         derived.pop("micro_batch_size", None)
     return cli.build({**derived, **values}), task

@@ -73,7 +73,8 @@ class Sampled(Dataset[Any]):
     """
 
     def __init__(self, inner: Any, size: int) -> None:
-        self.inner, self.size = inner, size
+        self.inner = inner
+        self.size = size
         if hasattr(inner, "__getitems__"):
             self.__getitems__ = inner.__getitems__
         self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
@@ -115,12 +116,16 @@ class LoaderParts:
     @property
     def positions(self) -> int:
         """Positions of an epoch, which batch sizes count: samples, or lists if `grouped`."""
-        return len(self.sampler) if self.grouped else len(self.dataset)
+        if self.grouped:
+            return len(self.sampler)
+        return len(self.dataset)
 
     @property
     def micro_batch_size(self) -> int:
         """Positions of a micro-batch."""
-        return 1 if self.grouped else self.batch_size
+        if self.grouped:
+            return 1
+        return self.batch_size
 
     def order(self, seed: int) -> Order | None:
         """Return the order of the samples, or of groups of them; None: a new shuffle in each epoch."""
@@ -140,7 +145,10 @@ class LoaderParts:
         """Return the parts for an evaluation: the samples that the sampler yields in its first epoch, in its order."""
         if self.sampler is None or self.sampler == "sequential" or isinstance(self.sampler, DistributedSampler):
             return self
-        inner = self.dataset.inner if isinstance(self.dataset, Sampled) else self.dataset
+        if isinstance(self.dataset, Sampled):
+            inner = self.dataset.inner
+        else:
+            inner = self.dataset
         drawn = LoaderDraws(self.sampler, 0)(0)
         lists = drawn if self.in_batches else [drawn]
         return replace(
@@ -154,7 +162,8 @@ class LoaderParts:
 
     def batches(self) -> Iterator[range]:
         """Yield the samples of each batch in the order of the data."""
-        samples, start = len(self.dataset), 0
+        samples = len(self.dataset)
+        start = 0
         for size in self.sizes or itertools.repeat(self.batch_size, -(-samples // self.batch_size)):
             yield range(start, min(start + size, samples))
             start += size
@@ -183,14 +192,21 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
             f"from_lightning: {name} returned {type(loader).__name__}, which overrides `__iter__`: return a "
             "torch.utils.data.DataLoader with a sampler and a collate_fn"
         )
-    collate, whole, size = loader.collate_fn, False, loader.batch_size
+    collate = loader.collate_fn
+    whole = False
+    size = loader.batch_size
     in_batches = grouped = False
     sampler: Any = loader.sampler
-    if size is None and loader.batch_sampler is None:  # no automatic batches: an item is a batch
-        size, whole, collate = 1, True, _ReadyBatch(loader.collate_fn)
+    # No automatic batches: an item is a batch
+    if size is None and loader.batch_sampler is None:
+        size = 1
+        whole = True
+        collate = _ReadyBatch(loader.collate_fn)
     elif size is None:
         sampler, sizes = _unpack_batch_sampler(loader.batch_sampler, name)
-        size, in_batches, grouped = max(sizes), sampler is loader.batch_sampler, len(sizes) > 1
+        size = max(sizes)
+        in_batches = sampler is loader.batch_sampler
+        grouped = len(sizes) > 1
     samples = len(dataset)
     if isinstance(sampler, DistributedSampler):
         sampler = sampler if sampler.shuffle else "sequential"
@@ -202,8 +218,10 @@ def taken_apart(loader: Any, name: str) -> LoaderParts:
         samples = _length(sampler, name) * (size if in_batches else 1)
     if samples != len(dataset):
         dataset = Sampled(dataset, samples)
-    workers, prefetch = int(loader.num_workers), int(loader.prefetch_factor or 0)
-    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not grouped  # its lists are what is left
+    workers = int(loader.num_workers)
+    prefetch = int(loader.prefetch_factor or 0)
+    # Its lists are what is left
+    drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not grouped
     return LoaderParts(dataset, sampler, in_batches, int(size), whole, collate, workers, prefetch, drop_last, grouped)
 
 
@@ -214,7 +232,10 @@ def named_loaders(loaders: Any, name: str) -> dict[str, Any]:
     """
     if loaders is None:
         return {}
-    inner = getattr(loaders, "iterables", None) if type(loaders).__name__ == "CombinedLoader" else None
+    if type(loaders).__name__ == "CombinedLoader":
+        inner = getattr(loaders, "iterables", None)
+    else:
+        inner = None
     loaders = loaders if inner is None else inner
     if isinstance(loaders, Mapping):
         return {str(key): loader for key, loader in loaders.items()}
@@ -237,13 +258,16 @@ class LoaderDraws:
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
-        self.name, self._sampler, self._seed = type(sampler).__name__, sampler, seed
+        self.name = type(sampler).__name__
+        self._sampler = sampler
+        self._seed = seed
         self._generators = [(each, each.get_state()) for each in _generators(sampler)]
 
     def __call__(self, epoch: int) -> list[Any]:
         """Return what the sampler yields in an epoch."""
         with generators_kept():
-            for generator, state in self._generators:  # they continue from epoch to epoch
+            # They continue from epoch to epoch
+            for generator, state in self._generators:
                 generator.set_state(state)
             for now in range(epoch + 1) if self._generators else (epoch,):
                 seed_everything(derive(self._seed, "sampler", now))
@@ -267,7 +291,8 @@ class LoaderOrder(EpochOrder):
 
     def __init__(self, draws: LoaderDraws, size: int, samples: int, *, in_batches: bool) -> None:
         super().__init__(size, samples)
-        self._draws, self._in_batches = draws, in_batches
+        self._draws = draws
+        self._in_batches = in_batches
 
     def draw(self, epoch: int) -> NDArray[np.int64]:
         """Draw the indices of an epoch.
@@ -282,7 +307,13 @@ class LoaderOrder(EpochOrder):
                 f"from_lightning: the batch sampler {self._draws.name} makes batches of {min(sizes)} to {max(sizes)} "
                 f"samples in epoch {epoch}, but of one size in its first: let them differ in every epoch, or in none"
             )
-        indices = [int(each) for batch in drawn for each in batch] if self._in_batches else list(map(int, drawn))
+        if self._in_batches:
+            indices = []
+            for batch in drawn:
+                for each in batch:
+                    indices.append(int(each))
+        else:
+            indices = list(map(int, drawn))
         if len(indices) < self.size:
             raise ConfigError(
                 f"from_lightning: the sampler {self._draws.name} gave {len(indices)} samples in epoch {epoch}, but its "
@@ -377,8 +408,14 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
         datamodule.trainer = trainer
     _prepare(module, datamodule, seed)
     _call_setup(module, datamodule, "fit", seed)
-    own = _split_loaders(data) if data is not None and datamodule is None else None
-    train = own[0] if own else _call_loader("train_dataloader", module, datamodule, seed)
+    if data is not None and datamodule is None:
+        own = _split_loaders(data)
+    else:
+        own = None
+    if own:
+        train = own[0]
+    else:
+        train = _call_loader("train_dataloader", module, datamodule, seed)
     if train is None:
         raise ConfigError(
             f"from_lightning: {type(module).__name__} has no train_dataloader: pass a datamodule (--datamodule "
@@ -394,10 +431,18 @@ def begun(module: Any, data: Any, trainer: Standing, seed: int) -> Loaders:
         (train,) = loaders.values()
     trainer.train_dataloader = train
     parts = taken_apart(train, "train_dataloader")
-    val_loaders = own[1] if own else _call_loader("val_dataloader", module, datamodule, seed)
+    if own:
+        val_loaders = own[1]
+    else:
+        val_loaders = _call_loader("val_dataloader", module, datamodule, seed)
     trainer.val_dataloaders = val_loaders
-    sets = named_loaders(val_loaders, "val_dataloader") if written(module, "validation_step") else {}
-    validation = {name: taken_apart(each, "val_dataloader").held_out() for name, each in sets.items()}
+    if written(module, "validation_step"):
+        sets = named_loaders(val_loaders, "val_dataloader")
+    else:
+        sets = {}
+    validation = {}
+    for name, each in sets.items():
+        validation[name] = taken_apart(each, "val_dataloader").held_out()
     return Loaders(parts, {name: each for name, each in validation.items() if len(each.dataset)}, datamodule, seed)
 
 
@@ -497,7 +542,8 @@ def predicted(task: Any) -> list[Any]:
         ConfigError: there is no predict_dataloader.
     """
     sets = _setup_loaders(task.module, task.loaders, "predict_dataloader")
-    life, outputs = task.life, list[list[Any]]()
+    life = task.life
+    outputs = list[list[Any]]()
     task.trainer.stage = "predict"
     with _evaluation_mode(task):
         for name in ("start", "epoch_start"):
@@ -514,7 +560,9 @@ def predicted(task: Any) -> list[Any]:
         for name in ("epoch_end", "end"):
             life.hook(f"on_predict_{name}")
     life.teardown("predict")
-    return outputs[0] if len(outputs) == 1 else outputs
+    if len(outputs) == 1:
+        return outputs[0]
+    return outputs
 
 
 @contextlib.contextmanager
@@ -539,12 +587,17 @@ def _check(task: Any, step: str) -> None:
 def _to_device(task: Any, batch: Placed) -> Placed:
     device = next((p.device for p in task.module.parameters()), torch.device("cpu"))
     move = mover(device)
-    return batch._replace(data=move(batch.data)) if move else batch
+    if move:
+        return batch._replace(data=move(batch.data))
+    return batch
 
 
 def _batches(parts: LoaderParts, place: int, limit: int | float) -> Iterator[Placed]:
     """Yield the batches of a set in the order of the data."""
     own = list(parts.batches())
-    most = limit if isinstance(limit, int) and not isinstance(limit, bool) else int(len(own) * limit)
+    if isinstance(limit, int) and not isinstance(limit, bool):
+        most = limit
+    else:
+        most = int(len(own) * limit)
     for indices in own[:most]:
         yield Placed(place, len(indices), parts.collate([parts.dataset[at] for at in indices]))

@@ -58,7 +58,8 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
     changes: dict[str, Any] = {}
     for each in callbacks:
         name = type(each).__name__
-        if is_served(each) or (name == "EarlyStopping" and not config.eval_freq):  # the latter is a monitor of `Life`
+        # The latter is a monitor of `Life`
+        if is_served(each) or (name == "EarlyStopping" and not config.eval_freq):
             continue
         if name == "EarlyStopping":
             if "patience" in changes:
@@ -75,7 +76,8 @@ def settings_of(callbacks: list[Any], trainer: Any, config: Config) -> Config:
         changes["ckpt_freq"] = 0
     if not config.eval_freq:  # `Life` compares the steps
         changes.pop("best_metric", None)
-    if "patience" in changes and "best_metric" not in changes:  # no ModelCheckpoint judges: one best for both
+    # No ModelCheckpoint judges: one best for both
+    if "patience" in changes and "best_metric" not in changes:
         changes["best_metric"] = changes.pop("patience_metric")
     return dataclasses.replace(config, **changes)
 
@@ -173,37 +175,52 @@ class Life(Hooks):
     """
 
     def __init__(self, module: Any, trainer: Standing, logged: Logged, *, evaluates: bool = True) -> None:
-        self.module, self.trainer, self.logged = module, trainer, logged
+        self.module = module
+        self.trainer = trainer
+        self.logged = logged
         self.rates: Rates | None = None
         self._turn: Turn | None = None
-        self._pending_ends: list[tuple[Any, Any, range]] = []  # batches that end after the update
-        self._in_epoch, self._samples, self._size = 1, 1, 1
-        self._steps, self._epochs = Totals(), Totals()
+        # Batches that end after the update
+        self._pending_ends: list[tuple[Any, Any, range]] = []
+        self._in_epoch = 1
+        self._samples = 1
+        self._size = 1
+        self._steps = Totals()
+        self._epochs = Totals()
         self._metrics: dict[str, Any] = {}
         self._step_names: dict[str, str] = {}
         self._leavings = Leavings()
         self._epoch = -1  # the current one; -1: none
-        self._trial_names: set[str] = set()  # names that a tried training_step logged
-        self._tries, self._starts, self._is_started, self._log_freq = False, False, True, 1
+        # Names that a tried training_step logged
+        self._trial_names: set[str] = set()
+        self._tries = False
+        self._starts = False
+        self._is_started = True
+        self._log_freq = 1
         stoppers = [] if evaluates else trainer.early_stopping_callbacks
         self.served = Served(trainer.callbacks, stoppers)
-        monitored = {
-            each.monitor for each in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks)
-        }
+        monitored = set()
+        for each in (*stoppers, *trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
+            monitored.add(each.monitor)
         self._monitored = monitored - {None}  # also those of an evaluation
-        self._compared = (
-            None if evaluates else next((each for each in trainer.checkpoint_callbacks if each.monitor), None)
-        )
+        if evaluates:
+            self._compared = None
+        else:
+            self._compared = next((each for each in trainer.checkpoint_callbacks if each.monitor), None)
         self._written_hooks = own_methods(module)
         self._evaluates = evaluates
-        self._due_values: dict[str, float] | None = None  # of the evaluation that is due
-        self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1  # else there is nothing to gather
+        # Of the evaluation that is due
+        self._due_values: dict[str, float] | None = None
+        # Else there is nothing to gather
+        self._is_distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
 
     def planned(self, samples: int, size: int) -> None:
         """Set the number of samples of an epoch and of a step."""
-        self._samples, self._size = samples, size
+        self._samples = samples
+        self._size = size
         self._turn, self._epoch, self._written_hooks = None, -1, own_methods(self.module)
-        self._tries, self._is_started = True, False
+        self._tries = True
+        self._is_started = False
         for each in self.served.stoppers:
             each.setup(self.trainer, self.module, "fit")
         self._pending_ends.clear()
@@ -215,7 +232,8 @@ class Life(Hooks):
     def call(self, name: str, *args: Any) -> Any:
         """Call a method of the module as Lightning does, setting its name for `self.log`."""
         module = self.module
-        before, module._current_fx_name = module._current_fx_name, name
+        before = module._current_fx_name
+        module._current_fx_name = name
         try:
             return getattr(module, name)(*args)
         finally:
@@ -272,7 +290,8 @@ class Life(Hooks):
     # Of a step.
 
     def before_batch(self, step: int, index: int, slot: int, slots: int, *, counts: bool) -> None:
-        trainer, self._tries = self.trainer, False
+        trainer = self.trainer
+        self._tries = False
         trainer.global_step = step
         self.start()
         epoch = step * self._size // self._samples
@@ -287,7 +306,8 @@ class Life(Hooks):
 
     def take_turn(self) -> Turn | None:
         """Return and clear the next forward's turn; None outside a step of the run."""
-        turn, self._turn = self._turn, None
+        turn = self._turn
+        self._turn = None
         return turn
 
     @contextlib.contextmanager
@@ -340,7 +360,8 @@ class Life(Hooks):
     def after_update(self) -> None:
         self.trainer.global_step += 1
         if self.rates is not None:
-            self.rates.drive_to(self.trainer.global_step)  # before the batch's end, as in Lightning
+            # Before the batch's end, as in Lightning
+            self.rates.drive_to(self.trainer.global_step)
         for output, batch, ends in self._pending_ends:
             for batch_idx in ends:
                 self.hook("on_train_batch_end", output, batch, batch_idx)
@@ -350,7 +371,9 @@ class Life(Hooks):
     # Of a run.
 
     def before_run(self, context: RunContext, done: int) -> None:
-        self.trainer.global_step, self._tries, self._log_freq = done, False, context.log_freq
+        self.trainer.global_step = done
+        self._tries = False
+        self._log_freq = context.log_freq
         self.trainer.strategy.gather = context.gather
         state = context.state
         self._load(state)
@@ -367,7 +390,9 @@ class Life(Hooks):
         """Load what module and callbacks stored in the checkpoint, in Lightning's order."""
         loads = "on_load_checkpoint" in self.served or written(self.module, "on_load_checkpoint")
         if "module" in state and loads:
-            own = {key: self.module.get_submodule(name) for key, name in state.get("own_modules", {}).items()}
+            own = {}
+            for key, name in state.get("own_modules", {}).items():
+                own[key] = self.module.get_submodule(name)
             checkpoint = self._checkpoint() | own | unpacked(state["module"])
             checkpoint["callbacks"] = unpacked(state["callbacks"]) if "callbacks" in state else {}
             with generators_kept():
@@ -375,7 +400,10 @@ class Life(Hooks):
                     self.call("on_load_checkpoint", checkpoint)
                 self.served.call("on_load_checkpoint", self.trainer, self.module, checkpoint)
         self.served.load(state.get("callbacks"))
-        self._due_values = unpacked(state["training_values"]) if "training_values" in state else None
+        if "training_values" in state:
+            self._due_values = unpacked(state["training_values"])
+        else:
+            self._due_values = None
 
     def after_step(self, context: RunContext, done: int) -> bool:
         if done % context.log_freq == 0:
@@ -414,7 +442,8 @@ class Life(Hooks):
         Raises:
             ConfigError: nothing of the monitor's name was logged.
         """
-        metrics, judges = self.trainer.callback_metrics, filter(None, [self._compared])
+        metrics = self.trainer.callback_metrics
+        judges = filter(None, [self._compared])
         for each in (*(each for each in self.served.stoppers if each.strict), *judges):
             if each.monitor not in metrics:
                 names = ", ".join(sorted({*metrics, *self._trial_names})) or "nothing"
@@ -443,10 +472,13 @@ class Life(Hooks):
         if self._tries:
             values: dict[str, Any] = dict.fromkeys(self._trial_names, math.nan)
         else:
-            gather, metrics = self.trainer.strategy.gather, self._metrics
+            gather = self.trainer.strategy.gather
+            metrics = self._metrics
             values = together(gather(self._steps.plain())) | together(gather(self._epochs.plain()))  # collective
             values |= {name: number(each) for name, each in merged_results(self.module, metrics, gather).items()}
-        plain = {name.removesuffix("_step").removesuffix("_epoch"): value for name, value in values.items()}
+        plain = {}
+        for name, value in values.items():
+            plain[name.removesuffix("_step").removesuffix("_epoch")] = value
         return {name: value for name, value in (plain | values).items() if name in self._monitored}
 
     def before_evaluation(self, context: RunContext, step: Any, record: Mapping[str, float] | None, due: Due) -> Due:
@@ -494,7 +526,8 @@ class Life(Hooks):
         owners = (self.module, "on_save_checkpoint"), (self.trainer.datamodule, "state_dict")
         if not any(written(owner, name) for owner, name in owners) and "state_dict" not in self.served:
             return
-        problem, self.trainer.sanity_checking = "", True
+        problem = ""
+        self.trainer.sanity_checking = True
         try:
             with Leavings.undone(self.module):
                 self.before_save({}, 0)
@@ -510,7 +543,8 @@ class Life(Hooks):
 
     def _checkpoint(self) -> dict[str, Any]:
         """Return the entries of a Lightning checkpoint that a module's hooks may read."""
-        trainer, module = self.trainer, self.module
+        trainer = self.trainer
+        module = self.module
         return {
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
@@ -523,7 +557,8 @@ class Life(Hooks):
         stops = self.served and any(context.gather(self.trainer.should_stop))  # collective
         self._record(context, self._end_epoch(context if stops else None), done)
         self._note_best(context)
-        self.trainer.current_epoch = done * self._size // self._samples  # epochs that are complete, as in Lightning
+        # Epochs that are complete, as in Lightning
+        self.trainer.current_epoch = done * self._size // self._samples
         for name in ("on_train_end", "on_fit_end"):
             self.hook(name)
         self.teardown("fit")
@@ -549,7 +584,10 @@ class Life(Hooks):
 
     def _log_metrics(self, values: Mapping[str, float], done: int) -> None:
         """Log to the Trainer's own loggers, on rank 0 only."""
-        shown = {name: value for name, value in values.items() if name not in self.logged.hidden}
+        shown = {}
+        for name, value in values.items():
+            if name not in self.logged.hidden:
+                shown[name] = value
         if shown and self.trainer.is_global_zero:
             for logger in self.trainer.loggers:
                 logger.log_metrics({**shown, "epoch": self.trainer.current_epoch}, done)
@@ -557,7 +595,9 @@ class Life(Hooks):
 
     def _optimizer(self) -> Any:
         optimizers = self.trainer.optimizers
-        return optimizers[0] if optimizers else None
+        if optimizers:
+            return optimizers[0]
+        return None
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch = self.trainer.current_epoch = epoch
@@ -606,8 +646,12 @@ class Life(Hooks):
         for entry in self.logged.taken():
             if not counts:
                 continue
-            if self.served and entry.on_step:  # of this rank's last micro-batch, as in Lightning
-                value = getattr(entry.value, "_forward_cache", None) if is_metric(entry.value) else entry.value
+            # Of this rank's last micro-batch, as in Lightning
+            if self.served and entry.on_step:
+                if is_metric(entry.value):
+                    value = getattr(entry.value, "_forward_cache", None)
+                else:
+                    value = entry.value
                 self.trainer.callback_metrics |= dict.fromkeys((entry.step_name, entry.plain_name), value)
             if is_metric(entry.value):
                 if entry.on_epoch:
@@ -624,13 +668,17 @@ class Life(Hooks):
         """Copy the values to the module's trainer too."""
         self.publish(values)
         suffix = "_step" if steps else "_epoch"
-        plain = {name.removesuffix(suffix): value for name, value in values.items() if name.endswith(suffix)}
+        plain = {}
+        for name, value in values.items():
+            if name.endswith(suffix):
+                plain[name.removesuffix(suffix)] = value
         self.trainer.callback_metrics |= {name: torch.tensor(value) for name, value in plain.items()}
         return values
 
     def publish(self, values: Mapping[str, float]) -> None:
         """Copy the values to the module's trainer, to which metrics they were logged for."""
-        trainer, logged = self.trainer, self.logged
+        trainer = self.trainer
+        logged = self.logged
         tensors = {name: torch.tensor(value) for name, value in values.items()}
         trainer.callback_metrics |= tensors
         trainer.logged_metrics |= {name: value for name, value in tensors.items() if name not in logged.hidden}

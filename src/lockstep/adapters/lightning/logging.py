@@ -65,7 +65,9 @@ class LoggedValue(NamedTuple):
         return self._full(self.name)
 
     def _full(self, name: str) -> str:
-        return name if self.place is None else f"{name}/dataloader_idx_{self.place}"
+        if self.place is None:
+            return name
+        return f"{name}/dataloader_idx_{self.place}"
 
 
 @final
@@ -111,7 +113,8 @@ class Logged:
         Raises:
             ConfigError: a reduction that cannot be computed from parts, or one over a group of ranks.
         """
-        reduce, place = _reduction_of(name, reduce_fx), self.place if add_dataloader_idx else None
+        reduce = _reduction_of(name, reduce_fx)
+        place = self.place if add_dataloader_idx else None
         if sync_dist_group is not None:
             raise ConfigError(
                 f"from_lightning: self.log('{name}', sync_dist_group=...) is not supported: "
@@ -121,7 +124,8 @@ class Logged:
         for key, each in values.items():
             item = each.detach() if isinstance(each, Tensor) else each
             weight = float(batch_size if batch_size is not None else self.samples)
-            full, attribute = f"{name}.{key}" if key else name, metric_attribute or ""
+            full = f"{name}.{key}" if key else name
+            attribute = metric_attribute or ""
             entry = LoggedValue(full, item, weight, on_step, on_epoch, reduce, attribute, place)
             self._entries.append(entry)
             if prog_bar:
@@ -131,7 +135,9 @@ class Logged:
 
     def swapped(self, entries: list[LoggedValue], samples: int) -> list[LoggedValue]:
         """Swap in the entries of another micro-batch, and return the previous ones."""
-        former, self._entries, self.samples = self._entries, entries, samples
+        former = self._entries
+        self._entries = entries
+        self.samples = samples
         return former
 
     def reset(self, *_: Any, **__: Any) -> None:
@@ -139,8 +145,11 @@ class Logged:
 
     def taken(self) -> list[LoggedValue]:
         """Return and clear the values logged since the last call, the last of each name."""
-        entries, self._entries = self._entries, []
-        return list({entry.plain_name: entry for entry in entries}.values()) if len(entries) > 1 else entries
+        entries = self._entries
+        self._entries = []
+        if len(entries) > 1:
+            return list({entry.plain_name: entry for entry in entries}.values())
+        return entries
 
 
 def _reduction_of(name: str, reduce_fx: Any) -> str:
@@ -149,7 +158,10 @@ def _reduction_of(name: str, reduce_fx: Any) -> str:
     Raises:
         ConfigError: the function is not known.
     """
-    word = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if isinstance(reduce_fx, str):
+        word = reduce_fx
+    else:
+        word = getattr(reduce_fx, "__name__", "")
     reduction = _REDUCTIONS.get(word.lower())
     if reduction is None:
         raise ConfigError(
@@ -183,7 +195,10 @@ class Totals:
         if entry is None:
             self._totals[name] = [reduce, part, weight]
             return
-        combine = _COMBINE if isinstance(part, float) and isinstance(entry[1], float) else _ON_DEVICE
+        if isinstance(part, float) and isinstance(entry[1], float):
+            combine = _COMBINE
+        else:
+            combine = _ON_DEVICE
         entry[1], entry[2] = combine[reduce](entry[1], part), entry[2] + weight
 
     def plain(self) -> dict[str, list[Any]]:
@@ -208,10 +223,19 @@ def together(parts: list[dict[str, list[Any]]]) -> dict[str, float]:
 def _reduce(kind: str, values: list[tuple[float, float]]) -> float:
     numbers = [value for value, _ in values]
     if kind in ("min", "max"):
-        return math.nan if any(map(math.isnan, numbers)) else (min if kind == "min" else max)(numbers)
-    total = math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)
+        if any(map(math.isnan, numbers)):
+            return math.nan
+        return (min if kind == "min" else max)(numbers)
+    if all(map(math.isfinite, numbers)):
+        total = math.fsum(numbers)
+    else:
+        total = sum(numbers)
     weight = math.fsum(weight for _, weight in values)
-    return total if kind == "sum" else total / weight if weight else math.nan
+    if kind == "sum":
+        return total
+    if weight:
+        return total / weight
+    return math.nan
 
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {"mean": operator.add, "sum": operator.add, "min": min, "max": max}
@@ -221,7 +245,9 @@ _ON_DEVICE = _COMBINE | {"min": torch.minimum, "max": torch.maximum}
 def rows_of(batch: Any) -> int:
     """Return the length of a batch's first tensor, as Lightning does; else 1."""
     if isinstance(batch, Tensor):
-        return len(batch) if batch.ndim else 1
+        if batch.ndim:
+            return len(batch)
+        return 1
     if isinstance(batch, str):
         return len(batch)
     if isinstance(batch, Mapping):
@@ -236,7 +262,9 @@ def rows_of(batch: Any) -> int:
 
 def _rows(value: Any) -> int:
     if isinstance(value, Tensor):
-        return len(value) if value.ndim else 1
+        if value.ndim:
+            return len(value)
+        return 1
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

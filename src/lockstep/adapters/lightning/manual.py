@@ -54,7 +54,9 @@ class Coroutine:
         Returns:
             Whether it has finished.
         """
-        self._work, self._is_finished, self._error = work, False, None
+        self._work = work
+        self._is_finished = False
+        self._error = None
         return self.go_on()
 
     def go_on(self) -> bool:
@@ -63,12 +65,14 @@ class Coroutine:
         self._resume.release()
         self._yield.acquire()
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error
         return self._is_finished
 
     def result(self) -> Any:
-        result, self._result = self._result, None
+        result = self._result
+        self._result = None
         return result
 
     @staticmethod
@@ -87,7 +91,8 @@ class Coroutine:
                 self._result = self._work()
             except BaseException as error:  # handed to the caller's thread
                 self._error = error
-            self._work, self._is_finished = None, True
+            self._work = None
+            self._is_finished = True
             self._yield.release()
 
 
@@ -96,7 +101,9 @@ class ManualScheduler:
     """A proxy for a scheduler of the module: its step waits for all micro-batches."""
 
     def __init__(self, scheduler: Any, ask: Callable[[tuple[str, int], Any], None], place: int) -> None:
-        self._scheduler, self._ask, self._place = scheduler, ask, place
+        self._scheduler = scheduler
+        self._ask = ask
+        self._place = place
         self.optimizer = scheduler.optimizer
         # The number of its steps; for a plateau, its counters and its current rates.
         groups = len(self.optimizer.param_groups)
@@ -109,7 +116,8 @@ class ManualScheduler:
 
     def really(self, args: tuple[Any, ...]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer's step is taken by the engine
+            # The optimizer's step is taken by the engine
+            warnings.simplefilter("ignore")
             self._scheduler.step(*args)
         self.state[0] += not self._plateau
         self._record_state()
@@ -194,8 +202,10 @@ class ManualSteps:
 
     def configured(self, configuration: Configured) -> Several:
         """Wrap the module's optimizers as one, and route their steps through this object."""
-        trainer, self._optimizers = self._life.trainer, configuration.optimizers
-        self._pending, self._carry = [], []
+        trainer = self._life.trainer
+        self._optimizers = configuration.optimizers
+        self._pending = []
+        self._carry = []
         for scheduler in configuration.schedulers:
             if scheduler.scheduler.optimizer not in configuration.optimizers:
                 raise ConfigError("from_lightning: a scheduler's optimizer is not among those of configure_optimizers")
@@ -208,13 +218,15 @@ class ManualSteps:
         for each, proxy in zip(configuration.schedulers, self._schedulers, strict=True):
             each.scheduler = proxy
         kind = class_beside(self._life.module, "core.optimizer", "LightningOptimizer")
-        trainer.optimizers, trainer.lr_scheduler_configs = configuration.optimizers, configuration.schedulers
+        trainer.optimizers = configuration.optimizers
+        trainer.lr_scheduler_configs = configuration.schedulers
         strategy = trainer.strategy
         strategy.manual = self
         strategy._lightning_optimizers = [
             kind._to_lightning_optimizer(each, strategy) for each in configuration.optimizers
         ]
-        self._strategy = strategy  # Lightning's optimizers hold it by a weak reference only
+        # Lightning's optimizers hold it by a weak reference only
+        self._strategy = strategy
         return several
 
     # Called by the loop.
@@ -251,8 +263,10 @@ class ManualSteps:
         self._pending.clear()
 
     def run(self, weights: list[float], engine: Any) -> None:
-        micro, self._pending = self._pending, []
-        self._engine, self._is_single = engine, len(micro) == 1
+        micro = self._pending
+        self._pending = []
+        self._engine = engine
+        self._is_single = len(micro) == 1
         self._weights = [weight * each.samples for weight, each in zip(weights, micro, strict=True)]
         self._last_step = micro
         module = self._life.module
@@ -278,7 +292,8 @@ class ManualSteps:
             parameter.grad = None
 
     def buffers(self) -> list[Any]:
-        micro, self._last_step = self._last_step, []
+        micro = self._last_step
+        self._last_step = []
         return [each.buffer_state for each in micro]
 
     # Called by the module within a micro-batch.
@@ -323,7 +338,9 @@ class ManualSteps:
 
     def _run_in_turn(self, micro: list[_MicroBatch]) -> None:
         """Run the micro-batches in turn, each up to its next pause, until all have finished."""
-        threads, self._threads = self._threads, []  # after an error they wait for ever, and new ones are made
+        # after an error they wait for ever, and new ones are made
+        threads = self._threads
+        self._threads = []
         while len(threads) < len(micro):
             threads.append(Coroutine())
         active = list(range(len(micro)))
@@ -331,7 +348,8 @@ class ManualSteps:
         while active:
             done = []
             for place in active:
-                each, thread = micro[place], threads[place]
+                each = micro[place]
+                thread = threads[place]
                 self._enter(each)
                 each.point = None
                 with empty_slot(not self._weights[place]):
@@ -359,8 +377,10 @@ class ManualSteps:
             self._schedulers[place].really(value)
             return
         clips = [each.clips.pop(place, None) for each in micro]
-        with default_dtype(self._dtype):  # in which an optimizer makes its states
-            gradients, buffers = [each.gradients for each in micro], [each.buffer_state for each in micro]
+        # In which an optimizer makes its states
+        with default_dtype(self._dtype):
+            gradients = [each.gradients for each in micro]
+            buffers = [each.buffer_state for each in micro]
             self._engine.update(place, gradients, self._weights, buffers, clips[0])  # collective
 
     def _enter(self, micro: _MicroBatch) -> None:
@@ -373,7 +393,8 @@ class ManualSteps:
             parameter.requires_grad = required
             parameter.grad = micro.gradients.get(parameter)
         self._engine.restore(micro.buffer_state)
-        torch.clear_autocast_cache()  # what it holds is of weights before a step, or of another micro-batch's graph
+        # What it holds is of weights before a step, or of another micro-batch's graph
+        torch.clear_autocast_cache()
         _set_rng_states(micro.states)
 
     def _leave(self, micro: _MicroBatch) -> None:
@@ -397,11 +418,9 @@ class ManualSteps:
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss.detach().reshape(())
-        return (
-            torch.stack([each.reshape(()).float() for each in micro.backwards]).sum()
-            if micro.backwards
-            else (torch.zeros_like(micro.placeholder))
-        )
+        if micro.backwards:
+            return torch.stack([each.reshape(()).float() for each in micro.backwards]).sum()
+        return torch.zeros_like(micro.placeholder)
 
     def _attributes(self, module: nn.Module) -> dict[str, Any]:
         return {name: value for name, value in vars(module).items() if name not in _SHARED}
@@ -425,7 +444,10 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 def _rng_states(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the default random generators."""
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        cuda_state = torch.cuda.get_rng_state(device)
+    else:
+        cuda_state = None
     return torch.get_rng_state(), np.random.get_state(), random.getstate(), cuda_state, device
 
 

@@ -47,7 +47,8 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
     if isinstance(result, Optimizer):
         optimizers = [result]
     elif isinstance(result, dict):
-        optimizers, monitor = [result.get("optimizer")], result.get("monitor")
+        optimizers = [result.get("optimizer")]
+        monitor = result.get("monitor")
         schedulers = [result["lr_scheduler"]] if result.get("lr_scheduler") is not None else []
     elif isinstance(result, list | tuple) and len(result) == 2 and isinstance(result[0], list | tuple):
         optimizers = list(result[0])
@@ -77,13 +78,17 @@ def read(result: Any, *, automatic: bool = True) -> Configured:
 
 
 def _scheduler(entry: Any, monitor: str | None, *, automatic: bool) -> Scheduler:
-    options = dict(entry) if isinstance(entry, dict) else {"scheduler": entry}
+    if isinstance(entry, dict):
+        options = dict(entry)
+    else:
+        options = {"scheduler": entry}
     options = {key: value for key, value in options.items() if key in _KEYS}
     scheduler = options.get("scheduler")
     if scheduler is None:
         raise _error("returned a dict for a scheduler without the key 'scheduler'")
     plateau = options.pop("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
-    interval, frequency = options.get("interval", "epoch"), int(options.get("frequency", 1))
+    interval = options.get("interval", "epoch")
+    frequency = int(options.get("frequency", 1))
     if interval not in ("step", "epoch") or frequency < 1:
         raise _error(f"returned a scheduler with interval '{interval}' and frequency {frequency}: step or epoch, 1..")
     followed = options.get("monitor") or monitor

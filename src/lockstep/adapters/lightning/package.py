@@ -39,13 +39,18 @@ def written(owner: Any, method: str) -> bool:
 
 def own_methods(owner: Any) -> frozenset[str]:
     """Return the names of an object's methods that the user wrote."""
-    own = {name for name, value in getattr(owner, "__dict__", {}).items() if callable(value)}
+    own = set()
+    for name, value in getattr(owner, "__dict__", {}).items():
+        if callable(value):
+            own.add(name)
     return _of_class(owner.__class__) | own
 
 
 @cache
 def _of_class(kind: Any) -> frozenset[str]:
-    names = {name for each in kind.__mro__ for name in vars(each)}
+    names = set()
+    for each in kind.__mro__:
+        names.update(vars(each))
     return frozenset(name for name in names if _in_class(kind, name))
 
 
@@ -75,9 +80,15 @@ def takes(function: Any, name: str) -> bool:
 
 def calls(function: Any, *args: Any) -> tuple[Any, ...]:
     """Return as many of the first arguments as the function takes by position."""
-    own = getattr(function, "__func__", None)  # a bound method is another object each time
-    most = _max_positional(own) - 1 if own is not None else _max_positional(function)
-    return args[:most] if most < len(args) else args
+    # A bound method is another object each time
+    own = getattr(function, "__func__", None)
+    if own is not None:
+        most = _max_positional(own) - 1
+    else:
+        most = _max_positional(function)
+    if most < len(args):
+        return args[:most]
+    return args
 
 
 @cache

@@ -59,12 +59,14 @@ def apart(step: str) -> Iterator[None]:
         yield
         return
     inside: Any = c10d
-    plain = inside._rank_not_in_group  # every collective calls it first, however it was imported
+    # Every collective calls it first, however it was imported
+    plain = inside._rank_not_in_group
 
     def check(*args: Any) -> Any:
         called, caller = _find_caller()
         from_user = caller.startswith(_FOR_STEPS) or not caller.startswith(_OWN_ATTRIBUTES)
-        if from_user and not called.startswith("get_"):  # a rank and the like may be asked for
+        # A rank and the like may be asked for
+        if from_user and not called.startswith("get_"):
             raise ConfigError(
                 f"from_lightning: {step} calls torch.distributed.{called}, whose result depends on the number of "
                 "ranks: compute within the micro-batch, log a sum, or write the loss over all samples of a step as "
@@ -81,9 +83,13 @@ def apart(step: str) -> Iterator[None]:
 
 def _find_caller() -> tuple[str, str]:
     """Return the collective that is called, and the module that calls it."""
-    frame, name = sys._getframe(2), ""
+    frame = sys._getframe(2)
+    name = ""
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
-        name = frame.f_code.co_name if frame.f_globals["__name__"] == _INSIDE[0] else name
+        if frame.f_globals["__name__"] == _INSIDE[0]:
+            name = frame.f_code.co_name
+        else:
+            name = name
         frame = frame.f_back
     return name, str(frame.f_globals.get("__name__", ""))
 
@@ -125,7 +131,9 @@ class Leavings:
     @contextlib.contextmanager
     def undone(module: nn.Module) -> Iterator[None]:
         """Context manager that undoes appended items, assigned plain attributes and metric updates."""
-        metrics, lists, plain = metrics_of(module), lists_of(module), dict(vars(module))
+        metrics = metrics_of(module)
+        lists = lists_of(module)
+        plain = dict(vars(module))
         lengths = {name: len(items) for name, items in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
         try:
@@ -158,18 +166,23 @@ class Leavings:
         Raises:
             ConfigError: a value that cannot be sent.
         """
-        lists, metrics = lists_of(module), metrics_of(module)
+        lists = lists_of(module)
+        metrics = metrics_of(module)
         active = {name: metric for name, metric in metrics.items() if was_updated(metric)}
-        records = {name: notes for name, notes in self._records.items() if _matches(notes, lists.get(name))}
+        records = {}
+        for name, notes in self._records.items():
+            if _matches(notes, lists.get(name)):
+                records[name] = notes
         sizes = gather([sorted(records), sorted(active)])  # collective
         if len(sizes) > 1 and any(names for pair in sizes for names in pair):
             row: list[Any] = []
-            items = [
-                [name, list(key), taken_apart(part, row, name)]
-                for name in records
-                for key, part in _split_items(records[name], lists[name])
-            ]
-            states = {name: taken_apart(dict(metric.metric_state), row, name) for name, metric in active.items()}
+            items = []
+            for name in records:
+                for key, part in _split_items(records[name], lists[name]):
+                    items.append([name, list(key), taken_apart(part, row, name)])
+            states = {}
+            for name, metric in active.items():
+                states[name] = taken_apart(dict(metric.metric_state), row, name)
             parts = gather([items, states, [_encode(tensor) for tensor in row]])  # collective
             _fill(parts, module, metrics)
         yield
@@ -183,7 +196,8 @@ def merged_results(
     Args:
         metrics: name that the result gets -> metric.
     """
-    own, row = metrics_of(module), list[Any]()
+    own = metrics_of(module)
+    row = list[Any]()
     attributes = {id(metric): attribute for attribute, metric in own.items()}
     forms = {
         name: [attributes[id(metric)], taken_apart(dict(metric.metric_state), row, name)]
@@ -224,7 +238,9 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
         if is_metric(each):
             each.sync_on_compute = each.dist_sync_on_step = each._to_sync = False
         if type(each).__name__ == "MetricCollection" and getattr(each, "_enable_compute_groups", False):
-            each._enable_compute_groups, each._groups_checked = False, False  # or metrics would share a state
+            # or metrics would share a state
+            each._enable_compute_groups = False
+            each._groups_checked = False
             each._groups = {}
     return {name: each for name, each in module.named_modules() if is_metric(each)}
 
@@ -273,7 +289,8 @@ def put_back(metric: Any, state: tuple[dict[str, Any], int, Any] | None) -> None
         return
     for name, value in state[0].items():
         setattr(metric, name, value)
-    metric._update_count, metric._computed = state[1], state[2]
+    metric._update_count = state[1]
+    metric._computed = state[2]
 
 
 def taken_apart(value: Any, row: list[Any], name: str, deep: int = 0) -> Any:
@@ -313,14 +330,18 @@ def put_together(form: Any, row: list[Any]) -> Any:
         return getattr(torch, content)
     if kind == "array":
         array = row[content].numpy()
-        return array if array.ndim else array[()]
+        if array.ndim:
+            return array
+        return array[()]
     if kind == "dict":
         return {key: put_together(each, row) for key, each in content}
     if kind == "object":
         return _rebuild(content[0], content[1], {key: put_together(each, row) for key, each in content[2]})
     if kind in ("list", "tuple"):
         parts = [put_together(each, row) for each in content]
-        return tuple(parts) if kind == "tuple" else parts
+        if kind == "tuple":
+            return tuple(parts)
+        return parts
     return content
 
 
@@ -352,7 +373,9 @@ def _fields(value: Any) -> dict[str, Any] | None:
         return None
     if dataclasses.is_dataclass(value):
         return {spec.name: getattr(value, spec.name) for spec in dataclasses.fields(value)}
-    return dict(value._asdict()) if isinstance(value, tuple) and hasattr(value, "_asdict") else None
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    return None
 
 
 def _rebuild(module: str, name: str, fields: dict[str, Any]) -> Any:
@@ -410,6 +433,10 @@ def _encode(tensor: Tensor) -> list[Any]:
 
 def _decode(content: list[Any]) -> Tensor:
     kind, shape, text = content
-    raw, dtype = bytearray(base64.b64decode(text)), getattr(torch, kind)
-    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    raw = bytearray(base64.b64decode(text))
+    dtype = getattr(torch, kind)
+    if raw:
+        flat = torch.frombuffer(raw, dtype=dtype)
+    else:
+        flat = torch.empty(0, dtype=dtype)
     return flat.reshape(shape)

@@ -70,7 +70,10 @@ class Epoch(RowsMetric):
     def __init__(
         self, module: nn.Module, logged: Logged, ends: Callable[[dict[str, float]], None], tries: Callable[[], bool]
     ) -> None:
-        self._module, self._logged, self._ends, self._tries = module, logged, ends, tries
+        self._module = module
+        self._logged = logged
+        self._ends = ends
+        self._tries = tries
         super().__init__()
         self.loss: Any = None
 
@@ -81,10 +84,12 @@ class Epoch(RowsMetric):
         Args:
             place: index of the set, which the names get; None: there is one set.
         """
-        metrics, lists = metrics_of(self._module), lists_of(self._module)
+        metrics = metrics_of(self._module)
+        lists = lists_of(self._module)
         lengths = {name: len(items) for name, items in lists.items()}
         aside = {name: set_aside(metric) for name, metric in metrics.items()}
-        self._logged.samples, self._logged.place = samples, place
+        self._logged.samples = samples
+        self._logged.place = place
         self._logged.taken()
         try:
             yield
@@ -123,7 +128,8 @@ class Epoch(RowsMetric):
         ]
         numbers = together(parts)
         logged_metrics = {name: metric for name, _, _, _, metric, _ in entries if metric}
-        metrics, lists = metrics_of(self._module), lists_of(self._module)
+        metrics = metrics_of(self._module)
+        lists = lists_of(self._module)
         metric_names = {name for form, _ in forms for name in form["metrics"]}
         aside = {name: set_aside(metrics[name]) for name in metric_names}
         lengths = {name: len(contents) for name, contents in lists.items()}
@@ -180,7 +186,10 @@ class LightningTask(Task):
     divisible = False
 
     def __init__(self, module: Any, loaders: Loaders, trainer: Standing, devices: int) -> None:
-        self.module, self.loaders, self.trainer, self.devices = module, loaders, trainer, devices
+        self.module = module
+        self.loaders = loaders
+        self.trainer = trainer
+        self.devices = devices
         name = f"{type(module).__module__}.{type(module).__qualname__}"
         self.fingerprint = hashlib.sha256(name.encode()).hexdigest()[:16]
         self._first: Any = module
@@ -188,7 +197,8 @@ class LightningTask(Task):
         self._sets: dict[str, LoaderParts] = loaders.validation
         if any(parts.collate is not default_collate for parts in (loaders.train, *self._sets.values())):
             self.items_per_sample = None  # it may leave samples out
-        self._step_name, self._hook = "validation_step", "validation"
+        self._step_name = "validation_step"
+        self._hook = "validation"
         self._config: Config | None = None
         self._in_evaluation = False
         self._batches: Counter[int] = Counter()  # evaluated so far, of each set
@@ -206,7 +216,8 @@ class LightningTask(Task):
         return state | {"_initial": pickle.dumps(self._initial), "_trainer_settings": self.trainer.settings()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        initial, settings = state.pop("_initial"), state.pop("_trainer_settings")
+        initial = state.pop("_initial")
+        settings = state.pop("_trainer_settings")
         self.__dict__.update(state)
         self.module = self._first = pickle.loads(initial)
         self._initial = pickle.loads(initial)
@@ -218,14 +229,18 @@ class LightningTask(Task):
 
     def _set_life(self) -> None:
         self.hooks = self.life = Life(self.module, self.trainer, self._logged, evaluates=bool(self._sets))
-        if self.life.changes_epochs:  # else data are loaded ahead over the end of an epoch
+        # Else data are loaded ahead over the end of an epoch
+        if self.life.changes_epochs:
             self.start_epoch = self.life.start_epoch  # type: ignore[method-assign]
 
     # Called by the run.
 
     def model(self) -> nn.Module:
         """Return the module itself; on later calls, a copy of its initial state."""
-        module = copy.deepcopy(self._initial) if self._first is None else self._first
+        if self._first is None:
+            module = copy.deepcopy(self._initial)
+        else:
+            module = self._first
         self._first = None
         self.module = self.life.module = self.trainer.lightning_module = self.trainer.model = module
         module.trainer = self.trainer
@@ -241,11 +256,12 @@ class LightningTask(Task):
     def dataset(self, split: str) -> Any:
         if split == "train":
             return self.loaders.train.dataset
-        sets = {
-            name: _Set(parts.dataset, len(parts.dataset), place)
-            for place, (name, parts) in enumerate(self._sets.items())
-        }
-        return sets.get("", sets) if sets else None
+        sets = {}
+        for place, (name, parts) in enumerate(self._sets.items()):
+            sets[name] = _Set(parts.dataset, len(parts.dataset), place)
+        if sets:
+            return sets.get("", sets)
+        return None
 
     def collate(self, samples: list[Any]) -> Any:
         if not isinstance(samples[0], _EvaluationSample):
@@ -272,7 +288,8 @@ class LightningTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the loss of a micro-batch, and the epoch with all that the step logged."""
-        trainer, place = self.trainer, batch.place
+        trainer = self.trainer
+        place = batch.place
         self._begin_evaluation()
         epoch = self._epochs[place]
         data = self.received(batch.data, place)
@@ -285,7 +302,10 @@ class LightningTask(Task):
             self.life.hook(f"on_{self._hook}_batch_end", output, *args)
         trainer.stage = "train"
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        loss = loss if isinstance(loss, Tensor) and loss.numel() == 1 else epoch.loss
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss
+        else:
+            loss = epoch.loss
         if not isinstance(loss, Tensor):
             self.evaluates_loss = self.evaluates_loss and loss is not None
             loss = torch.tensor(float("nan") if loss is None else float(loss))
@@ -299,13 +319,15 @@ class LightningTask(Task):
         self._warn_of_devices()
         for each in configuration.optimizers:
             each.param_groups[:] = [group for group in each.param_groups if group["params"]]
-            for group in each.param_groups if config.exact else ():  # the fused kernel rounds by an element's place
+            # The fused kernel rounds by an element's place
+            for group in each.param_groups if config.exact else ():
                 group["fused"] = False if group.get("fused") else group.get("fused")
         return self._build_optimizer(configuration)
 
     def _warn_of_devices(self) -> None:
         """Warn once if data or rates were set up by a number of processes, and the batch is meant for several."""
-        asked, self.trainer.asked_size = self.trainer.asked_size, ""
+        asked = self.trainer.asked_size
+        self.trainer.asked_size = ""
         if asked and self.devices > 1 and self.trainer.is_global_zero:
             _LOG.warning(
                 "from_lightning: the set-up read trainer.%s, which is 1 on any number of processes, and a step has the "
@@ -317,7 +339,8 @@ class LightningTask(Task):
         """Return the optimizer that the engine steps."""
         optimizer = configuration.optimizers[0]
         self.life.rates = Rates(optimizer, configuration.schedulers, self.place, self._step_scheduler)
-        self.trainer.optimizers, self.trainer.lr_scheduler_configs = [optimizer], configuration.schedulers
+        self.trainer.optimizers = [optimizer]
+        self.trainer.lr_scheduler_configs = configuration.schedulers
         self.trainer.strategy._lightning_optimizers = [optimizer]
         optimizer.register_step_pre_hook(self._before_update)
         return optimizer
@@ -329,7 +352,9 @@ class LightningTask(Task):
 
     def metric_name(self, set_name: str, name: str) -> str:
         """Return Lightning's name of what was logged; the numbers of a set itself are `SET/loss` and `SET/items`."""
-        return super().metric_name(set_name, name) if name in ("loss", "items") else name
+        if name in ("loss", "items"):
+            return super().metric_name(set_name, name)
+        return name
 
     def order(self, samples: int, seed: int) -> Order | None:
         return self.loaders.train.order(seed)
@@ -358,15 +383,14 @@ class LightningTask(Task):
         """Return this task with `test_step` on `sets` in place of its evaluation."""
         if self._first is not None:  # the module has not trained
             self._enter(self.module)
-        task = object.__new__(type(self))  # not copy.copy, which would go through __getstate__ as for another process
+        # Not copy.copy, which would go through __getstate__ as for another process
+        task = object.__new__(type(self))
         task.__dict__.update(self.__dict__)
-        task._sets, task._step_name, task._hook, task._epochs, task._in_evaluation = (
-            sets,
-            "test_step",
-            "test",
-            [],
-            False,
-        )
+        task._sets = sets
+        task._step_name = "test_step"
+        task._hook = "test"
+        task._epochs = []
+        task._in_evaluation = False
         task.items_per_sample = None
         task._batches = Counter()
         return task
@@ -380,8 +404,10 @@ class LightningTask(Task):
         """Return the position of a step among the epochs."""
         config = self._config
         assert config is not None, "an optimizer is made before rates are asked for"
-        size, samples = config.batch_size, self._samples
-        epoch, after = step * size // samples, (step + 1) * size // samples
+        size = config.batch_size
+        samples = self._samples
+        epoch = step * size // samples
+        after = (step + 1) * size // samples
         first = -(-epoch * samples // size)
         return EpochPosition(epoch, (step - first + 1) * self.trainer.accumulate_grad_batches, after > epoch)
 
@@ -399,7 +425,8 @@ class LightningTask(Task):
 
     def received(self, batch: Any, place: int) -> Any:
         """Return the batch after the transfer hooks of datamodule or module."""
-        module, device = self.module, self.trainer.device
+        module = self.module
+        device = self.trainer.device
         for owner in (self.loaders.datamodule, module):
             if written(owner, "on_before_batch_transfer"):
                 batch = owner.on_before_batch_transfer(batch, place)
@@ -435,7 +462,9 @@ class LightningTask(Task):
 
     def _end_evaluation(self, numbers: dict[str, float]) -> None:
         """End the epoch of an evaluation, and add what its hooks log to `numbers`."""
-        self._in_evaluation, module, trainer = False, self.module, self.trainer
+        self._in_evaluation = False
+        module = self.module
+        trainer = self.trainer
         modes = [(each, each.training) for each in module.modules()]
         module.eval()
         trainer.stage = "test" if self._hook == "test" else "validate"
@@ -448,11 +477,15 @@ class LightningTask(Task):
             if self._hook == "validation":
                 numbers.update({k: v for k, v in self.life.training_values().items() if k not in numbers})
             for entry in self._logged.taken():
-                value = entry.value.compute() if hasattr(entry.value, "compute") else entry.value
+                if hasattr(entry.value, "compute"):
+                    value = entry.value.compute()
+                else:
+                    value = entry.value
                 numbers[entry.name] = float(value)
                 self.life.publish({entry.name: numbers[entry.name]})
         finally:
-            trainer.stage, trainer.sanity_checking = "train", False
+            trainer.stage = "train"
+            trainer.sanity_checking = False
             for each, mode in modes:
                 each.training = mode
 
@@ -462,14 +495,19 @@ class LightningTask(Task):
         self._samples = plan.samples
         self.life.planned(plan.samples, config.batch_size)
         trainer = self.trainer
-        trainer.max_epochs, trainer.max_steps = plan.max_epochs, plan.max_steps
+        trainer.max_epochs = plan.max_epochs
+        trainer.max_steps = plan.max_steps
         trainer.estimated_stepping_batches = plan.steps
         trainer.num_training_batches = plan.in_epoch * trainer.accumulate_grad_batches
         parameter = next(self.module.parameters(), None)
-        trainer.device = torch.device("cpu") if parameter is None else parameter.device
+        if parameter is None:
+            trainer.device = torch.device("cpu")
+        else:
+            trainer.device = parameter.device
 
     def _step_scheduler(self, scheduler: Any, value: Any) -> None:
-        with self.trainer.setting_up():  # a LambdaLR may read the number of processes
+        # A LambdaLR may read the number of processes
+        with self.trainer.setting_up():
             if written(self.module, "lr_scheduler_step"):
                 self.life.call("lr_scheduler_step", scheduler, value)
             else:
@@ -488,14 +526,17 @@ class ForwardDispatch:
     """
 
     def __init__(self, module: nn.Module, own: Any = None) -> None:
-        self._module, self._own, self._next = module, own, None
+        self._module = module
+        self._own = own
+        self._next = None
 
     def calls(self, method: Any) -> None:
         """Route the next call to `method`."""
         self._next = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        method, self._next = self._next, None
+        method = self._next
+        self._next = None
         if method is not None:
             return method(*args, **kwargs)
         if self._own is not None:

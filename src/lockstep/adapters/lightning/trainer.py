@@ -60,9 +60,13 @@ class Standing:
         self.datamodule = datamodule
         self.global_step = self.current_epoch = 0
         self.max_epochs: int | None = None
-        self.max_steps, self.min_epochs, self.min_steps = -1, None, None
+        self.max_steps = -1
+        self.min_epochs = None
+        self.min_steps = None
         self.estimated_stepping_batches: int | float = 0
-        self.accumulate_grad_batches, self.gradient_clip_val, self.gradient_clip_algorithm = 1, None, None
+        self.accumulate_grad_batches = 1
+        self.gradient_clip_val = None
+        self.gradient_clip_algorithm = None
         self.num_training_batches = 0
         self.num_val_batches: list[int] = []
         self.num_sanity_val_batches: list[int] = []
@@ -70,7 +74,8 @@ class Standing:
         self.num_predict_batches: list[int] = []
         self.limit_train_batches = self.limit_val_batches = self.limit_test_batches = 1.0
         self.limit_predict_batches = self.overfit_batches = 1.0
-        self.check_val_every_n_epoch, self.val_check_interval = 1, 1.0
+        self.check_val_every_n_epoch = 1
+        self.val_check_interval = 1.0
         self.log_every_n_steps = 50
         self.fast_dev_run: bool | int = False
         self.enable_autolog_hparams = True
@@ -107,12 +112,15 @@ class Standing:
 
     @property
     def logger(self) -> Any:
-        return self.loggers[0] if self.loggers else None
+        if self.loggers:
+            return self.loggers[0]
+        return None
 
     @contextlib.contextmanager
     def setting_up(self) -> Iterator[None]:
         """Context manager in which data, model or rates are set up."""
-        before, self._is_setting_up = self._is_setting_up, True
+        before = self._is_setting_up
+        self._is_setting_up = True
         try:
             yield
         finally:
@@ -122,10 +130,14 @@ class Standing:
         is_set_up = self._is_in(_SET_UP)
         if is_set_up:
             self.asked_size = name
-        return 1 if is_set_up or self._is_in(_OF_STEP) else int(os.environ.get(variable, "1"))
+        if is_set_up or self._is_in(_OF_STEP):
+            return 1
+        return int(os.environ.get(variable, "1"))
 
     def _rank(self, variable: str) -> int:
-        return 0 if self._is_in(_SET_UP) else int(os.environ.get(variable, "0"))
+        if self._is_in(_SET_UP):
+            return 0
+        return int(os.environ.get(variable, "0"))
 
     def _is_in(self, methods: frozenset[str]) -> bool:
         return self._is_setting_up or getattr(self.lightning_module, "_current_fx_name", None) in methods
@@ -169,7 +181,8 @@ class Standing:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        return {"num_replicas": 1, "rank": 0}  # the run splits the samples among its ranks
+        # The run splits the samples among its ranks
+        return {"num_replicas": 1, "rank": 0}
 
     @property
     def training(self) -> bool:
@@ -232,7 +245,9 @@ class _TrainerState:
 
     @property
     def stage(self) -> str:
-        return "sanity_check" if self._trainer.sanity_checking else self._trainer.stage
+        if self._trainer.sanity_checking:
+            return "sanity_check"
+        return self._trainer.stage
 
     @property
     def fn(self) -> str:
@@ -247,7 +262,8 @@ class _Strategy:
         self._trainer = trainer
         self._lightning_optimizers: list[Any] = []
         self.manual: Any = None
-        self.gather: Callable[[Any], list[Any]] = lambda value: [value]  # the run's, once it has begun
+        # The run's, once it has begun
+        self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         self.precision_plugin = self
 
     @property

@@ -70,7 +70,8 @@ def link_speed(root: Path, interface: str) -> float:
     folder = root / "sys/class/net" / interface
     with contextlib.suppress(OSError, ValueError):
         speed = int((folder / "speed").read_text())
-        if speed > 0 and (folder / "device").exists():  # a virtual interface reports an arbitrary speed
+        # A virtual interface reports an arbitrary speed
+        if speed > 0 and (folder / "device").exists():
             return speed * 1e6 / 8
     return 0.0
 
@@ -117,7 +118,10 @@ class Board:
     """
 
     def __init__(self, store: BoardStore | None, rank: int, size: int, scope: str = "") -> None:
-        self._store, self._rank, self._size, self._scope = store, rank, size, scope
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._scope = scope
         self.missing: set[int] = set()
 
     def put(self, name: str, value: Any) -> None:
@@ -129,7 +133,8 @@ class Board:
         """Return the value `name` of `rank`; None if there is none within `seconds`."""
         if self._store is None:
             return None
-        key, deadline = self._key(name, rank), time.monotonic() + seconds
+        key = self._key(name, rank)
+        deadline = time.monotonic() + seconds
         while True:
             if self._store.check([key]):
                 return json.loads(self._store.get(key))
@@ -142,11 +147,15 @@ class Board:
         if self._store is None:
             return [value]
         self.put(name, value)
-        deadline, values = time.monotonic() + seconds, [value if rank == self._rank else None for rank in self._ranks()]
+        deadline = time.monotonic() + seconds
+        values = [value if rank == self._rank else None for rank in self._ranks()]
         for rank in self._ranks():
             if rank == self._rank:
                 continue
-            remaining = 0.0 if rank in self.missing else max(0.0, deadline - time.monotonic())
+            if rank in self.missing:
+                remaining = 0.0
+            else:
+                remaining = max(0.0, deadline - time.monotonic())
             values[rank] = self.of(name, rank, remaining)
             if values[rank] is None:
                 self.missing.add(rank)

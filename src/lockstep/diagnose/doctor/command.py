@@ -83,7 +83,9 @@ def as_json(report: DoctorReport) -> str:
 
 
 def _mask_text(value: Any) -> Any:
-    return mask(printable(value)) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return mask(printable(value))
+    return value
 
 
 _WAIT_RANGE = (1.0, 50.0)  # seconds, so that the whole stays within a minute
@@ -120,11 +122,15 @@ def run(own: argparse.Namespace) -> int:
 
 def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContext:
     """Return this process's context from the launcher's variables; alone if they are invalid."""
-    with contextlib.suppress(ConfigError):  # the check of the variables reports it
+    # The check of the variables reports it
+    with contextlib.suppress(ConfigError):
         read_starter(os.environ)
     parsed = numbers(os.environ)
     rank, local_rank, size, local_size = parsed or (0, 0, 1, 1)
-    devices = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    if config.device != "cpu" and torch.cuda.is_available():
+        devices = torch.cuda.device_count()
+    else:
+        devices = 0
     return CheckContext(
         *(config, with_task, rank, local_rank, size, local_size),
         host=platform.node(),

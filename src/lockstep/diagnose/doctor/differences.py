@@ -109,7 +109,8 @@ def _launcher_findings(place: CheckContext) -> Iterator[Finding]:  # noqa: C901
     if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         yield fail(_NAME, f"MASTER_PORT is '{port}'", "give a number from 1 to 65535, the same on all nodes")
     ranks = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 1)))
-    if 1 < place.devices < ranks and place.config.device != "cpu":  # a single device may be this process's own
+    # A single device may be this process's own
+    if 1 < place.devices < ranks and place.config.device != "cpu":
         visible = environ.get("CUDA_VISIBLE_DEVICES")
         mend = f"start at most {place.devices} processes on this node, or make one device visible to each"
         if visible is not None:
@@ -144,19 +145,25 @@ def _slurm_findings(place: CheckContext, bound: int, cores: int, gpus: int) -> I
 
 def _whole(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
-    return int(text) if text.isdecimal() else 0
+    if text.isdecimal():
+        return int(text)
+    return 0
 
 
 def settings(place: CheckContext) -> CheckResult:
     """Check the environment variables of NCCL, gloo and CUDA."""
     findings = [*_interface_findings(place), *_advice_findings(place)]
-    variables = [name for name in place.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))]
+    variables = []
+    for name in place.environ:
+        if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")):
+            variables.append(name)
     summary = f"{', '.join(sorted(variables))} set, with no known problem"
     return CheckResult(findings or [ok("settings", summary if variables else "NCCL and gloo use their defaults")])
 
 
 def _interface_findings(place: CheckContext) -> Iterator[Finding]:
-    available, environ = interfaces(place.root), place.environ
+    available = interfaces(place.root)
+    environ = place.environ
     listing = ", ".join(sorted(available)) or "none"
     for name in [each for each in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if each]:
         if name not in available:
@@ -205,7 +212,10 @@ _REMEDIES = {
 def versions(place: CheckContext) -> CheckResult:
     """Collect versions, code digests and the device of this rank."""
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    device = torch.device("cuda", min(place.local_rank, place.devices - 1)) if place.devices else torch.device("cpu")
+    if place.devices:
+        device = torch.device("cuda", min(place.local_rank, place.devices - 1))
+    else:
+        device = torch.device("cpu")
     device = torch.device("cpu") if place.config.device == "cpu" else device
     name, size = name_and_memory(device)
     facts = {
@@ -235,7 +245,9 @@ def _task_digest(task: str) -> str:
     "" for a task by name, or a missing file, which another check reports.
     """
     path = Path(task.partition(":")[0])
-    return _digest([path]) if path.suffix == ".py" and path.is_file() else ""
+    if path.suffix == ".py" and path.is_file():
+        return _digest([path])
+    return ""
 
 
 def _config_digest(place: CheckContext) -> str:
@@ -253,11 +265,10 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
         odd, usual = _minority({rank: each[name] for rank, each in by_rank.items()})
         for rank in odd:
             is_digest = name in _REMEDIES
-            text = (
-                f"{place.who(rank)}: {name} differs from the other ranks'"
-                if is_digest
-                else f"{place.who(rank)} has {name} {by_rank[rank][name] or 'none'}"
-            )
+            if is_digest:
+                text = f"{place.who(rank)}: {name} differs from the other ranks'"
+            else:
+                text = f"{place.who(rank)} has {name} {by_rank[rank][name] or 'none'}"
             text += "" if is_digest else f", the others {usual or 'none'}"
             findings.append(fail("versions", text, _REMEDIES.get(name, f"install the same {name} on all nodes")))
     first = next(iter(by_rank.values()))
@@ -268,7 +279,10 @@ def judge_versions(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
     devices = [[each["name"], each["memory"]] for each in facts if each is not None]
-    difference = describe_unequal_devices(devices) if len(devices) == len(facts) else ""
+    if len(devices) == len(facts):
+        difference = describe_unequal_devices(devices)
+    else:
+        difference = ""
     if not difference:
         return []
     return [
@@ -287,11 +301,10 @@ def _minority(values: dict[int, Any]) -> tuple[list[int], Any]:
 def same_settings(place: CheckContext) -> CheckResult:
     """Collect the variables that control torch, NCCL and gloo, without secrets."""
     variables, _ = split_environment(place.environ)
-    own = {
-        name: mask(value)
-        for name, value in variables.items()
-        if name not in _PER_RANK and not name.startswith("TORCHELASTIC_")
-    }
+    own = {}
+    for name, value in variables.items():
+        if name not in _PER_RANK and not name.startswith("TORCHELASTIC_"):
+            own[name] = mask(value)
     return CheckResult([], own)
 
 
@@ -316,4 +329,6 @@ def judge_settings(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _value_text(value: str | None) -> str:
-    return "not set" if value is None else f"'{value}'"
+    if value is None:
+        return "not set"
+    return f"'{value}'"

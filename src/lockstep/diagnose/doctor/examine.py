@@ -163,7 +163,10 @@ def _examine(  # noqa: C901
             continue
         if check.together and (report.alone or not _all_here(check, place)):
             if place.rank == 0:
-                why = "not all ranks are connected" if place.board.missing or report.alone else "a check above failed"
+                if place.board.missing or report.alone:
+                    why = "not all ranks are connected"
+                else:
+                    why = "a check above failed"
                 emit([_line(skip(check.name, why))])
             continue
         result, hung = within(check, place, min(check.seconds, remaining))
@@ -174,14 +177,20 @@ def _examine(  # noqa: C901
             place.broken = True
         lines = _lines(results, place, report.alone)
         if check.judge is not None and (place.rank == 0 or report.alone):
-            facts = [each["facts"] if each else None for each in results]
+            facts = []
+            for each in results:
+                if each:
+                    facts.append(each["facts"])
+                else:
+                    facts.append(None)
             if report.alone:
                 facts = [facts[0] if rank == place.rank else None for rank in range(place.size)]
             lines += [_line(finding) for finding in check.judge(facts, place)]
             if check.name == "versions":
                 report.ranks = _rows(facts)
         emit(_drop_ok_lines(lines))
-    if place.rank == 0 and not report.alone:  # surplus ranks may arrive at any time
+    # Surplus ranks may arrive at any time
+    if place.rank == 0 and not report.alone:
         emit([_line(finding) for finding in surplus(place.board, place)])
     _leave(place, report.alone)
 

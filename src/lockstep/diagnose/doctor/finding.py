@@ -34,7 +34,10 @@ __all__ = [
 ]
 
 
-OK, SKIP, WARN, FAIL = "ok", "skip", "warn", "FAIL"
+OK = "ok"
+SKIP = "skip"
+WARN = "warn"
+FAIL = "FAIL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,10 @@ class CheckContext:
 
     def who(self, rank: int) -> str:
         """Name a rank: `rank 1 on node-b`."""
-        host = self.hosts[rank] if rank < len(self.hosts) else self.host * (rank == self.rank)
+        if rank < len(self.hosts):
+            host = self.hosts[rank]
+        else:
+            host = self.host * (rank == self.rank)
         return f"rank {rank}" + (f" on {host}" if host else "")
 
     @property
@@ -311,8 +317,10 @@ def page_rows() -> list[str]:
 
 def chosen(pattern: str, available: list[str]) -> list[str]:
     """Return the interfaces that NCCL_SOCKET_IFNAME selects: prefixes; `=` whole names; `^` all others."""
-    exclude, text = pattern.startswith("^"), pattern.removeprefix("^")
-    exact, text = text.startswith("="), text.removeprefix("=")
+    exclude = pattern.startswith("^")
+    text = pattern.removeprefix("^")
+    exact = text.startswith("=")
+    text = text.removeprefix("=")
     names = [part for part in text.split(",") if part]
     return [
         name for name in available if any(name == part if exact else name.startswith(part) for part in names) != exclude

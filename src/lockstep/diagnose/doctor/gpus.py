@@ -99,7 +99,9 @@ def read_gpus() -> list[Gpu]:
     except nvml.NVMLError as error:
         raise NoDriver(f"no NVIDIA driver responds ({error})") from None
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        handles = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(index))
         return [_gpu(nvml, index, handle, handles) for index, handle in enumerate(handles)]
     except nvml.NVMLError as error:
         raise NoDriver(f"the NVIDIA driver does not respond ({error})") from None
@@ -115,11 +117,14 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
         """Query a value; None if it is not supported."""
         query = getattr(nvml, function, None)
         try:
-            return None if query is None else query(handle, *more)
+            if query is None:
+                return None
+            return query(handle, *more)
         except nvml.NVMLError:
             return None
 
-    name, uuid = ask("nvmlDeviceGetName"), ask("nvmlDeviceGetUUID") or ""
+    name = ask("nvmlDeviceGetName")
+    uuid = ask("nvmlDeviceGetUUID") or ""
     memory = ask("nvmlDeviceGetMemoryInfo")
     remapped = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
     running = ask("nvmlDeviceGetComputeRunningProcesses") or []
@@ -151,7 +156,9 @@ def _gpu(nvml: Any, index: int, handle: Any, handles: list[Any]) -> Gpu:
 
 def _text(value: Any) -> str:
     """Convert text of the driver's library, whose older releases return bytes."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    return str(value)
 
 
 def _links_down(ask: Callable[..., Any], nvml: Any) -> list[int]:
@@ -222,11 +229,10 @@ def _summary(devices: list[Gpu]) -> str:
     if not devices:
         return "the driver reports no device"
     ways = sorted({way for gpu in devices for way in gpu.ways.values()})
-    counts = (
-        f"{len(devices)} x {devices[0].name}"
-        if len({gpu.name for gpu in devices}) == 1
-        else f"{len(devices)} of several kinds"
-    )
+    if len({gpu.name for gpu in devices}) == 1:
+        counts = f"{len(devices)} x {devices[0].name}"
+    else:
+        counts = f"{len(devices)} of several kinds"
     return f"{counts}, {devices[0].degrees} degrees" + (f", {' and '.join(ways)} between them" if ways else "")
 
 

@@ -83,7 +83,10 @@ def meet(place: CheckContext) -> Met:
     except ConfigError as error:
         return Met(findings=[_cannot_listen(error, port, place)])
     except RuntimeError as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if str(error):
+            line = str(error).splitlines()[0]
+        else:
+            line = type(error).__name__
         return Met(
             findings=[fail(_NAME, f"cannot open the store at {at}: {line}", "check MASTER_ADDR and MASTER_PORT")]
         )
@@ -146,7 +149,10 @@ def _arrival_findings(arrivals: list[Any], board: Board, place: CheckContext) ->
             text = f"{place.who(rank)} has WORLD_SIZE {each['size']}, but rank 0 has {place.size}"
             findings.append(fail(_NAME, text, _SAME_FLAGS))
     hosts = sorted({each["host"] for each in arrivals if each})
-    location = f"on {', '.join(hosts)}" if len(hosts) < 5 else f"on {len(hosts)} nodes"
+    if len(hosts) < 5:
+        location = f"on {', '.join(hosts)}"
+    else:
+        location = f"on {len(hosts)} nodes"
     return findings or [ok(_NAME, f"{place.size} rank{'s' * (place.size > 1)} {location}")]
 
 
@@ -154,11 +160,13 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
     """Report ranks that connected twice or are outside the world, on rank 0."""
     if place.size == 1:
         return []
-    findings, arrivals = list[Finding](), list[Any]()
+    findings = list[Finding]()
+    arrivals = list[Any]()
     while (arrival := board.noted(f"arrived/{len(arrivals) + 1}")) is not None:
         arrivals.append(arrival)
     for rank in range(place.size):
-        twice, first = board.noted(f"twice/{rank}"), board.of("here", rank)
+        twice = board.noted(f"twice/{rank}")
+        first = board.of("here", rank)
         if twice and first:
             both = " and ".join(f"process {arrival['pid']} on {arrival['host']}" for arrival in (first, twice))
             text = f"rank {rank} connected twice: {both}"
@@ -173,7 +181,9 @@ def surplus(board: Board, place: CheckContext) -> list[Finding]:
 
 _FORM_LIMIT = 15.0  # seconds
 _LENGTHS = {"gloo": (1 << 10, 1 << 16, 1 << 20, 1 << 22), "nccl": (1 << 10, 1 << 18, 1 << 22, 1 << 26)}  # float32
-_REPEATS, _TIME_LIMIT = 5, 1.5  # of each size; seconds that the next size may take
+# of each size; seconds that the next size may take
+_REPEATS = 5
+_TIME_LIMIT = 1.5
 _SHARE = {"gloo": 0.15, "nccl": 0.4}  # share of the link's rate to expect; gloo copies through the processor
 
 
@@ -183,7 +193,10 @@ def group(place: CheckContext) -> CheckResult:
         return CheckResult([skip("group", "one process: nothing to exchange")])
     if place.world is None:
         place.world = World.join(place.config.device, _FORM_LIMIT)
-    backend = "gloo and NCCL" if place.world.device.type == "cuda" else "gloo"
+    if place.world.device.type == "cuda":
+        backend = "gloo and NCCL"
+    else:
+        backend = "gloo"
     return CheckResult([ok("group", f"{place.size} ranks formed a group of {backend}")])
 
 
@@ -220,7 +233,8 @@ def sums(place: CheckContext) -> CheckResult:
         dist.all_gather(each, contribution, group=ranks)  # collective
         total = contribution.clone()
         dist.all_reduce(total, group=ranks)  # collective
-        facts[name] = {"total": total.tolist(), "each": [row.tolist() for row in each]}  # waits for the device
+        # Waits for the device
+        facts[name] = {"total": total.tolist(), "each": [row.tolist() for row in each]}
     return CheckResult([], facts)
 
 
@@ -304,7 +318,10 @@ def judge_bandwidth(facts: list[Any], place: CheckContext) -> list[Finding]:
             mend = "check for other load, errors (`ip -s link`) or a slow switch port (`ethtool`)"
             findings.append(warn("bandwidth", text, mend + ("; InfiniBand, if there is any" if name == "nccl" else "")))
         else:
-            note = f" of {bytes_text(link)}/s" if link else " (this machine does not report the speed of the link)"
+            if link:
+                note = f" of {bytes_text(link)}/s"
+            else:
+                note = " (this machine does not report the speed of the link)"
             findings.append(ok("bandwidth", text + note))
     return findings
 

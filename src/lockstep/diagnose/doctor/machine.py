@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 
-_SIZE, _PIECE = 16 << 20, 1 << 20
+_SIZE = 16 << 20
+_PIECE = 1 << 20
 _SLOW = 5e6  # bytes a second, written and synced: a checkpoint of 1 GB takes minutes
 _LEAST = 1 << 30  # bytes free where the model is not known
 _MAX_OFFSET = 2.0  # seconds
@@ -75,11 +76,10 @@ def disk(place: CheckContext) -> CheckResult:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         text = f"cannot write to {folder}: {error.strerror or error}"
-        mend = (
-            "free some space"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "give another --save-dir, or write access"
-        )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            mend = "free some space"
+        else:
+            mend = "give another --save-dir, or write access"
         return CheckResult([fail("disk", text, mend)])
     return CheckResult(list(judge_disk(folder, rate, free)))
 
@@ -99,10 +99,12 @@ def judge_disk(folder: Path, rate: float, free: int, required: int = _LEAST) -> 
 
 def _rates(place: CheckContext) -> Iterator[float]:
     """Yield bytes a second, three times; fewer if it is slow."""
-    piece, deadline = os.urandom(_PIECE), time.monotonic() + 4.0
+    piece = os.urandom(_PIECE)
+    deadline = time.monotonic() + 4.0
     for _ in range(3):
         with _file(place) as file:
-            began, size = time.perf_counter(), 0
+            began = time.perf_counter()
+            size = 0
             while size < _SIZE and time.monotonic() < deadline:
                 size += os.write(file, piece)
             os.fsync(file)
@@ -173,7 +175,8 @@ def shared_folder(place: CheckContext) -> CheckResult:
     if board is None or place.size == 1:
         return CheckResult()
     if place.rank:
-        name = board.of("folder", 0, 4.0)  # "": rank 0 could not write, which another check reports
+        # "": rank 0 could not write, which another check reports
+        name = board.of("folder", 0, 4.0)
         sees = not name or (above(place) / name).exists()
         board.put("folder seen", sees)
         return CheckResult([], {"sees": sees, "folder": str(above(place))})
@@ -183,20 +186,27 @@ def shared_folder(place: CheckContext) -> CheckResult:
             file = tempfile.NamedTemporaryFile(dir=above(place), prefix=".lockstep-doctor-")  # noqa: SIM115
             name = Path(stack.enter_context(file).name).name
         board.put("folder", name)
-        for rank in range(1, place.size):  # the file stays until all have looked
+        # The file stays until all have looked
+        for rank in range(1, place.size):
             board.of("folder seen", rank, 0.0 if rank in board.missing else 3.0)
     return CheckResult([], {"sees": True, "folder": str(above(place))})
 
 
 def judge_shared_folder(facts: list[Any], place: CheckContext) -> list[Finding]:
     """Report the ranks that see another folder."""
-    blind = [rank for rank, each in enumerate(facts) if each is not None and not each["sees"]]
+    blind = []
+    for rank, each in enumerate(facts):
+        if each is not None and not each["sees"]:
+            blind.append(rank)
     if blind and is_url(place.config.save_dir):
-        who, url = place.who(blind[0]), place.config.save_dir
+        who = place.who(blind[0])
+        url = place.config.save_dir
         text = f"{who} has a local folder of its own; each node uploads its part to {url}"
         return [ok("shared folder", text)]
     if not blind:
-        return [ok("shared folder", f"all ranks see {facts[0]['folder']}")] if place.several_nodes and facts[0] else []
+        if place.several_nodes and facts[0]:
+            return [ok("shared folder", f"all ranks see {facts[0]['folder']}")]
+        return []
     return [
         fail(
             "shared folder",
@@ -271,7 +281,8 @@ _STEAL_COLUMN = 7  # of its first line
 
 def cores(place: CheckContext) -> CheckResult:
     """Compare the ranks' threads and loader processes with the container's cores, and measure what else runs."""
-    usable, threads = node_cores(place.environ), torch.get_num_threads()
+    usable = node_cores(place.environ)
+    threads = torch.get_num_threads()
     found = judge_cores(usable, cpu_quota(place.root), threads, place)
     load, stolen = _load(place)
     if place.local_rank or load is None:
@@ -315,7 +326,9 @@ def _load(place: CheckContext) -> tuple[float | None, float]:
 def _cpu_times(place: CheckContext) -> list[int]:
     """Read user, nice, system, idle, iowait, irq, softirq and steal of all cores, in ticks; [] if unknown."""
     words = place.text("proc/stat").partition("\n")[0].split()[1 : _STEAL_COLUMN + 2]
-    return [int(word) for word in words] if len(words) > _STEAL_COLUMN else []
+    if len(words) > _STEAL_COLUMN:
+        return [int(word) for word in words]
+    return []
 
 
 def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) -> Finding:
@@ -325,10 +338,14 @@ def judge_cores(usable: int, quota: float, threads: int, place: CheckContext) ->
         usable: cores that the ranks of this node may run on.
         quota: cores whose time the container may use; 0: no limit.
     """
-    share, ranks = min(usable, quota or usable), place.local_size
+    share = min(usable, quota or usable)
+    ranks = place.local_size
     each = max(1, int(share // ranks))
     if threads > 1 and threads * ranks > share + 0.5:
-        limit = f"the container's quota of {quota:g} cores" if quota and quota < usable else f"{usable} cores"
+        if quota and quota < usable:
+            limit = f"the container's quota of {quota:g} cores"
+        else:
+            limit = f"{usable} cores"
         text = f"{ranks} x {threads} threads on {limit}"
         return warn("cores", text, f"set OMP_NUM_THREADS={each}, or start with `lockstep launch`, which does")
     if ranks > share + 0.5:
@@ -368,16 +385,24 @@ def memory(place: CheckContext) -> CheckResult:
 def _free(place: CheckContext) -> tuple[int, int, str]:
     """Bytes free, bytes in all, and whether machine or container limits them."""
     lines = dict(line.split(":", 1) for line in place.text("proc/meminfo").splitlines() if ":" in line)
-    sizes = {name: int(text.split()[0]) * 1024 for name, text in lines.items() if text.split()[0].isdigit()}
-    free, total, by = sizes.get("MemAvailable") or sizes.get("MemFree", 0), sizes.get("MemTotal", 0), "machine"
+    sizes = {}
+    for name, text in lines.items():
+        if text.split()[0].isdigit():
+            sizes[name] = int(text.split()[0]) * 1024
+    free = sizes.get("MemAvailable") or sizes.get("MemFree", 0)
+    total = sizes.get("MemTotal", 0)
+    by = "machine"
     for folder in cgroup_folders(place.root, "memory"):
         for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most, now = _words(folder / limit), _words(folder / usage)
+            most = _words(folder / limit)
+            now = _words(folder / usage)
             if not most or not now or not most[0].isdigit() or not now[0].isdigit() or int(most[0]) >= total > 0:
                 continue
             available = int(most[0]) - int(now[0]) + _reclaimable(folder)
             if available < free:
-                free, total, by = max(0, available), int(most[0]), "container limit"
+                free = max(0, available)
+                total = int(most[0])
+                by = "container limit"
     return free, total, by
 
 
@@ -405,7 +430,10 @@ def judge_shared(total: int, free: int, place: CheckContext) -> Finding:
     text = f"/dev/shm has {bytes_text(free)} free of {bytes_text(total)}"
     if free >= _LEAST_SHARED:
         return ok("shared memory", text)
-    mend = "start the container with --shm-size=8g or --ipc=host" if total <= _DOCKER else "delete files in /dev/shm"
+    if total <= _DOCKER:
+        mend = "start the container with --shm-size=8g or --ipc=host"
+    else:
+        mend = "delete files in /dev/shm"
     if not used_by:
         return ok("shared memory", f"{text}; small, but unused here (loader processes and NCCL would use it)")
     say = fail if total <= _DOCKER else warn
@@ -417,9 +445,10 @@ def open_files(place: CheckContext) -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = _FILES + _PER_PEER * (place.size - 1) + _PER_WORKER * place.config.data.workers
     if 0 <= soft < required:
-        room = (
-            "" if hard in (resource.RLIM_INFINITY, -1) or hard >= required else f" (the hard limit, {hard}, needs root)"
-        )
+        if hard in (resource.RLIM_INFINITY, -1) or hard >= required:
+            room = ""
+        else:
+            room = f" (the hard limit, {hard}, needs root)"
         text = f"the limit is {soft} open files, and {place.size} ranks need about {required} each"
         return CheckResult([fail("open files", text, f"run `ulimit -n 65536` before the start{room}")])
     return CheckResult([ok("open files", f"the limit is {soft}, about {required} needed")])

@@ -105,14 +105,21 @@ def parse(text: str) -> NcclChoice:
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
-    return match[1] if match else ""
+    if match:
+        return match[1]
+    return ""
 
 
 _SLOW_RATIO = 1.10
-_ROUNDS, _ROUND = 25, 0.008  # seconds that a round should take: less than a scheduler's time slice
-_LEAST, _TIME_LIMIT = 5, 1.0  # least rounds, and seconds after which no round starts: a machine may be busy
+# seconds that a round should take: less than a scheduler's time slice
+_ROUNDS = 25
+_ROUND = 0.008
+# least rounds, and seconds after which no round starts: a machine may be busy
+_LEAST = 5
+_TIME_LIMIT = 1.0
 _REPEATS = 3  # measurements in which a rank must be slow, so that a passing disturbance does not count
-_SIDE, _BYTES = {"cpu": 256, "cuda": 4096}, {"cpu": 32 << 20, "cuda": 256 << 20}
+_SIDE = {"cpu": 256, "cuda": 4096}
+_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 
 
 def multiplying(device: torch.device) -> Callable[[], None]:
@@ -156,7 +163,8 @@ def _times(work: Callable[[], None], device: torch.device) -> list[float]:
 
     round_of(1)
     calls = max(1, min(200, int(_ROUND / max(round_of(2), 1e-6))))
-    rounds, deadline = list[float](), time.monotonic() + _TIME_LIMIT
+    rounds = list[float]()
+    deadline = time.monotonic() + _TIME_LIMIT
     while len(rounds) < _ROUNDS and (len(rounds) < _LEAST or time.monotonic() < deadline):
         rounds.append(round_of(calls))
     return rounds
@@ -174,7 +182,8 @@ def slower(rounds: Mapping[int, Sequence[float]]) -> list[int]:
     slow = []
     for rank, own in rounds.items():
         peers = [sorted(each) for peer, each in rounds.items() if peer != rank]
-        if peers and len(rounds) > 2:  # compare with the faster others only: slow ones would hide this rank
+        # Compare with the faster others only: slow ones would hide this rank
+        if peers and len(rounds) > 2:
             peers = sorted(peers, key=statistics.median)[: max(1, len(peers) * 3 // 4)]
         if peers and all(
             min(own) > max(_SLOW_RATIO * statistics.median(each), each[3 * len(each) // 4]) for each in peers
@@ -223,7 +232,10 @@ def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
     times = min(len(each) for each in by_rank.values())
     every = [[by_rank[rank][n] if rank in by_rank else None for rank in range(len(facts))] for n in range(times)]
     suspects = [_suspects(results, place) for results in every]
-    slow = [suspect for suspect in suspects[0] if times == _REPEATS and all(suspect in each for each in suspects)]
+    slow = []
+    for suspect in suspects[0]:
+        if times == _REPEATS and all(suspect in each for each in suspects):
+            slow.append(suspect)
     findings = []
     for rank, kind in slow:
         last = {r: min(min(each[n][kind]) for n in range(times)) for r, each in by_rank.items()}
@@ -232,8 +244,12 @@ def judge_speed(facts: list[Any], place: CheckContext) -> list[Finding]:
         mend = "check other load, clocks, cooling and power there; --shares auto gives it less work"
         findings.append(warn("speed", text, mend))
     first = next(iter(by_rank.values()))[0]
-    product, copy = statistics.median(first["multiplying"]), statistics.median(first["copying"])
-    kind = "cuda" if facts[min(by_rank)]["device"].startswith("cuda") else "cpu"
+    product = statistics.median(first["multiplying"])
+    copy = statistics.median(first["copying"])
+    if facts[min(by_rank)]["device"].startswith("cuda"):
+        kind = "cuda"
+    else:
+        kind = "cpu"
     rates = f"{2 * _SIDE[kind] ** 3 / product / 1e9:.3g} GFLOP/s in matrix products"
     rates += f", {2 * _BYTES[kind] / copy / 1e9:.3g} GB/s in copies"
     return findings or [ok("speed", rates + (" on rank 0; no rank is slower" if len(by_rank) > 1 else ""))]
@@ -307,7 +323,8 @@ def _reason(error: OSError) -> str:
 
 def to_master(host: str, port: int, seconds: float) -> str:
     """Wait until the master's address accepts connections; return "" or the reason after `seconds`."""
-    deadline, why = time.monotonic() + seconds, "no time"
+    deadline = time.monotonic() + seconds
+    why = "no time"
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(max(remaining, 1.0), _CONNECT)):
@@ -340,7 +357,8 @@ def _listen(address: str) -> socket.socket:
 
 def _close(server: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # else the accepting thread would keep it open
+        # Else the accepting thread would keep it open
+        server.shutdown(socket.SHUT_RDWR)
     server.close()
 
 
@@ -397,7 +415,10 @@ def between(place: CheckContext) -> CheckResult:
             [fail("tcp", why, "set GLOO_SOCKET_IFNAME to an interface with an address (`ip -br addr`)")], {}
         )
     addresses = board.gather("tcp", own_address, 6.0)
-    targets = [peer for peer in peers(place.rank, place.size) if addresses[peer] and addresses[peer][1]]
+    targets = []
+    for peer in peers(place.rank, place.size):
+        if addresses[peer] and addresses[peer][1]:
+            targets.append(peer)
     with ThreadPoolExecutor(max_workers=min(16, max(1, len(targets)))) as pool:
         results = dict(zip(targets, pool.map(lambda other: _ping(*addresses[other]), targets), strict=True))
     return CheckResult(
@@ -440,7 +461,10 @@ def _unreachable(by_rank: dict[int, Any], place: CheckContext) -> list[Finding]:
             wrong.setdefault(int(peer), {})[rank] = why
     findings = []
     for peer, by in sorted(wrong.items()):
-        source = "no rank" if len(by) >= len(by_rank) - 1 and len(by_rank) > 2 else place.who(min(by))
+        if len(by) >= len(by_rank) - 1 and len(by_rank) > 2:
+            source = "no rank"
+        else:
+            source = place.who(min(by))
         verb = "reaches" if source == "no rank" else "cannot reach"
         at = by_rank[peer]["at"] if peer in by_rank else "its address"
         findings.append(fail("tcp", f"{source} {verb} {place.who(peer)} at {at}: {by[min(by)]}", mend))

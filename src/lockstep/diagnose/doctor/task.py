@@ -37,8 +37,12 @@ __all__ = [
     "task",
 ]
 
-_STEPS, _SECONDS = 4, 10.0  # tried at most
-_LATE, _SHARE = 0.010, 0.5  # seconds, and a share of the computing, that loading may take a step
+# tried at most
+_STEPS = 4
+_SECONDS = 10.0
+# seconds, and a share of the computing, that loading may take a step
+_LATE = 0.010
+_SHARE = 0.5
 _NAMES = 2000  # tensors that are compared by name; more as one
 _SHOWN = 4
 
@@ -60,13 +64,15 @@ def task(place: CheckContext) -> CheckResult:
         return CheckResult([skip("task", "give --task FILE.py:CLASS, or the flags of the run")])
     if place.world is None:
         place.world = World.join(place.config.device, 30.0)
-    config, module = place.config, place.module
+    config = place.config
+    module = place.module
     try:
         if config.task.startswith(LIGHTNING):
             pair = (config, module)
             config, module = on_all_ranks(place.world, lambda: pair if module else configured(dict(place.told)))
         built = build(dataclasses.replace(config, compile=False), module, place.world, resume=False)
-        size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())  # and AdamW's two moments
+        # And AdamW's two moments
+        size = 3 * sum(p.numel() * p.element_size() for p in built.model.parameters())
         on_all_ranks(place.world, lambda: built.folder.check_writable(size) if place.rank == 0 else None)
         return _train_steps(built)
     except LockstepError as error:
@@ -77,9 +83,12 @@ def task(place: CheckContext) -> CheckResult:
 
 
 def _train_steps(built: RunParts) -> CheckResult:
-    world, device = built.world, built.world.device
+    world = built.world
+    device = built.world.device
     steps = min(_STEPS, built.run_plan.step_plan.steps)
-    loading, computing, misplaced = [], [], list[MisplacedTensor]()
+    loading = []
+    computing = []
+    misplaced = list[MisplacedTensor]()
     gradients: dict[str, str] = {}
     began = time.monotonic()
     stream = built.batches.from_step(0)
@@ -127,7 +136,8 @@ def _has_workers(built: RunParts) -> bool:
 
 def _step(built: RunParts, step: int, micro: list[Any], items: float) -> None:
     """Take a step as the training loop does."""
-    engine, loss_function = built.engine, loss_of(built.task)
+    engine = built.engine
+    loss_function = loss_of(built.task)
     seed = seeder(built.config.seed, "micro", built.world.device)
     for batch in micro:
         seed(step, batch.index)
@@ -143,7 +153,10 @@ def _record_gradients(built: RunParts, gradients: dict[str, str]) -> Iterator[No
 
     def look(*_: Any) -> None:
         if not gradients:
-            grads = {name: p.grad for name, p in built.model.named_parameters() if p.grad is not None}
+            grads = {}
+            for name, p in built.model.named_parameters():
+                if p.grad is not None:
+                    grads[name] = p.grad
             gradients.update(_digests({name: grad for name, grad in grads.items() if _is_whole(grad)}))
 
     handle = register_optimizer_step_pre_hook(look)
@@ -174,19 +187,28 @@ def _batch_digest(built: RunParts) -> str:
 
 
 def _merge_digests(digests: dict[str, str]) -> dict[str, str]:
-    return digests if len(digests) <= _NAMES else {"all": of_digests(digests)}
+    if len(digests) <= _NAMES:
+        return digests
+    return {"all": of_digests(digests)}
 
 
 def judge_placement(misplaced: list[MisplacedTensor], device: torch.device) -> Iterator[Finding]:
     """Report tensors on another device than the run's."""
     mend = "register_buffer() moves a tensor with its module; put a criterion into the model, or move it in `loss`"
     for say, is_wrong in ((fail, True), (warn, False)):
-        tensors = [each for each in misplaced if each.is_wrong is is_wrong and (is_wrong or "attribute" in each.label)]
-        if not is_wrong:  # the purpose of a task's plain tensors is unknown: a dataset's belong on the host
+        tensors = []
+        for each in misplaced:
+            if each.is_wrong is is_wrong and (is_wrong or "attribute" in each.label):
+                tensors.append(each)
+        # The purpose of a task's plain tensors is unknown: a dataset's belong on the host
+        if not is_wrong:
             tensors = [each for each in tensors if not each.label.startswith("the task's attribute")]
         if tensors:
             listing = ", ".join(f"{each.label} on {each.device}" for each in tensors[:_SHOWN])
-            more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+            if len(tensors) > _SHOWN:
+                more = f" and {len(tensors) - _SHOWN} more"
+            else:
+                more = ""
             yield say("placement", f"the run computes on {device}, but tensors are elsewhere: {listing}{more}", mend)
 
 
@@ -243,7 +265,9 @@ def judge_memory(facts: list[Any]) -> Iterator[Finding]:
 
 def judge_loader(timings: Any) -> Finding:
     """Compare the loading with the computing seconds of a step."""
-    loading, computing, workers = timings["loading"], timings["computing"], timings["workers"]
+    loading = timings["loading"]
+    computing = timings["computing"]
+    workers = timings["workers"]
     text = f"{1e3 * loading:.3g} ms of loading a step, {1e3 * computing:.3g} ms of computing"
     if loading > _LATE and loading > _SHARE * computing:
         mend = f"raise --data.workers (now {workers}), or prepare the data once (smaller files, decoded, tokenized)"

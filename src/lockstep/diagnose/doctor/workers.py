@@ -21,9 +21,15 @@ from lockstep.data.loader import Fetching, Key
 
 __all__ = ["MemoryFetch", "memory_growth", "rate_of_growth"]
 
-_SECONDS, _WALL_SECONDS = 3.0, 10.0  # of the process's processor time, and by the clock, at most
-_SAMPLES, _MANY = 4000, 64.0  # at most; MB of growth that are enough
-_PAUSE, _SHARE = 0.02, 0.5  # seconds between two readings, at least; share of the time that readings may take
+# of the process's processor time, and by the clock, at most
+_SECONDS = 3.0
+_WALL_SECONDS = 10.0
+# at most; MB of growth that are enough
+_SAMPLES = 4000
+_MANY = 64.0
+# seconds between two readings, at least; share of the time that readings may take
+_PAUSE = 0.02
+_SHARE = 0.5
 _EVERY = 100  # samples between two readings, at most: quick samples are all loaded while a large process is read once
 _LEAST = 1.0  # MB that are no noise: a process that kept nothing grew by less than 0.3
 _PART = 17  # points in each third of the samples; odd, so that a median is a reading
@@ -37,13 +43,16 @@ def memory_growth(batches: Batches) -> float:
         MB per 1,000 samples; 0.0 where there is no growth, or no way to measure it.
     """
     readings: list[tuple[int, float]] = []
-    samples, begin, end = 0, 0.0, math.inf
+    samples = 0
+    begin = 0.0
+    end = math.inf
     with closing(batches.read_apart(MemoryFetch)) as stream:
         for key, (memory, seconds), _ in stream:
             samples += len(key.samples)
             if not readings:
                 # What a process takes to start is no time of loading.
-                begin, end = seconds, time.monotonic() + _WALL_SECONDS
+                begin = seconds
+                end = time.monotonic() + _WALL_SECONDS
             if not readings or memory != readings[-1][1]:
                 readings.append((samples, memory))
             is_over = seconds - begin > _SECONDS or time.monotonic() > end
@@ -56,7 +65,10 @@ class MemoryFetch:
     """Loads micro-batches, and returns memory (MB) and processor time (s) of this process in place of each."""
 
     def __init__(self, fetch: Fetching) -> None:
-        self._fetch, self._next, self._samples, self._memory = fetch, 0.0, 0, 0.0
+        self._fetch = fetch
+        self._next = 0.0
+        self._samples = 0
+        self._memory = 0.0
 
     def __getitem__(self, key: Key) -> tuple[tuple[float, float], float]:
         items = self._fetch[key][1]
@@ -70,7 +82,8 @@ class MemoryFetch:
 
 def _own_memory() -> float:
     """Return the MB that this process has written and shares with none; 0.0 where the system does not tell."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what was freed goes back, and is no growth
+    # What was freed goes back, and is no growth
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
     try:

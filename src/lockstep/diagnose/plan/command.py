@@ -31,9 +31,14 @@ __all__ = [
 
 def described(answer: PlanResult) -> str:
     """Format the memory by part, the largest sizes that fit, and alternatives."""
-    config, estimate, device = answer.config, answer.found, answer.device
+    config = answer.config
+    estimate = answer.found
+    device = answer.device
     over = device.room - estimate.peak
-    verdict = f"fits, {bytes_text(over)} to spare" if answer.fits else f"does not fit: {bytes_text(-over)} too much"
+    if answer.fits:
+        verdict = f"fits, {bytes_text(over)} to spare"
+    else:
+        verdict = f"does not fit: {bytes_text(-over)} too much"
     when = _PHASES.get(estimate.phase.removeprefix("first ").removeprefix("middle ").split()[0], estimate.phase)
     when += " of the first step, with gradients next to DDP's buffers" if estimate.phase.startswith("first ") else ""
     lines = [
@@ -88,8 +93,13 @@ def _largest(answer: PlanResult) -> list[str]:
         ("samples", answer.seq_len, "--seq-len {}"),
         ("model", answer.layers, "{} blocks instead of " + str(answer.sizes.layers)),
     )
-    lines = [f"{name}: {text.format(size) if size else 'none'}" for name, size, text in searches if size is not None]
-    return ["", f"the largest that fits, all else unchanged: {', '.join(lines)}"] if lines else []
+    lines = []
+    for name, size, text in searches:
+        if size is not None:
+            lines.append(f"{name}: {text.format(size) if size else 'none'}")
+    if lines:
+        return ["", f"the largest that fits, all else unchanged: {', '.join(lines)}"]
+    return []
 
 
 def _row(row: PlanRow) -> str:
@@ -97,12 +107,15 @@ def _row(row: PlanRow) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 def as_json(answer: PlanResult) -> dict[str, Any]:
     """Return the answer as plain values, in bytes and seconds."""
-    estimate, times = answer.found, answer.times
+    estimate = answer.found
+    times = answer.times
     return {
         "fits": answer.fits,
         "device": {
@@ -155,13 +168,16 @@ def run(own: argparse.Namespace) -> int:
         check_size(size)
     device = _device(str(values.pop("device", "auto")), own.memory)
     options = frozenset(values)
-    config, task = cli.build(cli.apply_preset(values)), None
-    if config.task.startswith(LIGHTNING):  # its loaders give values that the flags do not
+    config = cli.build(cli.apply_preset(values))
+    task = None
+    # Its loaders give values that the flags do not
+    if config.task.startswith(LIGHTNING):
         with contextlib.redirect_stdout(sys.stderr):  # the module's own output
             config, task = configured(dict(values))
     answers = []
     for size in sizes:
-        is_open = "batch_size" not in options  # a step has at least one micro-batch for each device
+        # A step has at least one micro-batch for each device
+        is_open = "batch_size" not in options
         sized = _widen(config, size) if is_open else config
         micro = sized.micro_batch_size or choose_micro_batch_size(sized, size)
         sized = dataclasses.replace(sized, micro_batch_size=micro)
@@ -170,7 +186,9 @@ def run(own: argparse.Namespace) -> int:
             print(("\n" if len(answers) > 1 else "") + described(answers[-1]), flush=True)
     if own.json:
         print(json.dumps(as_json(answers[0]) if len(sizes) == 1 else [as_json(each) for each in answers]), flush=True)
-    return 0 if all(each.fits for each in answers) else _NOTHING_FITS
+    if all(each.fits for each in answers):
+        return 0
+    return _NOTHING_FITS
 
 
 def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: bool, open_batch: bool) -> PlanResult:
@@ -185,7 +203,8 @@ def _plan(config: Config, task: Any, size: int, device: DeviceSpec, *, fast: boo
         UsageError: it cannot be planned.
     """
     planner = Planner(config, subject_of(config, task, _say), size, device)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed and models of others write lines of their own
+    # DeepSpeed and models of others write lines of their own
+    with contextlib.redirect_stdout(sys.stderr):
         return searched(planner, fast=fast, open_batch=open_batch)
 
 
@@ -219,7 +238,9 @@ def device_here(memory: str) -> DeviceSpec:
     near = [each for each in DEVICES if each.split("-")[0] in properties.name.lower().replace(" ", "")]
     near.sort(key=lambda each: abs(DEVICES[each].memory - properties.total_memory))
     plain = device_of(near[0] if near else "h100-80", memory)
-    return plain if memory else dataclasses.replace(plain, name=properties.name, memory=float(properties.total_memory))
+    if memory:
+        return plain
+    return dataclasses.replace(plain, name=properties.name, memory=float(properties.total_memory))
 
 
 def _say(line: str) -> None:

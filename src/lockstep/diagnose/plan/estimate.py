@@ -68,15 +68,21 @@ def largest(
         fitting[place] = bytes_by_size[size] <= room
         return fitting[place]
 
-    low, high = -1, len(candidates)
+    low = -1
+    high = len(candidates)
     for _ in range(_TRIES):
         if high - low < 2:
             break
-        guess = _interpolate(bytes_by_size, candidates, room) if len(bytes_by_size) > 1 else 0 if low < 0 else low + 1
+        if len(bytes_by_size) > 1:
+            guess = _interpolate(bytes_by_size, candidates, room)
+        else:
+            guess = 0 if low < 0 else low + 1
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
     if low < 0:  # all guesses were too large: is the smallest?
-        return candidates[0] if candidates and 0 not in fitting and fits(0) else 0
+        if candidates and 0 not in fitting and fits(0):
+            return candidates[0]
+        return 0
     return candidates[low]
 
 
@@ -152,7 +158,9 @@ class Planner:
     """
 
     def __init__(self, config: Config, subject: Subject, size: int, device: DeviceSpec) -> None:
-        self.subject, self.size, self.device = subject, size, device
+        self.subject = subject
+        self.size = size
+        self.device = device
         self.asked = config
         self.config, self.sizes = self._resolve(config)
         self.note = ""
@@ -180,7 +188,8 @@ class Planner:
         return resolved, sizes
 
     def _sized(self, config: Config, model: nn.Module) -> tuple[Config, Sizes]:
-        task, samples = self.subject.task, self.subject.samples or config.batch_size * _MANY
+        task = self.subject.task
+        samples = self.subject.samples or config.batch_size * _MANY
         if not isinstance(model, nn.Module):
             raise ConfigError(f"the task's `model` returned {describe_value(model)}: it must return a torch.nn.Module")
         layers = asked("blocks", lambda: layers_of(task, model))
@@ -203,7 +212,8 @@ class Planner:
         if config.exact:
             trace, copies = self._exact(config, layers, subject, slots)
         else:
-            trace, copies = self._at_depth(config, layers, subject, min(slots, unlike(config))), 0.0
+            trace = self._at_depth(config, layers, subject, min(slots, unlike(config)))
+            copies = 0.0
         return self._total(config, trace, slots, copies)
 
     def _exact(self, config: Config, layers: int, subject: Subject | None, slots: int) -> tuple[StepTrace, float]:
@@ -228,7 +238,8 @@ class Planner:
 
     def _traced(self, config: Config, subject: Subject | None, layers: int, slots: int) -> StepTrace:
         source = subject or self.subject
-        alike = dataclasses.replace(config, batch_size=config.micro_size)  # a trace has its own number of slots
+        # A trace has its own number of slots
+        alike = dataclasses.replace(config, batch_size=config.micro_size)
         key = (repr(alike), id(source), layers, slots)
         if key not in self._traces:
             try:
@@ -248,7 +259,10 @@ class Planner:
                 "more: plan a smaller model of its kind"
             ) from error
         trace = probed(config, subject, slots)
-        more = "" if ENGINES[config.engine].one_process else ", without its engine's sharding and exchange"
+        if ENGINES[config.engine].one_process:
+            more = ""
+        else:
+            more = ", without its engine's sharding and exchange"
         self.note = f"{error}; measured on this machine's CPU instead, in one process{more}"
         return trace
 
@@ -268,7 +282,9 @@ class Planner:
 
     def batches(self, slots: int) -> int:
         """Micro-batches in the device's memory: on a host a step's, on a device those prefetched."""
-        return slots if self.device.host else min(slots + 1, AHEAD + 1)
+        if self.device.host:
+            return slots
+        return min(slots + 1, AHEAD + 1)
 
 
 class _EngineWorld:
@@ -292,15 +308,18 @@ def _between(low: StepTrace, high: StepTrace, times: float) -> StepTrace:
         return {name: line(value, second[name]) for name, value in first.items() if name in second}
 
     def work(name: str) -> Work:
-        first, second = low.work[name], high.work[name]
+        first = low.work[name]
+        second = high.work[name]
         return Work(line(first.flops, second.flops), line(first.moved, second.moved), line(first.calls, second.calls))
 
-    peaks, parts = lines(low.peaks, high.peaks), {}
+    peaks = lines(low.peaks, high.peaks)
+    parts = {}
     for name, each in low.parts.items():
         if name not in high.parts:
             continue
         parts[name] = lines(each, high.parts[name])
-        low_levels, high_levels = low.levels.get(name, []), high.levels.get(name, [])
+        low_levels = low.levels.get(name, [])
+        high_levels = high.levels.get(name, [])
         if low_levels and len(low_levels) == len(
             high_levels
         ):  # else by parameters, as in an update, whose last ones hold most
@@ -372,15 +391,24 @@ def step_time(estimate: MemoryEstimate, device: DeviceSpec, size: int, split: tu
     """
     config = estimate.config
     half = config.precision not in ("float32", "float64")
-    peak = device.half if half else device.single * (0.5 if config.precision == "float64" else 1.0)
+    if half:
+        peak = device.half
+    else:
+        peak = device.single * (0.5 if config.precision == "float64" else 1.0)
     compute = estimate.work["compute"]
     products = compute.flops / (peak * _PRODUCTS)
     moving = compute.moved * (1.0 if device.host else _FUSED) / (device.bandwidth * _MEMORY)
     call = _HOST_CALL if device.host else _CALL * _FUSED
-    launching, computing = compute.calls * call, max(products + 0.3 * moving, moving)
-    micro = launching + computing if device.host else max(launching, computing)  # a device runs beside the host
+    launching = compute.calls * call
+    computing = max(products + 0.3 * moving, moving)
+    # a device runs beside the host
+    if device.host:
+        micro = launching + computing
+    else:
+        micro = max(launching, computing)
     update_work = estimate.work["update"]
-    update, ordering = update_work.moved / (device.bandwidth * _MEMORY), update_work.calls * call
+    update = update_work.moved / (device.bandwidth * _MEMORY)
+    ordering = update_work.calls * call
     update = update + ordering if device.host else max(update, ordering)
     gather_bytes, sum_bytes = split
     exposed = 0.0

@@ -115,7 +115,9 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
         return UNKNOWN
     values = args if not kwargs else (*args, *kwargs, *kwargs.values())
     if kind.nothing:
-        return None if _all_fake(values) else UNKNOWN
+        if _all_fake(values):
+            return None
+        return UNKNOWN
     key = [func]
     mode = _extend_key(key, values)
     if mode is UNKNOWN:
@@ -129,17 +131,18 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # 
         if form is None:
             return args[0]
         with torch._C._DisableTorchDispatch():
-            return (
-                _new_tensor(mode, form)
-                if isinstance(form, _ResultForm)
-                else tuple([_new_tensor(mode, each) for each in form])
-            )
+            if isinstance(form, _ResultForm):
+                return _new_tensor(mode, form)
+            return tuple([_new_tensor(mode, each) for each in form])
     output = func(*args, **kwargs)
     if kind.first:
         if output is args[0]:
             _form_cache[cache_key] = None
     else:
-        form = _form_of(output) if isinstance(output, Tensor) else _forms_of(output)
+        if isinstance(output, Tensor):
+            form = _form_of(output)
+        else:
+            form = _forms_of(output)
         if form is not None:
             _form_cache[cache_key] = form
     return output
@@ -166,7 +169,9 @@ def _like_dtensor(func: Any, tensor: Any, kwargs: dict[str, Any]) -> Any:
     if any(value and value is not torch.preserve_format for value in kwargs.values()):
         return UNKNOWN
     part = result(func, (tensor._local_tensor,), kwargs)
-    return UNKNOWN if part is UNKNOWN else type(tensor)(part, tensor._spec, requires_grad=False)
+    if part is UNKNOWN:
+        return UNKNOWN
+    return type(tensor)(part, tensor._spec, requires_grad=False)
 
 
 def _all_fake(nested: Any) -> bool:
@@ -182,7 +187,8 @@ def _all_fake(nested: Any) -> bool:
 
 
 def _kind_of(func: Any) -> _Kind:
-    schema, name = func._schema, func.name()
+    schema = func._schema
+    name = func.name()
     if not schema.returns:
         return _Kind(nothing=name.startswith(_NO_RESULT) and schema.is_mutable)
     if not name.startswith("aten::") or "lift" in name or _DATA_DEPENDENT & set(func.tags):
@@ -228,7 +234,9 @@ def _form_of(tensor: Any) -> _ResultForm | None:
     form = _ResultForm(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
     plain = torch.empty_strided(*form[:2], dtype=form.dtype, device=_META)
     same = tensor.untyped_storage().nbytes() == plain.untyped_storage().nbytes() and not tensor.storage_offset()
-    return form if same else None
+    if same:
+        return form
+    return None
 
 
 def _forms_of(tensors: Any) -> tuple[_ResultForm, ...] | None:
@@ -237,7 +245,9 @@ def _forms_of(tensors: Any) -> tuple[_ResultForm, ...] | None:
     forms = [_form_of(each) for each in tensors]
     complete = tuple([each for each in forms if each is not None])
     distinct = len({each.untyped_storage()._cdata for each in tensors if isinstance(each, Tensor)}) == len(forms)
-    return complete if distinct and len(complete) == len(forms) else None
+    if distinct and len(complete) == len(forms):
+        return complete
+    return None
 
 
 def _new_tensor(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
@@ -322,7 +332,8 @@ def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterato
 def _destroy_groups() -> None:
     gc.collect()  # DDP's reducer, before its group
     dist.destroy_process_group()
-    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):  # they keep their first groups
+    # They keep their first groups
+    for name in ("deepspeed.comm.comm", "deepspeed.utils.groups"):
         module = sys.modules.get(name)
         for key, value in list(vars(module).items()) if module else ():
             if isinstance(value, dist.ProcessGroup) or key == "cdb":
@@ -418,7 +429,9 @@ def _patch_masks(stack: contextlib.ExitStack) -> None:
             own = (position_ids.shape[0] == 1 or not position_ids.stride(0)) and not getattr(
                 position_ids, _OF_BATCH, False
             )
-            return None if own else packed
+            if own:
+                return None
+            return packed
 
         _set(stack, masks, "find_packed_sequence_indices", find_packed)
 
@@ -447,14 +460,14 @@ class _Apply:
             if parameter is None:
                 continue
             with torch.no_grad():
-                replacement = self._new.get(parameter)  # a tied one has been changed already
+                # A tied one has been changed already
+                replacement = self._new.get(parameter)
                 replacement = change(parameter) if replacement is None else replacement
             if replacement is not parameter:
-                replacement = (
-                    replacement
-                    if isinstance(replacement, nn.Parameter)
-                    else nn.Parameter(replacement, parameter.requires_grad)
-                )
+                if isinstance(replacement, nn.Parameter):
+                    replacement = replacement
+                else:
+                    replacement = nn.Parameter(replacement, parameter.requires_grad)
                 self._new[parameter] = module._parameters[name] = replacement
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -466,7 +479,8 @@ class _Chunks:
     """The pieces of `torch.chunk`, each made on access: FSDP2 takes one of 512."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
+        self._tensor = tensor
+        self._dim = dim
         self._each = -(-tensor.size(dim) // num_chunks)
 
     def __getitem__(self, place: int) -> Tensor:
@@ -494,7 +508,8 @@ def exchanging(model: nn.Module) -> None:
         future.set_result(bucket.buffer())
         return future
 
-    with contextlib.suppress(RuntimeError):  # the engine has one of its own, for compression
+    # The engine has one of its own, for compression
+    with contextlib.suppress(RuntimeError):
         model.register_comm_hook(None, hook)
 
 
@@ -519,7 +534,9 @@ class Unwatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def fake_device(tensor: Any) -> torch.device | None:
     """Return the nominal device of a fake tensor; None for any other."""
-    return tensor.fake_device if type(tensor) is FakeTensor else None
+    if type(tensor) is FakeTensor:
+        return tensor.fake_device
+    return None
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -79,14 +79,17 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
     def __init__(self, parts: Callable[[], dict[str, list[Tensor]]] | None = None, real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase, self.asked, self.level = "start", True, 0
+        self.phase = "start"
+        self.asked = True
+        self.level = 0
         self.peaks: dict[str, int] = {}
         self.levels: dict[str, list[int]] = {}
         self.parts: dict[str, dict[str, int]] = {}
         self.work: dict[str, Work] = {}
         self._last: Any = ""
         self._kinds: dict[Any, tuple[bool, Any]] = {}
-        self.divide, self.real = parts, real
+        self.divide = parts
+        self.real = real
         self._divided_at: dict[str, int] = {}
         self._cells: weakref.WeakKeyDictionary[Any, _Cell] = weakref.WeakKeyDictionary()
         self._ends: dict[int, Any] = {}
@@ -98,11 +101,15 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Reset the counts by phase; live storages stay."""
-        self.peaks, self.levels, self.parts, self.work = {}, {}, {}, {}
+        self.peaks = {}
+        self.levels = {}
+        self.parts = {}
+        self.work = {}
 
     def __enter__(self) -> Self:
         self._resize = torch.UntypedStorage.resize_
-        cells, plain = self._cells, self._resize
+        cells = self._cells
+        plain = self._resize
 
         def resize_(storage: Any, size: int) -> Any:
             value = plain(storage, size)
@@ -158,7 +165,8 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         storage = part.untyped_storage()
         if storage in self._cells:
             return False
-        if (fake_device(part) or part.device).type == "meta":  # a description of a shape, as DeepSpeed has some
+        # A description of a shape, as DeepSpeed has some
+        if (fake_device(part) or part.device).type == "meta":
             return False
         cell = _Cell(storage.nbytes())
         self._cells[storage] = cell
@@ -186,7 +194,10 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
         if flops is not None:
             work.flops += flops(*args, **kwargs, out_val=output)
         work.calls += 1
-        tensors = _tensors(args) + _tensors(kwargs) + outputs if kwargs else _tensors(args) + outputs
+        if kwargs:
+            tensors = _tensors(args) + _tensors(kwargs) + outputs
+        else:
+            tensors = _tensors(args) + outputs
         work.moved += sum([local(tensor).nbytes for tensor in tensors])
 
     def _divide(self) -> None:
@@ -202,7 +213,8 @@ class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
 
     def _part_sizes(self) -> dict[str, int]:
         """Bytes of each part, each storage once."""
-        storages, sizes = set[Any](), dict[str, int]()
+        storages = set[Any]()
+        sizes = dict[str, int]()
         assert self.divide
         for name, tensors in self.divide().items():
             own = {local(tensor).untyped_storage() for tensor in tensors} - storages

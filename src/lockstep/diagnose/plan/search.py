@@ -90,15 +90,17 @@ def searched(planner: Planner, *, fast: bool, open_batch: bool) -> PlanResult:
     Raises:
         UsageError: it cannot be planned.
     """
-    config, device, size = planner.config, planner.device, planner.size
+    config = planner.config
+    device = planner.device
+    size = planner.size
     estimate = planner.estimate(config)
     fits = estimate.peak <= device.room
     times = _times(planner, estimate)
     plain = PlanResult(config, device, size, planner.sizes, estimate, times, fits, note=planner.note)
     if fast or planner.note:
-        return (
-            plain if fits or planner.note else dataclasses.replace(plain, micro_batch=_micro_batch(planner, open_batch))
-        )
+        if fits or planner.note:
+            return plain
+        return dataclasses.replace(plain, micro_batch=_micro_batch(planner, open_batch))
     rows = _rows(planner, open_batch)
     return dataclasses.replace(
         plain,
@@ -125,7 +127,9 @@ def _micro_batch(planner: Planner, open_batch: bool) -> int:
 def _micro_sizes(planner: Planner, open_batch: bool, every: bool = False) -> list[int]:
     """The allowed micro-batch sizes: those that divide a fixed batch."""
     if open_batch:
-        return list(range(1, 513)) if every else [1 << power for power in range(_MOST.bit_length())]
+        if every:
+            return list(range(1, 513))
+        return [1 << power for power in range(_MOST.bit_length())]
     batch = planner.config.batch_size
     divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     least = planner.size if planner.config.exact else 1
@@ -141,16 +145,19 @@ def _with_micro(planner: Planner, config: Config, micro: int, open_batch: bool) 
 
 
 def _seq_len(planner: Planner, estimate: MemoryEstimate) -> int | None:
-    subject, config = planner.subject, planner.config
+    subject = planner.subject
+    config = planner.config
     if subject.windows is None:
         return None
-    windows, most = subject.windows, subject.context or _LONGEST * config.seq_len
+    windows = subject.windows
+    most = subject.context or _LONGEST * config.seq_len
     step = 64 if config.seq_len % 64 == 0 else max(1, config.seq_len // 8)
     subjects: dict[int, Any] = {}
     points = ((0, estimate.held), (config.seq_len, estimate.peak))
 
     def evaluate(tokens: int) -> float:
-        subjects[tokens] = windows(tokens)  # keep it: its id is part of the key of its traces
+        # Keep it: its id is part of the key of its traces
+        subjects[tokens] = windows(tokens)
         return planner.estimate(dataclasses.replace(config, seq_len=tokens), subject=subjects[tokens]).peak
 
     return largest(evaluate, list(range(step, most + 1, step)), planner.device.room, points)
@@ -165,21 +172,26 @@ def _layers(planner: Planner) -> int | None:
 
 def _times(planner: Planner, estimate: MemoryEstimate) -> Times:
     width = PARAMETERS[estimate.config.precision].itemsize
-    sizes, config = planner.sizes, estimate.config
+    sizes = planner.sizes
+    config = estimate.config
     split = exchanged(config.engine, config.engine_options, width * sizes.parameters, width * sizes.trained)
     return step_time(estimate, planner.device, planner.size, split)
 
 
 def _rows(planner: Planner, open_batch: bool) -> list[PlanRow]:
     """Combine engines and policies, each with its fastest micro-batch that fits."""
-    width, sizes = PARAMETERS[planner.config.precision].itemsize, planner.sizes
+    width = PARAMETERS[planner.config.precision].itemsize
+    sizes = planner.sizes
     state_bytes = (width * sizes.parameters, width * sizes.trained, 2.0 * width * sizes.trained)
     rows = list[PlanRow]()
     base: dict[tuple[str, int], MemoryEstimate] = {}
     first: tuple[str, EngineOptions] | None = None
     for name, options in variants(planner.size, planner.config.engine_options):
         plain = dataclasses.replace(planner.config, engine=name, engine_options=options)
-        states = state_bytes[2] if plain.optim.name in ("adamw", "adam") else 0.0
+        if plain.optim.name in ("adamw", "adam"):
+            states = state_bytes[2]
+        else:
+            states = 0.0
         if least_held(name, options, planner.size, (*state_bytes[:2], states)) > planner.device.room:
             continue
         try:
@@ -229,7 +241,8 @@ def _policies(
 
 def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEstimate, config: Config) -> MemoryEstimate:
     """Scale `estimate` to larger micro-batches; `low` and `high` determine its constant part."""
-    small, large = low.config.micro_size, high.config.micro_size
+    small = low.config.micro_size
+    large = high.config.micro_size
     if small == large:
         return dataclasses.replace(estimate, config=config)
 
@@ -237,11 +250,10 @@ def _extrapolate(estimate: MemoryEstimate, low: MemoryEstimate, high: MemoryEsti
         fixed = less - small * (more - less) / (large - small)
         return value + (large - small) * max(0.0, value - fixed) / small
 
-    phases = {
-        name: grown(size, low.phases[name], high.phases[name])
-        for name, size in estimate.phases.items()
-        if name in low.phases and name in high.phases
-    }
+    phases = {}
+    for name, size in estimate.phases.items():
+        if name in low.phases and name in high.phases:
+            phases[name] = grown(size, low.phases[name], high.phases[name])
     own, less, more = (each.work["compute"] for each in (estimate, low, high))
     compute = Work(
         grown(own.flops, less.flops, more.flops),
@@ -264,7 +276,9 @@ def _best_row(
 
     It is interpolated between two estimates of the first engine, plus this engine's difference in each phase.
     """
-    low, high, plain = base[policy, 1], base.get((policy, 2), base[policy, 1]), base["none", 1]
+    low = base[policy, 1]
+    high = base.get((policy, 2), base[policy, 1])
+    plain = base["none", 1]
     best: PlanRow | None = None
     for size in _micro_sizes(planner, open_batch):
         sized = dataclasses.replace(_with_micro(planner, config, size, open_batch), activation_checkpointing=policy)
@@ -274,7 +288,9 @@ def _best_row(
         row = PlanRow(sized, _flags(planner, sized), estimate.peak, _times(planner, estimate))
         if best is None or row.rate > 1.02 * best.rate:
             best = row
-    return [best] if best else []
+    if best:
+        return [best]
+    return []
 
 
 def _combine(
@@ -285,19 +301,24 @@ def _combine(
     config: Config,
     planner: Planner,
 ) -> MemoryEstimate:
-    small, large = low.config.micro_size, high.config.micro_size
-    times = (config.micro_size - small) / (large - small) if large > small else 0.0
+    small = low.config.micro_size
+    large = high.config.micro_size
+    if large > small:
+        times = (config.micro_size - small) / (large - small)
+    else:
+        times = 0.0
 
     def line(a: float, b: float) -> float:
         return a + times * (b - a)
 
-    phases = {
-        name: line(size, high.phases[name]) + own.phases[name] - plain.phases[name]
-        for name, size in low.phases.items()
-        if name in high.phases and name in own.phases and name in plain.phases
-    }
-    one_micro, other_micro = low.work["compute"], high.work["compute"]
-    own_work, plain_work = own.work["compute"], plain.work["compute"]
+    phases = {}
+    for name, size in low.phases.items():
+        if name in high.phases and name in own.phases and name in plain.phases:
+            phases[name] = line(size, high.phases[name]) + own.phases[name] - plain.phases[name]
+    one_micro = low.work["compute"]
+    other_micro = high.work["compute"]
+    own_work = own.work["compute"]
+    plain_work = plain.work["compute"]
     compute = Work(
         line(one_micro.flops, other_micro.flops) + own_work.flops - plain_work.flops,
         line(one_micro.moved, other_micro.moved) + own_work.moved - plain_work.moved,
@@ -344,7 +365,8 @@ def _advice(planner: Planner, rows: list[PlanRow], open_batch: bool) -> str:
     """The first change to make."""
     if rows:
         return f"change first: {' '.join(rows[0].flags)}"
-    config, room = planner.config, planner.device.room
+    config = planner.config
+    room = planner.device.room
     *_, last = variants(planner.size, config.engine_options)
     least = dataclasses.replace(
         _at(planner, config, "full", 1, open_batch), engine=last[0], engine_options=last[1], exact=config.exact

@@ -145,13 +145,20 @@ def _with_layers(task: Task, layers: int) -> Task:
 def layers_of(task: Task, model: nn.Module) -> int:
     """Count the model's equal blocks in one list, which may be cut; 0: none."""
     blocks = _list_of(task, model)
-    return 0 if blocks is None else len(blocks)
+    if blocks is None:
+        return 0
+    return len(blocks)
 
 
 def _list_of(task: Task, model: nn.Module) -> nn.ModuleList | None:
     declared = task.blocks(model)
-    blocks = find_blocks(model).modules if declared is None else list(declared)
-    shapes = {str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]) for block in blocks}
+    if declared is None:
+        blocks = find_blocks(model).modules
+    else:
+        blocks = list(declared)
+    shapes = set()
+    for block in blocks:
+        shapes.add(str([(name, p.shape, p.dtype) for name, p in block.named_parameters()]))
     if len(shapes) != 1 or len({type(block) for block in blocks}) != 1:
         return None
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -163,10 +170,13 @@ def _language_model(config: Config, say: Say) -> Subject:
     hub = is_hub_name(config.model_name) or (Path(config.model_name).expanduser() / "config.json").is_file()
     file = Path(config.model_name).expanduser()
     if file.name == "config.json" and file.is_file():
-        config, hub = dataclasses.replace(config, model_name=str(file.parent)), True
+        config = dataclasses.replace(config, model_name=str(file.parent))
+        hub = True
     if not hub and config.model_name not in PRESETS:
         make_task(config, say)  # raises an error that lists the known names
-    return _of_hub(config, say) if hub else _built_in(config)
+    if hub:
+        return _of_hub(config, say)
+    return _built_in(config)
 
 
 def _built_in(config: Config) -> Subject:
@@ -203,7 +213,10 @@ def _of_hub(config: Config, say: Say) -> Subject:
     checkpoint_dtype = getattr(source.settings, "dtype", None) or getattr(source.settings, "torch_dtype", None)
     dtype = _DTYPES.get(config.precision, torch.float32)
     if config.lora.rank and options.pretrained:
-        dtype = checkpoint_dtype if isinstance(checkpoint_dtype, torch.dtype) else torch.float32
+        if isinstance(checkpoint_dtype, torch.dtype):
+            dtype = checkpoint_dtype
+        else:
+            dtype = torch.float32
     corpus: Any = _ShapeOnlyCorpus(vocabulary, config.seq_len)
 
     def task(layers: int = 0) -> HubCausalLM:
@@ -218,7 +231,10 @@ def _of_hub(config: Config, say: Say) -> Subject:
             inside=loss_inside(config),
             quantization=quantization_of(config),
         )
-        instance.defaults = "fine-tuning" if options.pretrained else "language-model"
+        if options.pretrained:
+            instance.defaults = "fine-tuning"
+        else:
+            instance.defaults = "language-model"
         return instance
 
     def windows(tokens: int) -> Subject:
@@ -231,7 +247,10 @@ class _ShapeOnlyCorpus:
     """A corpus that only has the form of its samples."""
 
     def __init__(self, vocab_size: int, seq_len: int) -> None:
-        self.vocab_size, self.separator, self.fingerprint, self.packing = vocab_size, -1, "", "stream"
+        self.vocab_size = vocab_size
+        self.separator = -1
+        self.fingerprint = ""
+        self.packing = "stream"
         self.chat = self.prompts = False
         self.learned = (0, 0, 0)
         self.train = self.evaluation = SimpleNamespace(seq_len=seq_len, items_per_sample=seq_len)
@@ -240,7 +259,10 @@ class _ShapeOnlyCorpus:
 def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
     """A micro-batch of full windows."""
     names: Sequence[str] = ("input_ids", "labels")
-    names = (*names, "positions", "documents") if config.data.packing == "documents" else names
+    if config.data.packing == "documents":
+        names = (*names, "positions", "documents")
+    else:
+        names = names
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         try:

@@ -156,19 +156,25 @@ class _Stage:
     """A run's parts in the fake world."""
 
     def __init__(self, config: Config, subject: Subject, world: Any, recorder: OperationRecorder, layers: int) -> None:
-        self._subject, self._recorder, self._size = subject, recorder, config.micro_size
+        self._subject = subject
+        self._recorder = recorder
+        self._size = config.micro_size
         self._first_differs = _first_step_differs(config)
         self._counting = config.exact or ENGINES[config.engine].own_gradients
         task = subject.at(layers)
         self._task = task_in_precision(task, config.precision, world.device.type, lambda line: None)
         model = self._model = build_model(config, self._task, world, RunState(), lambda line: None, sizes_only=True)
         declared = self._task.blocks(model)
-        self._blocks = find_blocks(model).modules if declared is None else list(declared)
+        if declared is None:
+            self._blocks = find_blocks(model).modules
+        else:
+            self._blocks = list(declared)
         self._optimizer: Optimizer | None = None
         self._engine = self._build_engine(config, world)
         exchanging(self._engine.model)
         self._loss = loss_of(self._task)
-        modules = list(self._engine.model.modules())  # fsdp changes parameters on the way, never modules
+        # Fsdp changes parameters on the way, never modules
+        modules = list(self._engine.model.modules())
         self._parameters = [each._parameters for each in modules if each._parameters]
         self._buffers = [each._buffers for each in modules if each._buffers]
 
@@ -178,7 +184,8 @@ class _Stage:
             return self._optimizer
 
         options = config.engine_options
-        if options.find_unused_parameters == "auto":  # a step of fsdp would ask the others for numbers
+        # A step of fsdp would ask the others for numbers
+        if options.find_unused_parameters == "auto":
             options = dataclasses.replace(options, find_unused_parameters=_unused_option(config))
         return engine(
             config.engine,
@@ -196,7 +203,8 @@ class _Stage:
 
     def play(self, slots: int) -> StepTrace:
         """Trace one step, in which the optimizer has its states."""
-        recorder, start = self._recorder, self._recorder.peaks.get("start", 0)
+        recorder = self._recorder
+        start = self._recorder.peaks.get("start", 0)
         before = recorder.level
         batch = self._batch()
         own = recorder.level - before
@@ -210,10 +218,12 @@ class _Stage:
             traced_slots = min(slots, 2) if self._first_differs else slots
             self._step(batch, traced_slots)
         gc.collect()
-        levels, divided = dict(recorder.levels), dict(recorder.parts)
+        levels = dict(recorder.levels)
+        divided = dict(recorder.parts)
         for name, values in first.levels.items():
             levels[f"first {name}"], divided[f"first {name}"] = values, first.parts[name]
-            if slots > 2 and name != "update":  # neither the first micro-batch of a step nor the exchanged one
+            # Neither the first micro-batch of a step nor the exchanged one
+            if slots > 2 and name != "update":
                 levels[f"middle {name}"] = [level + first.states for level in values]
                 divided[f"middle {name}"] = first.parts[name] | {"optimizer states": first.states}
         levels = {name: [level - own for level in values] for name, values in levels.items()}
@@ -234,7 +244,10 @@ class _Stage:
         DDP's buffers have the gradients even while no parameter does.
         """
         trained = [p for p in self._engine.model.parameters() if p.requires_grad]
-        buckets = float(sum(p.nbytes for p in trained)) if isinstance(self._engine.model, DDP) else 0.0
+        if isinstance(self._engine.model, DDP):
+            buckets = float(sum(p.nbytes for p in trained))
+        else:
+            buckets = 0.0
         _move(parts, "gradients", buckets - parts["gradients"])
         if not parts["optimizer states"]:
             _move(parts, "optimizer states", state_bytes - parts["parameters"] - buckets)
@@ -253,7 +266,8 @@ class _Stage:
             self._step(batch, min(slots, 2))
             gc.collect()
             return _FirstStep(recorder.levels, recorder.parts, recorder.level - before)
-        if self._counting or recorders(self._model):  # they count their forwards
+        # They count their forwards
+        if self._counting or recorders(self._model):
             self._step(batch, slots)
             return _FirstStep({}, {}, 0)
         for parameter in self._engine.model.parameters():
@@ -272,7 +286,10 @@ class _Stage:
     def _batch(self) -> MicroBatch:
         with without_modes():
             real = self._subject.batch(self._size)
-            items = asked("count", lambda: self._counted(real)) if has_own(self._task, "count") else self._size
+            if has_own(self._task, "count"):
+                items = asked("count", lambda: self._counted(real))
+            else:
+                items = self._size
         return MicroBatch(real if self._recorder.real else as_fake(real), 0, items, 1.0)
 
     def _counted(self, real: Any) -> float:
@@ -300,12 +317,11 @@ class _Stage:
         copied = copies_of(self._model)
         copies = copied.tensors if copied else []
         buffers = [b for group in self._buffers for b in group.values() if b is not None]
-        states = [
-            value
-            for state in (getattr(self._optimizer, "state", None) or {}).values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        states = []
+        for state in (getattr(self._optimizer, "state", None) or {}).values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    states.append(value)
         return {
             "parameters": [*parameters, *buffers, *copies],
             "optimizer states": states,
@@ -326,7 +342,9 @@ def unlike(config: Config) -> int:
     The last one is exchanged, those before it add to separate gradients; the first has none to add to. If gradients
     have one place throughout, the last takes as much as those between.
     """
-    return 3 if _first_step_differs(config) else 2
+    if _first_step_differs(config):
+        return 3
+    return 2
 
 
 def _first_step_differs(config: Config) -> bool:
@@ -347,7 +365,9 @@ def _unused_option(config: Config) -> str:
     own = own_options(config.engine)
     if "bucket_cap_mb" in own and not _first_step_differs(config):
         return "true"
-    return "false" if "sharding" in own else "auto"
+    if "sharding" in own:
+        return "false"
+    return "auto"
 
 
 def _mark(blocks: list[nn.Module], recorder: OperationRecorder, stack: contextlib.ExitStack) -> None:
@@ -389,7 +409,8 @@ def _total_work(work: dict[str, Work], slots: int) -> dict[str, Work]:
     """Sum the work by "compute", of one micro-batch, and "update"."""
     totals = {"compute": Work(), "update": Work()}
     for name, each in work.items():
-        into, share = totals["update" if name == "update" else "compute"], 1 if name == "update" else slots
+        into = totals["update" if name == "update" else "compute"]
+        share = 1 if name == "update" else slots
         into.flops += each.flops / share
         into.moved += each.moved / share
         into.calls += each.calls / share

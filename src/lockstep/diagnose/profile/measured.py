@@ -59,9 +59,11 @@ class ProfileSummary:
         self.steady = self.parts | {"record": record, "host": self.parts["host"] - record}
         self.tracing = self._untraced()
         marks = self.ranks[0].trace.marks
-        saves, best = marks.get("save", NONE), saves_of_evaluations(self.ranks[0].trace)
+        saves = marks.get("save", NONE)
+        best = saves_of_evaluations(self.ranks[0].trace)
         of_best = self.steady["checkpoint"] * length(best) / max(length(saves), 1e-9)
-        self.steady["evaluation"] += of_best  # without the evaluation they would not have been
+        # Without the evaluation they would not have been
+        self.steady["evaluation"] += of_best
         self.steady["checkpoint"] -= of_best
         for name, count, freq in (
             ("evaluation", len(marks.get("evaluate", NONE)), "eval_freq"),
@@ -77,10 +79,12 @@ class ProfileSummary:
 
         The slowdown of an evaluation is unknown: an event there counts with its isolated cost.
         """
-        cost, least = 0.0, float(self.about.get("event_us", 0.0)) / 1e3
+        cost = 0.0
+        least = float(self.about.get("event_us", 0.0)) / 1e3
         for rank in self.ranks:
             each = self.event / rank.trace.steps / len(self.ranks)
-            events, frames = rank.trace.events, rank.trace.frames
+            events = rank.trace.events
+            frames = rank.trace.frames
             passes = events.get("forward", 0) + events.get("backward", 0)
             for name, count in (
                 ("compute", passes - frames),
@@ -88,7 +92,10 @@ class ProfileSummary:
                 ("update", events.get("update", 0)),
                 ("evaluation", events.get("evaluate", 0)),
             ):
-                of_one = each if name != "evaluation" else least / rank.trace.steps / len(self.ranks)
+                if name != "evaluation":
+                    of_one = each
+                else:
+                    of_one = least / rank.trace.steps / len(self.ranks)
                 less = min(self.steady[name], count * of_one)
                 self.steady[name] -= less
                 cost += less * (name != "evaluation")
@@ -101,7 +108,8 @@ class ProfileSummary:
         It is the thread's extra computing time a step compared with before the trace, if known: writing also evicts
         caches. Its waits meanwhile, for another rank or a core, do not count.
         """
-        least, costs = float(self.about.get("event_us", 0.0)) / 1e3, []
+        least = float(self.about.get("event_us", 0.0)) / 1e3
+        costs = []
         for rank in self.ranks:
             longer = rank.trace.about.get("tracing_ms")
             count = sum(rank.trace.events.get(part, 0) for part in ("forward", "backward", "update")) / rank.trace.steps
@@ -196,4 +204,6 @@ def empty(run: ProfileSummary) -> float:
     """Return the share of padding positions, over all ranks."""
     counts = [rank.trace.about.get("padding") or {} for rank in run.ranks]
     total = sum(int(each.get("positions", 0)) for each in counts)
-    return sum(int(each.get("empty", 0)) for each in counts) / total if total else 0.0
+    if total:
+        return sum(int(each.get("empty", 0)) for each in counts) / total
+    return 0.0

@@ -79,7 +79,9 @@ def saves_of_evaluations(trace: ProfileTrace) -> Spans:
     places = [_step_at(steps, begin) for begin, _ in saves]
     first = int(trace.about["steps"][0])
     due = [bool(every) and (first + place) % every == 0 for place in places]
-    after = [evaluated.get(place, np.inf) < begin for place, (begin, _) in zip(places, saves, strict=True)]
+    after = []
+    for place, (begin, _) in zip(places, saves, strict=True):
+        after.append(evaluated.get(place, np.inf) < begin)
     chosen: Spans = saves[[it and not was for it, was in zip(after, due, strict=True)]] if len(saves) else NONE
     return chosen
 
@@ -98,7 +100,8 @@ def _of_cpu(trace: ProfileTrace, late: Spans) -> Parted:
     remainder = minus(window, union(evaluation, checkpoint, record))
     data = common(union(mark.get("data", NONE), mark.get("load", NONE)), remainder)
     remainder = minus(remainder, data)
-    busy, exchanges = common(trace.works[""], remainder), common(_all(trace), remainder)
+    busy = common(trace.works[""], remainder)
+    exchanges = common(_all(trace), remainder)
     exposed = minus(exchanges, busy)
     imbalance = common(exposed, late)
     update = minus(common(mark.get("update", NONE), remainder), exposed)
@@ -139,18 +142,24 @@ def _without_queue(rank: Parted) -> Parted:
     The time is known for each of lockstep's parts of a step, but not its position within. A thread that loses its core
     does so for longer than an operation's call takes, and while it sleeps it wants none.
     """
-    about, parts = rank.trace.about, dict(rank.parts)
+    about = rank.trace.about
+    parts = dict(rank.parts)
     queued = {name: float(spent) for name, spent in about.get("queued", {}).items()}
     cpu_time, queue_time = (
         sum(float(each.get(name, 0.0)) for name in ("forward", "backward")) for each in (about.get("cpu", {}), queued)
     )
-    computing, between = rank.forward + rank.backward, rank.passes - rank.calling
-    sleep = min(max(computing + rank.passes - cpu_time - queue_time, 0.0), between) if cpu_time else 0.0
+    computing = rank.forward + rank.backward
+    between = rank.passes - rank.calling
+    if cpu_time:
+        sleep = min(max(computing + rank.passes - cpu_time - queue_time, 0.0), between)
+    else:
+        sleep = 0.0
     demand = computing + between - sleep
     remaining = 1.0 - min(queue_time, demand) / max(demand, 1e-9)
     outside = max(float(about.get("usage", {}).get("queued", 0.0)) - sum(queued.values()), 0.0)
     own_host = parts["host"] - rank.passes - rank.record
-    other = own_host + rank.record + parts["evaluation"] + parts["checkpoint"]  # outside a step's parts
+    # Outside a step's parts
+    other = own_host + rank.record + parts["evaluation"] + parts["checkpoint"]
     lost_share = min(outside / max(other, 1e-9), 1.0)
     cost = {
         "compute": computing * (1.0 - remaining),
@@ -182,7 +191,8 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
     phases = [work.get(name, NONE) for name in ("update", "evaluate", "save")]
     compute = union(*(spans for name, spans in work.items() if name not in ("update", "evaluate", "save")))
     update, evaluation_work, checkpoint_work = _in_turn(compute, *phases)
-    busy, exchanges = union(compute, *phases), common(_all(trace), window)
+    busy = union(compute, *phases)
+    exchanges = common(_all(trace), window)
     exposed = minus(exchanges, busy)
     imbalance = common(exposed, late)
     copies = minus(common(trace.copies, window), union(busy, exchanges))
@@ -191,7 +201,10 @@ def _of_device(trace: ProfileTrace, late: Spans) -> Parted:
     loading = union(mark.get("data", NONE), mark.get("load", NONE))
     evaluation, checkpoint, record, data = (common(idle, each) for each in _in_turn(NONE, *places, loading))
     remainder = minus(idle, union(evaluation, checkpoint, record, data))
-    reach = trace.waits + np.array([-_NEAR, _NEAR]) if len(trace.waits) else NONE
+    if len(trace.waits):
+        reach = trace.waits + np.array([-_NEAR, _NEAR])
+    else:
+        reach = NONE
     after = _beginning_in(remainder, union(reach))
     between = common(remainder, union(mark.get("forward", NONE), mark.get("backward", NONE)))
     per_step = _per_step(trace)
@@ -225,7 +238,9 @@ def _alone(trace: ProfileTrace, exposed: Spans) -> tuple[float, ...]:
     """Milliseconds of each step without exposed exchanges and waits for a core."""
     steps = trace.marks["step"]
     queued = trace.about.get("queued_by_step") or [0.0] * len(steps)
-    each = [end - begin - length(common(exposed, union([(begin, end)]))) for begin, end in steps]
+    each = []
+    for begin, end in steps:
+        each.append(end - begin - length(common(exposed, union([(begin, end)]))))
     return tuple(spent / 1e3 - float(wait) for spent, wait in zip(each, queued, strict=False))
 
 
@@ -303,7 +318,8 @@ def _clocks(traces: Sequence[ProfileTrace]) -> list[float]:
     All ranks leave the last exchange of a step at once.
     """
     ends = [_ends(trace) for trace in traces]
-    first, host = ends[0], traces[0].about.get("host")
+    first = ends[0]
+    host = traces[0].about.get("host")
     return [
         float(np.median(own - first)) if len(own) == len(first) and trace.about.get("host") != host else 0.0
         for own, trace in zip(ends, traces, strict=True)

@@ -115,7 +115,10 @@ class Operation(NamedTuple):
     calls: float
 
     def __str__(self) -> str:
-        name = self.name if len(self.name) <= _WIDTH else f"{self.name[: _WIDTH - 3]}..."
+        if len(self.name) <= _WIDTH:
+            name = self.name
+        else:
+            name = f"{self.name[: _WIDTH - 3]}..."
         return f"  {name:<{_WIDTH}} {self.ms:>9.3f} ms {self.share:>5.0%} {self.calls:>8.4g}"
 
     def as_json(self) -> dict[str, Any]:
@@ -279,7 +282,8 @@ def read_all(folder: Path) -> list[ProfileTrace]:
     if not paths:
         raise ProfileTraceError(f"{folder} has no rank-R.json.gz; give a folder such as RUN/profile/100-110")
     traces = [read(paths[rank]) for rank in sorted(paths)]
-    world, steps = int(traces[0].about["world_size"]), traces[0].about["steps"]
+    world = int(traces[0].about["world_size"])
+    steps = traces[0].about["steps"]
     for rank, trace in zip(sorted(paths), traces, strict=True):
         identity = (trace.rank, trace.about["world_size"], trace.about["steps"])
         if identity != (rank, world, steps):
@@ -329,7 +333,10 @@ def understood(document: Any) -> ProfileTrace:
             "is not a trace of lockstep: make one with train --profile FIRST:LAST, or lockstep profile"
         )
     base = float(document.get("baseTimeNanoseconds", 0)) / 1e3
-    events = [event for event in document["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    events = []
+    for event in document["traceEvents"]:
+        if event.get("ph") == "X" and "dur" in event:
+            events.append(event)
     marks, thread = _marks(events, base)
     steps = marks.get("step", NONE)
     if thread is None or not len(steps):
@@ -379,7 +386,10 @@ def _of_cpu(
     base: float,
     thread: Any,
 ) -> ProfileTrace:
-    own = [event for event in events if event.get("cat") == "cpu_op" and event.get("tid") == thread]
+    own = []
+    for event in events:
+        if event.get("cat") == "cpu_op" and event.get("tid") == thread:
+            own.append(event)
     working = [event for event in own if _is_work(str(event["name"]))]
     sending = _spans((event for event in own if str(event["name"]).startswith("c10d::")), base)
     busy = minus(_spans(working, base), sending)
@@ -407,7 +417,8 @@ def _of_cpu(
 
 def _outermost(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events of one thread that are not nested."""
-    outer, end = [], -float("inf")
+    outer = []
+    end = -float("inf")
     for event in sorted(events, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
         if float(event["ts"]) >= end:
             outer.append(event)
@@ -440,7 +451,8 @@ def _recomputations(events: list[dict[str, Any]], marks: dict[str, Spans], base:
             begin, end = _span(event, base)
             while open_nodes and open_nodes[-1][1] <= begin:
                 open_nodes.pop()
-            name, args = str(event["name"]), event.get("args", {})
+            name = str(event["name"])
+            args = event.get("args", {})
             if name.startswith(_NODE):
                 open_nodes.append((begin, end))
             elif open_nodes and _is_work(name) and "Sequence number" in args and not args.get("Fwd thread id"):
@@ -479,7 +491,8 @@ def _by_gloo(events: list[dict[str, Any]], base: float, thread: Any) -> list[tup
         event for event in events if str(event.get("name", "")).startswith("c10d::") and event["tid"] != thread
     ]
     for event in sorted(foreign_calls, key=lambda event: float(event["ts"])):
-        kind, at = _kind(str(event["name"])), float(event["ts"]) + base
+        kind = _kind(str(event["name"]))
+        at = float(event["ts"]) + base
         place = next((k for k, (name, begin, _) in enumerate(exchanges) if _kind(name) == kind and begin >= at), None)
         if place is not None:
             del exchanges[place]
@@ -506,11 +519,17 @@ def _of_device(
     phases = [(phase, _places(marks[phase])) for phase in _NESTED if phase in marks]
     recomputes = _places(_recomputations([event for event in events if event.get("cat") == "cpu_op"], marks, base))
     work: dict[str, list[tuple[float, float]]] = {}
-    exchanges, copies, lengths, recomputations, names, kernels = [], [], [], [], set(), Times()
+    exchanges = []
+    copies = []
+    lengths = []
+    recomputations = []
+    names = set()
+    kernels = Times()
     for event in events:
         if event.get("cat") not in _DEVICE:
             continue
-        name, span = str(event.get("name", "")), _span(event, base)
+        name = str(event.get("name", ""))
+        span = _span(event, base)
         entry = kernels.setdefault(name, [0, 0.0])
         entry[:] = entry[0] + 1, entry[1] + span[1] - span[0]
         if name.lower().startswith("nccl"):
@@ -529,7 +548,8 @@ def _of_device(
             names.add(name)
     calls = [event for event in events if event.get("cat") == "cuda_runtime"]
     waits = _spans((event for event in calls if str(event["name"]) in _HOST_WAITS), base)
-    end = max([window[1], *(spans[-1][1] for spans in work.values())])  # the device's own end of the last step
+    # The device's own end of the last step
+    end = max([window[1], *(spans[-1][1] for spans in work.values())])
     return ProfileTrace(
         about,
         (window[0], end),
@@ -558,4 +578,6 @@ def _places(spans: Spans) -> Callable[[float], bool]:
 def _collective(name: str) -> str:
     """Extract the kind of an NCCL kernel: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)` -> `allreduce`."""
     match = re.search(r"(AllReduce|ReduceScatter|AllGather|Broadcast|Reduce|SendRecv)", name)
-    return match[1].lower() if match else "nccl"
+    if match:
+        return match[1].lower()
+    return "nccl"

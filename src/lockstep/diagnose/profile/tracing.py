@@ -91,7 +91,8 @@ class ThreadUsage(NamedTuple):
     def now(cls) -> "ThreadUsage":
         """Read the counters of this thread."""
         usage = resource.getrusage(_USAGE_SCOPE)
-        thread, process = 1e3 * time.thread_time(), 1e3 * time.process_time()
+        thread = 1e3 * time.thread_time()
+        process = 1e3 * time.process_time()
         return cls(
             1e3 * usage.ru_stime, usage.ru_minflt, usage.ru_majflt, thread, process - thread, 1e3 * queue_seconds()
         )
@@ -102,14 +103,20 @@ class ThreadUsage(NamedTuple):
 
         All 0 for less than two steps.
         """
-        steps = [[new - old for new, old in zip(*pair[::-1], strict=True)] for pair in pairwise(readings)]
-        return cls(*(median(each) for each in zip(*steps, strict=True))) if len(steps) > 1 else cls()
+        steps = []
+        for pair in pairwise(readings):
+            steps.append([new - old for new, old in zip(*pair[::-1], strict=True)])
+        if len(steps) > 1:
+            return cls(*(median(each) for each in zip(*steps, strict=True)))
+        return cls()
 
     @classmethod
     def min_busy(cls, readings: Sequence["ThreadUsage"]) -> float:
         """Return the smallest `busy` of a step, in ms; 0 for less than two steps."""
         steps = [new.busy - old.busy for old, new in pairwise(readings)]
-        return min(steps) if len(steps) > 1 else 0.0
+        if len(steps) > 1:
+            return min(steps)
+        return 0.0
 
     def mean_since(self, steps: int) -> dict[str, float]:
         """Return the mean use per step since this reading."""
@@ -146,7 +153,9 @@ def peak_memory(device: torch.device) -> int:
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
     except (OSError, IndexError, ValueError):  # not Linux; getrusage may include the parent's peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
+        if sys.platform == "darwin":
+            return peak
+        return peak * 1024
 
 
 @cache
@@ -162,10 +171,13 @@ def fused_ns(device: torch.device) -> float:
         weight, grad, first, second = torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
         weight = weight.detach().requires_grad_()
     else:
-        weight, grad = torch.zeros(_ELEMENTS, device=device, requires_grad=True), torch.zeros(_ELEMENTS, device=device)
-        first, second = torch.zeros_like(grad), torch.zeros_like(grad)
+        weight = torch.zeros(_ELEMENTS, device=device, requires_grad=True)
+        grad = torch.zeros(_ELEMENTS, device=device)
+        first = torch.zeros_like(grad)
+        second = torch.zeros_like(grad)
     weight.grad = grad
-    best, clock = float("inf"), time.thread_time if device.type == "cpu" else time.perf_counter
+    best = float("inf")
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
     try:
         optimizer = torch.optim.AdamW([weight], fused=True)
         step = torch.zeros((), device=device)
@@ -183,7 +195,8 @@ def fused_ns(device: torch.device) -> float:
 
 def page_us() -> float:
     """Measure a new page of memory, from its allocation to its release, in microseconds."""
-    best, size = float("inf"), mmap.PAGESIZE
+    best = float("inf")
+    size = mmap.PAGESIZE
     for _ in range(3):
         start = time.thread_time()
         memory = mmap.mmap(-1, _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -198,7 +211,8 @@ def operations_us() -> float:
 
     Its increase under a trace is the cost of an event.
     """
-    total, number = torch.zeros(1), torch.zeros(1)
+    total = torch.zeros(1)
+    number = torch.zeros(1)
     best = float("inf")
     for _ in range(5):
         start = time.thread_time()
@@ -220,10 +234,13 @@ def cold_ms(idle: float, parameters: int) -> float:
     layers = min(max(parameters // (_LAYER_SIZE * _LAYER_SIZE), 2), _LAYERS)
     size = _LAYER_SIZE**2
     memory = mmap.mmap(-1, 16 * layers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensors = [
-        torch.frombuffer(memory, dtype=torch.float32, count=size, offset=4 * size * k).view(_LAYER_SIZE, _LAYER_SIZE)
-        for k in range(4 * layers)
-    ]
+    tensors = []
+    for k in range(4 * layers):
+        tensors.append(
+            torch.frombuffer(memory, dtype=torch.float32, count=size, offset=4 * size * k).view(
+                _LAYER_SIZE, _LAYER_SIZE
+            )
+        )
     weights = [weight.requires_grad_() for weight in tensors[:layers]]
     optimizer = torch.optim.AdamW(weights, fused=True)
     for weight, grad, first, second in zip(*(tensors[k * layers : (k + 1) * layers] for k in range(4)), strict=True):
@@ -258,13 +275,15 @@ def handover_ms(batch: Any) -> float:
     try:
         for _ in range(5):
             tensors = [torch.zeros(1) for _ in range(count)]
-            start = time.process_time()  # counts both threads: one waits for the other
+            # Counts both threads: one waits for the other
+            start = time.process_time()
             pickle.loads(ForkingPickler.dumps(tensors))
             best = min(best, time.process_time() - start)
     except (OSError, RuntimeError):  # no memory or file descriptors to share: a loader process would fail too
         return 0.0
     finally:
-        if set(threading.enumerate()) - threads:  # stop the sharing thread, which would wait for ever
+        # Stop the sharing thread, which would wait for ever
+        if set(threading.enumerate()) - threads:
             resource_sharer.stop(timeout=1.0)
     return 1e3 * best
 
@@ -274,8 +293,10 @@ def threads_gain(fewer: int) -> float:
 
     All processes of the host must call it at about the same time, since it measures their interference.
     """
-    now, seconds = torch.get_num_threads(), []
-    matrix, product = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE), torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
+    now = torch.get_num_threads()
+    seconds = []
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
+    product = torch.empty(_MATRIX_SIZE, _MATRIX_SIZE)
     try:
         for threads in (now, fewer):
             torch.set_num_threads(threads)
@@ -303,7 +324,10 @@ def positions(batch: Any, items: float) -> tuple[int, float | Tensor]:
     mask = get("attention_mask") if callable(get) else None
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.numel(), int(mask.numel() - int(mask.count_nonzero()))
-    rows = [each for each in _tensors(batch) if each.ndim == 2 and not each.is_floating_point()]
+    rows = []
+    for each in _tensors(batch):
+        if each.ndim == 2 and not each.is_floating_point():
+            rows.append(each)
     widest = max(rows, key=Tensor.numel, default=None)
     if widest is None or items <= len(widest) or items > widest.numel():
         return 0, 0
@@ -332,7 +356,9 @@ class StepTrace:
     """
 
     def __init__(self, device: torch.device, world_size: int, marks: StepMarks) -> None:
-        self._device, self._world_size, self._marks = device, world_size, marks
+        self._device = device
+        self._world_size = world_size
+        self._marks = marks
         self._profiler: Any = None
         self.first = 0
         self._usage, self._costs = ThreadUsage(), dict[str, Any]()
@@ -364,7 +390,8 @@ class StepTrace:
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
         self._costs = {"fused_ns": fused_ns(device), "page_us": page_us(), "threads": torch.get_num_threads()}
         ranks = local_ranks(self._world_size)
-        fewer, threads = max(1, usable_cores(os.environ) // ranks), torch.get_num_threads()
+        fewer = max(1, usable_cores(os.environ) // ranks)
+        threads = torch.get_num_threads()
         if device.type == "cpu" and threads * ranks > usable_cores(os.environ) and threads > fewer:
             self._costs["fewer_threads"] = {"count": fewer, "gain": threads_gain(fewer)}
         if device.type == "cpu" and len(self._untraced) > 2:
@@ -381,7 +408,8 @@ class StepTrace:
     def begin(self, number: int) -> None:
         """Start the trace with the next step, `number`."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # waits for the device: the trace starts here
+            # Waits for the device: the trace starts here
+            torch.cuda.synchronize(self._device)
         plain = operations_us()
         with _silence_stderr():
             self._profiler.start_trace()
@@ -400,9 +428,11 @@ class StepTrace:
             OSError, RuntimeError: it cannot be written.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # waits for the device: the trace ends here
+            # Waits for the device: the trace ends here
+            torch.cuda.synchronize(self._device)
         self._marks.end()
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         with _silence_stderr():
             profiler.add_metadata_json("lockstep", json.dumps(self._facts(last, rank) | facts))
             profiler.stop_trace()
@@ -416,13 +446,16 @@ class StepTrace:
                 self._marks.end()
                 if self.first:
                     self._profiler.stop_trace()
-            self._profiler, self.first = None, 0
+            self._profiler = None
+            self.first = 0
 
     def _facts(self, last: int, rank: int) -> dict[str, Any]:
         """Return what was measured, and where."""
-        marks, count = self._marks, last - self.first + 1
+        marks = self._marks
+        count = last - self.first + 1
         usage = self._usage.mean_since(count)
-        plain, within = ThreadUsage.min_busy(self._untraced), ThreadUsage.min_busy(self._traced)
+        plain = ThreadUsage.min_busy(self._untraced)
+        within = ThreadUsage.min_busy(self._traced)
         # The trace's own allocations fragment memory and add page faults, so the untraced number is used.
         usage["minor"] = min(usage["minor"], ThreadUsage.median_step(self._untraced).minor)
         return {

@@ -46,25 +46,39 @@ def _data(run: ProfileSummary) -> Iterator[Remedy]:
     spent = slow.parts["data"]
     if spent <= 0.0:
         return
-    now, cores = int(run.option("data.workers") or 0), run.cores
+    now = int(run.option("data.workers") or 0)
+    cores = run.cores
     remainder = max(slow.own - run.tracing - spent, 1e-3)
-    loading = spent if not now else (remainder + spent) * now  # of one process: with loaders, the whole step is loading
+    # Of one process: with loaders, the whole step is loading
+    loading = spent if not now else (remainder + spent) * now
     workers = min(max(now + 1, math.ceil(loading / remainder) + 1), 64)
-    share = float(slow.trace.about.get("cpu", {}).get("data", spent)) / spent if not now else 1.0
-    computing = min(1.0, max(0.0, share))  # the part of loading that takes a core; the rest waits for a disk
+    if not now:
+        share = float(slow.trace.about.get("cpu", {}).get("data", spent)) / spent
+    else:
+        share = 1.0
+    # The part of loading that takes a core; the rest waits for a disk
+    computing = min(1.0, max(0.0, share))
     if computing > 0.5:
         workers = max(now + 1, min(workers, cores))
     own = []
     for rank in run.ranks:
         each = max(rank.own - run.tracing - rank.parts["data"], 0.0)
-        loading_time = rank.parts["data"] if not now else (each + rank.parts["data"]) * now
-        if not now:  # a loader process hands over each micro-batch, which takes both of them
+        if not now:
+            loading_time = rank.parts["data"]
+        else:
+            loading_time = (each + rank.parts["data"]) * now
+        # A loader process hands over each micro-batch, which takes both of them
+        if not now:
             each += float(rank.trace.about.get("handed_ms", 0.0)) * int(rank.trace.about.get("slots", 1))
-        busy = (each + loading_time * computing) / max(1, cores)  # work of all cores
+        # Work of all cores
+        busy = (each + loading_time * computing) / max(1, cores)
         own.append(max(each, loading_time / workers, busy if not now else 0.0))
     after = max(own) + _overhead(run)
     place = "" if _similar(run, "data") else f" on rank {slow.trace.rank}"
-    how = f"{now} loader processes do not keep up" if now else "samples are loaded between the steps"
+    if now:
+        how = f"{now} loader processes do not keep up"
+    else:
+        how = "samples are loaded between the steps"
     yield Remedy(
         "data",
         f"--data.workers {workers}",
@@ -77,12 +91,14 @@ def _imbalance(run: ProfileSummary) -> Iterator[Remedy]:
     """Shares by speed if one rank is slower; by length if ranks take turns."""
     if len(run.ranks) < 2 or run.steady["imbalance"] <= 0.0:
         return
-    wait = min(run.steady["imbalance"], _lead(run))  # the rest is for ranks that had no core, or by chance
+    # The rest is for ranks that had no core, or by chance
+    wait = min(run.steady["imbalance"], _lead(run))
     own = [rank.own - run.tracing for rank in run.ranks]
     slow = max(range(len(own)), key=own.__getitem__)
     mean = fmean(each for place, each in enumerate(own) if place != slow)
     if own[slow] > 1.05 * mean:
-        wait -= own[slow] - fmean(own)  # the rest is of ranks that are late in turns
+        # The rest is of ranks that are late in turns
+        wait -= own[slow] - fmean(own)
         yield from _slow_rank(run, own, slow, mean)
     if wait <= 0.0:
         return
@@ -113,7 +129,8 @@ def _slow_rank(run: ProfileSummary, own: list[float], slow: int, mean: float) ->
     data = [rank.parts["data"] for rank in run.ranks]
     if data[slow] - min(data) > 0.5 * (own[slow] - mean):
         return  # it is late because of its data alone: see _data
-    exchange, fixed = _overhead(run), run.steady["update"]
+    exchange = _overhead(run)
+    fixed = run.steady["update"]
     count = int(run.about.get("micro_batches", len(own)))
     slots = [int(rank.trace.about.get("slots", 1)) for rank in run.ranks]
     each = [(spent - fixed) / max(1, have) for spent, have in zip(own, slots, strict=True)]
@@ -143,16 +160,21 @@ def _best_cut(each: list[float], count: int) -> float:
 
 def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     """Overlap, half the bytes, or fewer exchanges."""
-    exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]
+    exposed = run.steady["exposed_communication"]
+    hidden = run.steady["hidden_communication"]
     if exposed <= 0.0:
         return
     parts = f"{exposed:.1f} ms of exchange a step are not hidden, {hidden:.1f} ms are"
-    has, megabytes = run.about.get("engine_options", ()), float(run.about.get("gradient_bytes", 0)) / 1e6
+    has = run.about.get("engine_options", ())
+    megabytes = float(run.about.get("gradient_bytes", 0)) / 1e6
     cap = float(run.option("engine_options.bucket_cap_mb") or _BUCKET)
     slots = max(1, int(run.about.get("slots", 1)))
     if "bucket_cap_mb" in has and hidden < 0.25 * (hidden + exposed) and megabytes > 0 and cap >= megabytes:
         # A single bucket is full only when the backward has ended; of n, all but the last are full within it.
-        size = _BUCKET if megabytes > 2 * _BUCKET else max(0.1, round(megabytes / _BUCKETS, 1))
+        if megabytes > 2 * _BUCKET:
+            size = _BUCKET
+        else:
+            size = max(0.1, round(megabytes / _BUCKETS, 1))
         buckets = max(1.0, megabytes / size)
         last = fmean(rank.backward for rank in run.ranks) / slots * _OVERLAPS
         savings = min(exposed * (1.0 - 1.0 / buckets), last) * (1.0 - _without_core(run))
@@ -173,7 +195,8 @@ def _communication(run: ProfileSummary) -> Iterator[Remedy]:
     last = exposed < run.without(
         savings=exposed + run.steady["imbalance"]
     )  # half the bytes of a longer one are not enough
-    if run.step > WORTH * run.without(savings=exposed * seldom):  # the exchange's own share, without that of the update
+    # The exchange's own share, without that of the update
+    if run.step > WORTH * run.without(savings=exposed * seldom):
         yield Remedy("communication", change, run.without(savings=savings), why, last)
 
 
@@ -185,7 +208,10 @@ def _without_core(run: ProfileSummary) -> float:
     """
     threads, ranks = (int(run.about.get(name, 1)) for name in ("threads", "local_ranks"))
     free = max(0, int(run.about.get("cores", 1)) - threads * ranks)
-    required = 1.0 if run.on_cpu and ranks == len(run.ranks) else run.exchanging
+    if run.on_cpu and ranks == len(run.ranks):
+        required = 1.0
+    else:
+        required = run.exchanging
     return max(0.0, required - free / max(1, ranks))
 
 
@@ -196,14 +222,18 @@ def _frequency(run: ProfileSummary) -> Iterator[Remedy]:
         ("checkpoint", "ckpt_freq", "a checkpoint"),
         ("record", "log_freq", "a record"),
     ):
-        spent, every = run.steady[name], int(run.option(freq) or 0)
+        spent = run.steady[name]
+        every = int(run.option(freq) or 0)
         if spent <= 0.0 or not every:
             continue
         remainder = run.without(savings=spent)
         interval = _round(max(every + 1, every * spent / (_RARE * remainder)))
         after = remainder + spent * every / interval
         waits = name == "checkpoint" and run.option("checkpoint.mode") == "sync"
-        hint = ", or --checkpoint.mode async, which writes in the background" if waits else ""
+        if waits:
+            hint = ", or --checkpoint.mode async, which writes in the background"
+        else:
+            hint = ""
         flag = "--" + freq.replace("_", "-")
         why = f"{label} every {every} steps takes {spent * every:.1f} ms each time, {spent / run.step:.0%} of the time"
         yield Remedy("records" if name == "record" else name, f"{flag} {interval}{hint}", after, why)
@@ -282,11 +312,17 @@ class ProfileVerdict:
         for name, spent in sorted(self.parts.items(), key=lambda pair: -pair[1]):
             share = spent / max(self.step_ms, 1e-9)
             if share >= 0.001:
-                inside = "  (within computing)" if name == "hidden_communication" else ""
+                if name == "hidden_communication":
+                    inside = "  (within computing)"
+                else:
+                    inside = ""
                 lines.append(f"  {_LABELS[name]:<38} {spent:>9.2f} ms {share:>5.0%}{inside}")
         if self.padding:
             lines.append(f"  {'positions that hold nothing':<38} {'':>12} {self.padding:>5.0%}")
-        operations = [HEADING, *map(str, self.operations)] if self.operations else []
+        if self.operations:
+            operations = [HEADING, *map(str, self.operations)]
+        else:
+            operations = []
         return "\n".join([*lines, *operations, *self.notes, self.sentence])
 
     def as_json(self) -> dict[str, Any]:
@@ -323,7 +359,8 @@ def judged(traces: Sequence[ProfileTrace]) -> ProfileVerdict:
     best = min(every, key=lambda remedy: (remedy.last or run.step < WORTH * remedy.after, remedy.after), default=None)
     gain = run.step / best.after if best else 1.0
     if best is None or gain < WORTH:
-        best, gain = Remedy(_COMPUTE, _faster(run), run.step, ""), 1.0
+        best = Remedy(_COMPUTE, _faster(run), run.step, "")
+        gain = 1.0
     if run.about.get("script"):
         best = replace(best, what=in_torch_words(best.what), why=in_torch_words(best.why))
     first, last = traces[0].about["steps"]
@@ -365,10 +402,14 @@ def _sentence(run: ProfileSummary, remedy: Remedy, gain: float) -> str:
 def _notes(run: ProfileSummary) -> list[str]:
     """Explanations of the numbers."""
     notes = []
-    exposed, hidden = run.steady["exposed_communication"], run.steady["hidden_communication"]
+    exposed = run.steady["exposed_communication"]
+    hidden = run.steady["hidden_communication"]
     if len(run.ranks) > 1 and exposed + hidden > 0.0:
         ratio = run.steady["compute"] / (exposed + hidden)
-        short = "" if ratio >= _RULE else "; below 10:1 an exchange can be hidden only where it overlaps the backward"
+        if ratio >= _RULE:
+            short = ""
+        else:
+            short = "; below 10:1 an exchange can be hidden only where it overlaps the backward"
         notes.append(f"computing to exchange is {ratio:.1f}:1{short}")
         if exposed > _HIGH_EXCHANGE * run.step:
             notes.append(

@@ -25,7 +25,8 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
     """Calls of operations that follow one another at once, and other Python in between."""
     idle = run.steady["host"] - fmean(rank.waits + rank.allocates for rank in run.ranks)
     count = fmean(rank.trace.count / rank.trace.steps for rank in run.ranks)
-    calls, calling = _calls(run), _calling(run)
+    calls = _calls(run)
+    calling = _calling(run)
     whole_model = run.option("compile_scope") == "whole"
     change = " ".join(["--compile"] * (not run.option("compile")) + ["--compile-scope whole"] * (not whole_model))
     change = change or "fewer and larger operations"
@@ -33,7 +34,8 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
         spent = calls + calling
         why = f"{count:.0f} operations a step, one after another: calling them takes {spent:.1f} ms"
         yield Remedy("operations", change, run.without(savings=_COMPILED * spent), why)
-        idle -= calling + 2.0 * fmean(rank.framing for rank in run.ranks)  # that of checkpointing: see _recomputation
+        # That of checkpointing: see _recomputation
+        idle -= calling + 2.0 * fmean(rank.framing for rank in run.ranks)
     elif count and 1e3 * run.steady["compute"] / count < _SMALL:
         each = 1e3 * run.steady["compute"] / count
         why = f"{count:.0f} kernels a step take {each:.0f} us each, less than it takes to launch them"
@@ -49,7 +51,8 @@ def _host(run: ProfileSummary) -> Iterator[Remedy]:
 
 def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
     """Fewer passes, since each has a fixed cost."""
-    slots, size = int(run.about.get("slots", 1)), int(run.about.get("micro_batch_size", 1))
+    slots = int(run.about.get("slots", 1))
+    size = int(run.about.get("micro_batch_size", 1))
     if slots < 2:
         return
     fixed = max(0.0, fmean(rank.passes for rank in run.ranks) - _framing(run)) + _calls(run)
@@ -62,8 +65,12 @@ def _micro_batches(run: ProfileSummary) -> Iterator[Remedy]:
 
 def _update(run: ProfileSummary) -> Iterator[Remedy]:
     """One fused kernel instead of an operation for each tensor, or one for all."""
-    names = {name.lower() for rank in run.ranks for name in rank.trace.names}
-    fused, each = any("fused" in name for name in names), run.about.get("fused_ns")
+    names = set()
+    for rank in run.ranks:
+        for name in rank.trace.names:
+            names.add(name.lower())
+    fused = any("fused" in name for name in names)
+    each = run.about.get("fused_ns")
     if fused or not each or run.option("exact"):
         return
     after = run.steady["update"] - float(each) * float(run.about.get("parameters", 0)) / 1e6
@@ -76,18 +83,21 @@ def _recomputation(run: ProfileSummary) -> Iterator[Remedy]:
     """No recomputed forward, if there is memory for the activations."""
     mode = str(run.option("activation_checkpointing") or "none")
     recompute = fmean(rank.again for rank in run.ranks)
-    if not recompute and mode != "none":  # a compiled backward does not show it in the trace
+    # A compiled backward does not show it in the trace
+    if not recompute and mode != "none":
         share = {"full": 1.0, "selective": 0.3}.get(mode, 1.0 / int(mode.partition(":")[2] or 1))
         recompute = share * fmean(rank.forward for rank in run.ranks)
     # Saving random states and hooks in the forward costs as much as restoring them here.
     recompute += fmean(rank.framing for rank in run.ranks)
-    free, in_use = float(run.about.get("memory_free", 0)), float(run.about.get("memory_used", 1))
+    free = float(run.about.get("memory_free", 0))
+    in_use = float(run.about.get("memory_used", 1))
     if recompute > 0.0 and free > in_use:
         room = f"{free / 1e9:.1f} GB are free, {in_use / 1e9:.1f} in use"
         why = f"the backwards recompute forwards, {recompute:.1f} ms a step, and {room}"
-        change = (
-            "less checkpointing of activations in the model" if mode == "none" else "--activation-checkpointing none"
-        )
+        if mode == "none":
+            change = "less checkpointing of activations in the model"
+        else:
+            change = "--activation-checkpointing none"
         yield Remedy("recomputation", change, run.without(savings=recompute), why)
 
 
@@ -96,9 +106,10 @@ def _padding(run: ProfileSummary) -> Iterator[Remedy]:
     if share <= 0.0:
         return
     packs = run.option("data.packing") == "padded"
-    change = (
-        "--data.packing documents" if packs else "samples of similar length in a micro-batch, or several in one row"
-    )
+    if packs:
+        change = "--data.packing documents"
+    else:
+        change = "samples of similar length in a micro-batch, or several in one row"
     savings = share * run.steady["compute"]
     yield Remedy("padding", change, run.without(savings=savings), f"{share:.0%} of the positions are padding")
 
@@ -120,7 +131,9 @@ def _memory(run: ProfileSummary) -> Iterator[Remedy]:
         why = f"every step requests memory from the driver, {savings:.1f} ms"
         change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and shapes that stay the same"
         yield Remedy("memory", change, run.without(savings=savings), why)
-    system, minor, major = run.usage("system"), run.usage("minor"), run.usage("major")
+    system = run.usage("system")
+    minor = run.usage("minor")
+    major = run.usage("major")
     if major > 1.0:
         why = f"{major:.0f} pages a step are read back from the disk: the machine swaps"
         yield Remedy(

@@ -120,7 +120,10 @@ def _verdict(
     base = next(row for row in rows if row.mode == slow.mode)
     _say(f"{slow.ranks} ranks are below 80 %: looking for the cause")
     profile = profiled(request, slow, machine, size)
-    sentence = profile["sentence"] if profile else grown(slow, base, machine, samples)
+    if profile:
+        sentence = profile["sentence"]
+    else:
+        sentence = grown(slow, base, machine, samples)
     return {"mode": slow.mode, "ranks": slow.ranks, "sentence": sentence, "profile": profile}
 
 

@@ -90,7 +90,9 @@ class ScaleRow:
 
         It is the efficiency itself if each rank has its own.
         """
-        return self.efficiency if self.allowed is None else self.speedup / self.allowed
+        if self.allowed is None:
+            return self.efficiency
+        return self.speedup / self.allowed
 
     @property
     def work(self) -> int:
@@ -139,7 +141,8 @@ def _fill_row(
     in_step = items * row.batch_size / request.settings(row.mode)[0].batch_size
     ratios = [rate / first[number] for number, rate in rates.items() if number in first]
     ratios = ratios or [statistics.median(rates.values()) / statistics.median(first.values())]
-    speedup, rate = statistics.median(ratios), statistics.median(rates.values())
+    speedup = statistics.median(ratios)
+    rate = statistics.median(rates.values())
     shared = machine.shared(row.ranks)
     return ScaleRow(
         row.mode,
@@ -225,10 +228,11 @@ class Fit:
         self._per_node = ranks_per_node
         self._middle = np.array([float(np.median(point.times)) for point in points])
         self._noise = max(_NOISE, float(np.median([_error(point.times) for point in points])))
-        columns = {
-            name: np.array([_columns(each.ranks, each.work, each.crowd, ranks_per_node)[name] for each in points])
-            for name in _columns(2, 1.0, 1.0, ranks_per_node)
-        }
+        columns = {}
+        for name in _columns(2, 1.0, 1.0, ranks_per_node):
+            columns[name] = np.array(
+                [_columns(each.ranks, each.work, each.crowd, ranks_per_node)[name] for each in points]
+            )
         draws = _bootstrap(points)
         self._sums = [
             candidate
@@ -248,7 +252,8 @@ class Fit:
         value = float(np.exp(sum(w * math.log(each.at(columns)) for w, each in self._each())))
         spread = np.random.default_rng(ranks).standard_t(_TAILS, size=_DRAWS)
         flat = self._weights**_FLAT
-        times, weights = [], []
+        times = []
+        weights = []
         for weight, each in zip(flat.tolist(), self._sums, strict=True):
             samples = each.sample(columns)
             noise = np.exp(math.hypot(self._noise, each.misfit) * spread[: len(samples)])
@@ -319,11 +324,10 @@ def _supports(columns: dict[str, _Array]) -> list[tuple[str, ...]]:
     There cannot be more terms than sizes.
     """
     compute = columns["compute"]
-    candidates = [
-        name
-        for name, column in columns.items()
-        if name != "compute" and column.any() and not np.allclose(column, column[0] * compute / compute[0])
-    ]
+    candidates = []
+    for name, column in columns.items():
+        if name != "compute" and column.any() and not np.allclose(column, column[0] * compute / compute[0]):
+            candidates.append(name)
     most = min(_MOST, len(compute) - 1)
     return [("compute", *names) for size in range(most + 1) for names in itertools.combinations(candidates, size)]
 
@@ -338,7 +342,8 @@ def _fit_sum(
 ) -> _Sum | None:
     """Fit the relative errors by least squares with shrinkage; None if a coefficient is negative."""
     matrix = np.stack([columns[name] for name in names], axis=1) / middle[:, None]
-    pull = np.diag(_SHRINKAGE * np.abs(matrix).max(axis=0))[1:]  # none on the compute
+    # None on the compute
+    pull = np.diag(_SHRINKAGE * np.abs(matrix).max(axis=0))[1:]
     solve = np.linalg.pinv(np.concatenate([matrix, pull]))[:, : len(middle)]
     factors = solve @ np.ones(len(middle))
     if not _valid_rows(names, factors[None], most_imbalance)[0]:
@@ -395,7 +400,8 @@ def expected_maximum(count: int) -> float:
     if count == 1:
         return 0.0
     x = np.linspace(0.0, 9.0, 1801)
-    tail = np.array([0.5 * math.erfc(each / math.sqrt(2.0)) for each in x])  # beyond x, and as much below -x
+    # Beyond x, and as much below -x
+    tail = np.array([0.5 * math.erfc(each / math.sqrt(2.0)) for each in x])
     heights = 1.0 - (1.0 - tail) ** count - tail**count
     return float((heights[1:] + heights[:-1]).sum() / 2 * (x[1] - x[0]))
 
@@ -437,10 +443,11 @@ def carried(
     base = next((row for row in rows if row.rounds and row.ranks == request.base), None)
     if not request.extrapolate or base is None or len({ranks for ranks, _ in measured}) < 2:
         return []
-    points = [
-        SizeMeasurement(row.ranks, row.work / base.work, row.rounds, row.ranks / machine.allowed(row.ranks))
-        for row in measured.values()
-    ]
+    points = []
+    for row in measured.values():
+        points.append(
+            SizeMeasurement(row.ranks, row.work / base.work, row.rounds, row.ranks / machine.allowed(row.ranks))
+        )
     spread = _step_spread(samples, base, request.window)
     fit = Fit(points, request.ranks_per_node, most_imbalance=_SLACK * spread)
     return [_extrapolate(fit, request, mode, size, base) for mode in request.modes for size in request.extrapolate]
@@ -476,7 +483,10 @@ def _step_spread(samples: Sequence[RunSample], base: ScaleRow, window: int) -> f
     the same devices and work.
     """
     own = [each for each in samples if each.setting == Setting(base.ranks, base.batch_size)]
-    means = [statistics.median(each.rates) / rate for each in own for rate in each.rates]
+    means = []
+    for each in own:
+        for rate in each.rates:
+            means.append(statistics.median(each.rates) / rate)
     if len(means) < 2:
         return base.step_ms
     return base.step_ms * statistics.stdev(means) * math.sqrt(window)

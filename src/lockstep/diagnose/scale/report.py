@@ -59,10 +59,15 @@ def profiled(request: ScaleRequest, row: ScaleRow, machine: Machine, micro_batch
         try:
             started(request, setting, flags, machine, Path(folder))
             paths = sorted((Path(folder) / "run" / PROFILE).glob("*/verdict.json"))
-            verdict = json.loads(paths[0].read_text(encoding="utf-8")) if paths else None
+            if paths:
+                verdict = json.loads(paths[0].read_text(encoding="utf-8"))
+            else:
+                verdict = None
         except (RunFailed, OSError, ValueError):
             return None
-    return verdict if isinstance(verdict, dict) and isinstance(verdict.get("sentence"), str) else None
+    if isinstance(verdict, dict) and isinstance(verdict.get("sentence"), str):
+        return verdict
+    return None
 
 
 def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[RunSample]) -> str:
@@ -72,7 +77,8 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     rank's micro-batches, in weak scaling stay. On shared cores everything takes longer by the factor of ranks to a
     core's worth of compute.
     """
-    now, then = _parts(samples, row), _parts(samples, base)
+    now = _parts(samples, row)
+    then = _parts(samples, base)
     crowd = row.ranks / machine.allowed(row.ranks) * machine.allowed(base.ranks) / base.ranks
     shrink = row.work / base.work * crowd
     more = {name: spent - then.get(name, 0.0) * shrink for name, spent in now.items()}
@@ -81,19 +87,27 @@ def grown(row: ScaleRow, base: ScaleRow, machine: Machine, samples: Sequence[Run
     if not growth:
         return ""
     listing = ", ".join(f"{name} by {ms:.3g} ms" for ms, name in growth)
-    note = "; the backward includes the exchange" if "exchange" not in now and growth[0][1] == "backward" else ""
+    if "exchange" not in now and growth[0][1] == "backward":
+        note = "; the backward includes the exchange"
+    else:
+        note = ""
     return f"of the {total:.3g} ms of a step on rank 0, compared with ideal scaling, grew: {listing}{note}"
 
 
 def _parts(samples: Sequence[RunSample], row: ScaleRow) -> dict[str, float]:
     """{part: milliseconds a step}, medians over the rounds."""
-    own = [each.parts for each in samples if each.setting == Setting(row.ranks, row.batch_size)]
+    own = []
+    for each in samples:
+        if each.setting == Setting(row.ranks, row.batch_size):
+            own.append(each.parts)
     names = sorted({name for parts in own for name in parts})
     return {name: statistics.median(parts.get(name, 0.0) for parts in own) for name in names}
 
 
 _WIDE = 200  # columns without a terminal
-_ABOVE, _WIDE_SPREAD = 1.05, 0.1  # an efficiency, and a difference between rounds, that are reported as doubtful
+# an efficiency, and a difference between rounds, that are reported as doubtful
+_ABOVE = 1.05
+_WIDE_SPREAD = 0.1
 _TITLES = {
     STRONG: "strong scaling: the same batch on more ranks",
     "weak": "weak scaling: the batch grows with the ranks, the micro-batch stays",
@@ -280,7 +294,9 @@ def _further(further: list[Further]) -> Table:
 def _finite(value: Any) -> Any:
     """Replace numbers that JSON lacks by None."""
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -78,7 +78,9 @@ class Machine:
 
         On devices it is all; else the cores limit it.
         """
-        return float(ranks) if self.devices else min(float(ranks), max(1.0, self.cores / self.threads))
+        if self.devices:
+            return float(ranks)
+        return min(float(ranks), max(1.0, self.cores / self.threads))
 
     def shared(self, ranks: int) -> bool:
         """Whether so many ranks share cores."""
@@ -115,17 +117,18 @@ def machine_for(device: str, sizes: Sequence[int], *, exact: bool) -> Machine:
     count = affinity_cores()
     cores = min(float(count), max(1.0, cpu_quota(_ROOT) or count))
     omp_threads = os.environ.get("OMP_NUM_THREADS", "")
-    threads = (
-        1
-        if exact
-        else int(omp_threads)
-        if omp_threads.isdigit() and int(omp_threads)
-        else max(1, int(cores) // sizes[-1])
-    )
+    if exact:
+        threads = 1
+    else:
+        if omp_threads.isdigit() and int(omp_threads):
+            threads = int(omp_threads)
+        else:
+            threads = max(1, int(cores) // sizes[-1])
     return Machine(devices, cores, threads)
 
 
-STRONG, WEAK = "strong", "weak"
+STRONG = "strong"
+WEAK = "weak"
 PROFILE = "profile"  # the option of train that traces steps FIRST:LAST
 WINDOWS = 4  # counted records of a run; one more before them is its start
 _PLANNED_STEPS = 1_000_000  # planned steps, so that neither the end nor an evaluation is part of the measurement
@@ -197,7 +200,10 @@ class ScaleRequest:
         cut = f"a step of {self.config.batch_size} samples has {parts} micro-batch{'es' * (parts > 1)}"
         most = self.base if self.modes == (WEAK,) else self.sizes[-1]
         if most > parts:
-            weak = "" if self.modes == (WEAK,) else "; or give --weak, where the batch grows"
+            if self.modes == (WEAK,):
+                weak = ""
+            else:
+                weak = "; or give --weak, where the batch grows"
             raise ConfigError(
                 f"--world-sizes has {most}, but {cut}: the other ranks would compute nothing; raise --batch-size or "
                 f"lower --micro-batch-size{weak}"
@@ -211,11 +217,10 @@ class ScaleRequest:
     def settings(self, mode: str = "") -> list[Setting]:
         """Return the distinct settings to run, by ranks; of one mode only if given."""
         batch = self.config.batch_size
-        settings = {
-            Setting(size, batch if kind == STRONG else batch * size // self.base)
-            for kind in ((mode,) if mode else self.modes)
-            for size in self.sizes
-        }
+        settings = set()
+        for kind in (mode,) if mode else self.modes:
+            for size in self.sizes:
+                settings.add(Setting(size, batch if kind == STRONG else batch * size // self.base))
         return sorted(settings)
 
     def train_flags(self, setting: Setting, folder: str, micro_batch_size: int, windows: int = WINDOWS) -> list[str]:
@@ -271,7 +276,9 @@ def order(settings: Sequence[Setting], rounds: int) -> list[tuple[int, Setting]]
     ]
 
 
-_RATE, _TOTAL, _PARTS = "items_per_second", "time/total", "time/"
+_RATE = "items_per_second"
+_TOTAL = "time/total"
+_PARTS = "time/"
 _ERROR = re.compile(r"^(?:lockstep|\S+\.py): error: (.*)$")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 15.0  # seconds between SIGTERM and SIGKILL
@@ -349,8 +356,10 @@ def micro_batch_of(request: ScaleRequest, machine: Machine) -> int:
         RunFailed: `train` refuses the request, or fails; its exit code is the run's.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
-        setting, micro_batch_size = Setting(request.base, request.config.batch_size), request.config.micro_batch_size
-        if not has_fixed_cut(request.config):  # all sizes must compute the same micro-batches to be compared
+        setting = Setting(request.base, request.config.batch_size)
+        micro_batch_size = request.config.micro_batch_size
+        # All sizes must compute the same micro-batches to be compared
+        if not has_fixed_cut(request.config):
             micro_batch_size = default_micro_batch_size(request.config.batch_size)
         started(
             request, setting, request.train_flags(setting, folder, micro_batch_size, windows=0), machine, Path(folder)
@@ -378,7 +387,10 @@ def started(request: ScaleRequest, setting: Setting, flags: Sequence[str], machi
     """
     command = command_of(request.config.engine, setting.ranks, flags)
     log = folder / "output.txt"
-    environment = {name: value for name, value in os.environ.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    environment = {}
+    for name, value in os.environ.items():
+        if not _OF_LAUNCHERS.fullmatch(name):
+            environment[name] = value
     environment["OMP_NUM_THREADS"] = str(machine.threads)
     run: subprocess.Popen[bytes] | None = None
     with open(log, "wb") as output:
@@ -439,7 +451,11 @@ def first_error(output: str, code: int) -> str:
     """Return the first error line of a failed run, or its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [match[1] for line in lines if (match := _ERROR.match(line))]
-    return errors[0] if errors else lines[-1] if lines else f"exited with code {code} without output"
+    if errors:
+        return errors[0]
+    if lines:
+        return lines[-1]
+    return f"exited with code {code} without output"
 
 
 # Options that may differ between compared runs; any other difference gets a note.
@@ -536,7 +552,9 @@ def _read_run(path: Path) -> _ExistingRun:
     try:
         state = RunState.from_json(json.loads((path / "state.json").read_text(encoding="utf-8")), lenient=True)
         config = _flat(tomllib.loads((path / "config.toml").read_text(encoding="utf-8")))
-        ranks, batch, micro = state.world_size, config["batch_size"], config["micro_batch_size"]
+        ranks = state.world_size
+        batch = config["batch_size"]
+        micro = config["micro_batch_size"]
         if not ranks or not all(isinstance(each, int) and each > 0 for each in (ranks, batch, micro)) or batch % micro:
             raise ValueError
         records = windows_of(jsonl.read(path / "metrics.jsonl"), after=0)[1:]

@@ -60,7 +60,8 @@ def _restart_in_child() -> None:
     """Start a recorder for a forked process. One that does not train, such as a loader's worker, writes nothing."""
     recorder = _recorders[0] = _make()
     processes = sys.modules.get("multiprocessing.util")
-    if processes is not None:  # its processes end without atexit: register the close when they start
+    # Its processes end without atexit: register the close when they start
+    if processes is not None:
         processes.register_after_fork(recorder, lambda child: processes.Finalize(None, child.close, exitpriority=0))
 
 

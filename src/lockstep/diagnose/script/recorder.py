@@ -49,7 +49,10 @@ def _quiet(method: Callable[..., None]) -> Callable[..., None]:
             method(self, *args, **kwargs)
         except Exception as error:
             self.off = True
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if str(error):
+                text = str(error).splitlines()[0]
+            else:
+                text = type(error).__name__
             print(f"lockstep: rank {self.rank} is not recorded after step {self.steps}: {text}", file=sys.stderr)
 
     return wrapper
@@ -68,23 +71,31 @@ class ScriptRecorder:
 
     def __init__(self, folder: str, trace: list[int] | None) -> None:
         self.off, self.thread, self.part = False, threading.get_ident(), "start"
-        self.steps, self.rank, self.unscaled = 0, 0, None
-        self._folder, self._span = Path(folder), trace
-        self._timeline, self._marks = Timeline(), StepMarks()
+        self.steps = 0
+        self.rank = 0
+        self.unscaled = None
+        self._folder = Path(folder)
+        self._span = trace
+        self._timeline = Timeline()
+        self._marks = StepMarks()
         self._timeline.begin(of_process=True)
         self._trace: StepTrace | None = None
         self._clock: Clock | None = None
-        self._owner: weakref.ref[Any] | None = None  # the optimizer whose steps are counted
+        # The optimizer whose steps are counted
+        self._owner: weakref.ref[Any] | None = None
         self._device, self._tensors = torch.device("cpu"), frozenset[int]()
-        self._before = self._world_size = 0  # steps that the optimizer had before this process
+        # Steps that the optimizer had before this process
+        self._before = self._world_size = 0
         self._in_closure = self._by_mode = self._has_loader = False
         self._waited = self._load_began = self._due = 0.0
         self._timeline.measures(lambda: self._waited)
         self._workers = self._parameters = self._bytes = 0
-        self._counts = dict.fromkeys(("evaluate", "save"), 0)  # within the traced steps
+        # Within the traced steps
+        self._counts = dict.fromkeys(("evaluate", "save"), 0)
         self._held: list[Any] = []  # batches of the step, while they are needed
         self._losses: list[torch.Tensor] = []
-        self._record: tuple[dict[str, Any], torch.Tensor | None] | None = None  # the newest, not yet written
+        # The newest, not yet written
+        self._record: tuple[dict[str, Any], torch.Tensor | None] | None = None
 
     def enter(self, part: str) -> str:
         """Begin a part, and return the one that it ends."""
@@ -126,7 +137,8 @@ class ScriptRecorder:
             workers: loader processes.
         """
         self._waited += time.perf_counter() - self._load_began
-        self._workers, self._has_loader = workers, True
+        self._workers = workers
+        self._has_loader = True
         if self._trace is not None and batch is not None:
             self._held.append(batch)
         self.enter("forward" if batch is not None else "rest")
@@ -177,19 +189,26 @@ class ScriptRecorder:
     @_quiet
     def _start(self, optimizer: Any) -> None:
         """Look at the optimizer whose steps are counted, and begin to write with the first."""
-        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors = []
+        for group in optimizer.param_groups:
+            tensors.extend(group["params"])
         self._owner, self._tensors = weakref.ref(optimizer), frozenset(map(id, tensors))
         self._parameters = sum(p.numel() for p in tensors)
         self._bytes = sum(p.numel() * p.element_size() for p in tensors)
         if self._world_size:
             return
-        self.thread, self._device = threading.get_ident(), tensors[0].device
-        done = optimizer.state.get(tensors[0], {}).get("step", 0) if optimizer.state else 0
+        self.thread = threading.get_ident()
+        self._device = tensors[0].device
+        if optimizer.state:
+            done = optimizer.state.get(tensors[0], {}).get("step", 0)
+        else:
+            done = 0
         self._before = int(done)  # waits for the device: once
         self.rank, self._world_size = _ranks()
         if self.rank == 0:
             self._timeline.open(self._folder / "timeline.jsonl", self._before, self._world_size)
-            with contextlib.suppress(OSError):  # the report then lacks its environment
+            # The report then lacks its environment
+            with contextlib.suppress(OSError):
                 described = describe_process(devices=self._device.type == "cuda")
                 write_description(self._folder / "environment.json", described)
         if self._span is not None:
@@ -229,11 +248,16 @@ class ScriptRecorder:
     def _write(self) -> None:
         if self._record is None:
             return
-        (record, loss), self._record = self._record, None
+        record, loss = self._record
+        self._record = None
         if loss is not None:
-            value = loss.item()  # waits for the device, which computed it a window ago
+            # Waits for the device, which computed it a window ago
+            value = loss.item()
             record["running_loss"] = value if math.isfinite(value) else str(value)
-        path = self._folder / "metrics.jsonl" if self.rank == 0 else self._folder / "ranks" / f"rank-{self.rank}.jsonl"
+        if self.rank == 0:
+            path = self._folder / "metrics.jsonl"
+        else:
+            path = self._folder / "ranks" / f"rank-{self.rank}.jsonl"
         path.parent.mkdir(exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -268,7 +292,8 @@ class ScriptRecorder:
             return
         if self.steps < first - 1:
             trace.note_untraced()
-        if self.steps >= first - 2 and not trace.is_prepared:  # torch's profiler warms up before the trace
+        # torch's profiler warms up before the trace
+        if self.steps >= first - 2 and not trace.is_prepared:
             trace.prepare(self._parameters, [] if self._workers else self._held[:1])
         if self.steps == first - 1:
             self._counts = dict.fromkeys(self._counts, 0)
@@ -285,7 +310,12 @@ class ScriptRecorder:
 
     def _facts(self, steps: int) -> dict[str, Any]:
         """Return what the verdict needs to know of the script."""
-        often = {name: max(1, steps // count) if count else 0 for name, count in self._counts.items()}
+        often = {}
+        for name, count in self._counts.items():
+            if count:
+                often[name] = max(1, steps // count)
+            else:
+                often[name] = 0
         options = {"data.workers": self._workers, "eval_freq": often["evaluate"], "ckpt_freq": often["save"]}
         return {
             "script": True,
@@ -301,9 +331,13 @@ class ScriptRecorder:
 
     def _unseen(self) -> list[str]:
         """Name what the verdict cannot see."""
-        kind, unseen = self._device.type, []
+        kind = self._device.type
+        unseen = []
         if kind != "cuda":
-            where = "the model is on the CPU" if kind == "cpu" else f"the work of a device of type {kind} is not traced"
+            if kind == "cpu":
+                where = "the model is on the CPU"
+            else:
+                where = f"the work of a device of type {kind} is not traced"
             unseen.append(f"host side only: {where}, so synchronisations such as .item() are not told from other calls")
         if not self._has_loader:
             unseen.append("no DataLoader of torch was used: time spent loading samples counts as computing or Python")

@@ -196,7 +196,8 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: remove it")
     groups = optimizer.param_groups
     for key, value in params.items():
-        if key in ("adam_w_mode", "torch_adam", "bias_correction"):  # checked when the file was read
+        # Checked when the file was read
+        if key in ("adam_w_mode", "torch_adam", "bias_correction"):
             continue
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
@@ -212,4 +213,6 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value

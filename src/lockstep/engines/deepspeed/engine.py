@@ -70,7 +70,10 @@ class SplitState:
     """
 
     def __init__(self, model: nn.Module, zero: Any, stage: int, access: Accessors, world: World) -> None:
-        self._model, self._stage, self._access, self._world = model, stage, access, world
+        self._model = model
+        self._stage = stage
+        self._access = access
+        self._world = world
         self._meshes: dict[int, DeviceMesh] = {}
         self._flat = _FlatStates(zero, stage)
 
@@ -104,7 +107,10 @@ class SplitState:
         """
         own = self.state_dict()
         stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
-        unstepped = {n for n in own if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped}
+        unstepped = set()
+        for n in own:
+            if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped:
+                unstepped.add(n)
         missing = sorted((own.keys() - unstepped) ^ state.keys())
         if missing:
             raise CheckpointError(
@@ -138,7 +144,8 @@ class SplitState:
 
         Under stage 1 gradients are whole until the step ends.
         """
-        shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]  # of stage 3
+        # Of stage 3
+        shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]
         weights = [p.data for p in self._model.parameters()]
         gradients = count_bytes(parameter.data for _, parameter in self._trained())
         if self._stage > 1:
@@ -182,8 +189,10 @@ class SplitState:
         """Assign each tensor to a rank, balanced by bytes; the same on every rank."""
         sizes = []
         for name, parameter in self._model.named_parameters():
-            count = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties a parameter between uses
-            each = 4 if parameter.requires_grad else parameter.element_size()  # trained parameters are kept in float32
+            # ZeRO 3 empties a parameter between uses
+            count = getattr(parameter, "ds_numel", parameter.numel())
+            # Trained parameters are kept in float32
+            each = 4 if parameter.requires_grad else parameter.element_size()
             sizes.append((each * count, f"model/{name}"))
             if parameter.requires_grad:
                 sizes += [(each * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
@@ -248,7 +257,11 @@ class SplitState:
             # A mesh of one rank communicates nothing: without a backend it costs no process group.
             mesh = self._meshes[owner] = DeviceMesh("cpu", [owner], _init_backend=False)
         is_owner = owner == self._world.rank
-        local = value.to("cpu", copy=True).contiguous() if is_owner else value.new_zeros((), device="cpu")  # waits
+        # waits
+        if is_owner:
+            local = value.to("cpu", copy=True).contiguous()
+        else:
+            local = value.new_zeros((), device="cpu")
         stride = torch.empty(value.shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=value.shape, stride=stride)
 
@@ -268,7 +281,8 @@ class _FlatStates:
     """The optimizer state of ZeRO's flat tensors, created before the first step."""
 
     def __init__(self, zero: Any, stage: int) -> None:
-        self._zero, self._stage = zero, stage
+        self._zero = zero
+        self._stage = stage
         # Before the first step: DeepSpeed itself links the states of the first group only, and then assumes all.
         self._make_states()
 
@@ -295,7 +309,11 @@ class _FlatStates:
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's float32 weights and their optimizer states, except those on a disk."""
-        states = [value for values in self._states().values() for value in values.values() if isinstance(value, Tensor)]
+        states = []
+        for values in self._states().values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    states.append(value)
         return [*self._parts(), *states]
 
     def elementwise(self) -> list[str]:
@@ -305,7 +323,8 @@ class _FlatStates:
 
     def numbers(self) -> dict[str, Tensor]:
         """Return the states shared by all elements (the step count), 0-dim; plain numbers as float64."""
-        keys, values = self.elementwise(), next(iter(self._states().values()), {})
+        keys = self.elementwise()
+        values = next(iter(self._states().values()), {})
         return {
             key: value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
             for key, value in values.items()
@@ -326,7 +345,10 @@ class _FlatStates:
     def _make_states(self) -> None:
         """Make the optimizer create its states with their initial values, as its first step would."""
         optimizer = self._zero.optimizer
-        flats = self._zero.fp32_partitioned_groups_flat if self._stage == 3 else None
+        if self._stage == 3:
+            flats = self._zero.fp32_partitioned_groups_flat
+        else:
+            flats = None
         if flats is not None:
             self._zero._set_fp32_optimizer_param_groups()
         try:
@@ -353,14 +375,16 @@ class DeepSpeed:
         dtypes = {p.dtype for p in model.parameters()}
         _check(settings, dtypes)
         package = _package(world)
-        instance, options = optimizer(model), settings.options
+        instance = optimizer(model)
+        options = settings.options
         is_bf16 = torch.bfloat16 in dtypes
         flags = DeepSpeedSettings(
             options.zero_stage, options.cpu_offload, settings.clip, is_bf16, settings.loss_scaling, instance
         )
         config = merged(file_config, flags)
         self._stage = int(config["zero_optimization"]["stage"])
-        self._world, self._scaled = world, bool(settings.loss_scaling)
+        self._world = world
+        self._scaled = bool(settings.loss_scaling)
         self._roots = ScaledBackward()
         self._ds = _initialize(package, model, instance, config)
         self.model: nn.Module = self._ds
@@ -429,11 +453,15 @@ class _ZeroStep:
     """End a step under ZeRO: DeepSpeed's step, with lockstep's rates and loss scale."""
 
     def __init__(self, ds: Any, stage: int, settings: Settings, world: World) -> None:
-        self._ds, self._zero, self._ranks = ds, ds.optimizer, world.size
+        self._ds = ds
+        self._zero = ds.optimizer
+        self._ranks = world.size
         self._group_settings = settings_of(self._zero.optimizer)
         self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
-        self._limit, self._last_norm = math.inf, math.nan
-        method = "scaled_global_norm" if stage < 3 else "_get_norm_groups"  # DeepSpeed calls it before it updates
+        self._limit = math.inf
+        self._last_norm = math.nan
+        # DeepSpeed calls it before it updates
+        method = "scaled_global_norm" if stage < 3 else "_get_norm_groups"
         self._norm = getattr(self._zero, method)
         setattr(self._zero, method, self._limited_norm)
         self._scale()
@@ -443,7 +471,8 @@ class _ZeroStep:
     ) -> StepResult:
         """Update once, without a closure. Waits, since DeepSpeed checks for gradients that are not finite."""
         self._group_settings.write(factor, momentum)
-        self._limit, self._last_norm = limit, math.inf
+        self._limit = limit
+        self._last_norm = math.inf
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
         for gradient in self._stale_gradients():
@@ -463,10 +492,15 @@ class _ZeroStep:
         result = self._norm(*args, **settings)  # collective
         groups = [float(norm) for norm in (result if isinstance(result, list) else [result])]  # waits for the device
         # -1 marks a norm that is not finite
-        self._last_norm = math.inf if min(groups) < 0.0 else math.hypot(*groups) / float(self._zero.loss_scale)
+        if min(groups) < 0.0:
+            self._last_norm = math.inf
+        else:
+            self._last_norm = math.hypot(*groups) / float(self._zero.loss_scale)
         if self._last_norm < self._limit:
             return result
-        return [result[0] * math.inf] if isinstance(result, list) else math.inf
+        if isinstance(result, list):
+            return [result[0] * math.inf]
+        return math.inf
 
     def _stale_gradients(self) -> list[Tensor]:
         """Return the gradients that ZeRO keeps beyond a step, to be zeroed.
@@ -485,10 +519,13 @@ class _ZeroStep:
 
     def _scale(self) -> None:
         if self._scaler:
-            self._zero.loss_scale = self._scaler.scale / self._ranks  # the loss is multiplied by the ranks
+            # The loss is multiplied by the ranks
+            self._zero.loss_scale = self._scaler.scale / self._ranks
 
     def scaling(self) -> dict[str, Tensor]:
-        return self._scaler.state_dict() if self._scaler else {}
+        if self._scaler:
+            return self._scaler.state_dict()
+        return {}
 
     def restore_scaling(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._scaler:
@@ -540,7 +577,10 @@ def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer
     except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
         missing = "ninja" in message or "CUDA_HOME" in message or "compiler" in message or "Error building" in message
-        way_out = "install a compiler and ninja" if missing else "change --engine.config"
+        if missing:
+            way_out = "install a compiler and ninja"
+        else:
+            way_out = "change --engine.config"
         if scalar is not None and not missing:
             way_out = f"the parameter {scalar} is 0-dim: give it the shape (1,), or use --engine fsdp or ddp"
         raise ConfigError(f"--engine deepspeed: DeepSpeed refuses: {message[:300]}; {way_out}") from error
@@ -561,6 +601,8 @@ def _accessors(package: Any) -> Any:
 
     utils = package.utils
     names = ("get_full", "set_full", "set_local")
-    functions = {f"safe_{name}_fp32_param": getattr(utils, f"safe_{name}_fp32_param") for name in names}
+    functions = {}
+    for name in names:
+        functions[f"safe_{name}_fp32_param"] = getattr(utils, f"safe_{name}_fp32_param")
     functions |= {f"safe_{name}_optimizer_state": getattr(utils, f"safe_{name}_optimizer_state") for name in names}
     return SimpleNamespace(gathered=gathered, **functions)

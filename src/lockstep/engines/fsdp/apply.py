@@ -57,7 +57,9 @@ class UsageCheck:
     """
 
     def __init__(self, usage: GradientUsage, world: World, every: bool) -> None:
-        self._usage, self._world, self._every = usage, world, every
+        self._usage = usage
+        self._world = world
+        self._every = every
         self._first: list[bool] | None = None
 
     def begin(self) -> None:
@@ -73,11 +75,16 @@ class UsageCheck:
         """
         flags = self._predict_use(loss)
         first = self._first = self._first or flags
-        mixed = [self._every and now is not before for now, before in zip(flags, first, strict=True)]
+        mixed = []
+        for now, before in zip(flags, first, strict=True):
+            mixed.append(self._every and now is not before)
         counts = torch.tensor([flags, mixed], dtype=torch.int32)
         collectives.all_reduce(counts, group=self._world.control)  # collective
         users, mixing = counts.tolist()
-        names = [name for name, n in zip(self._usage.names, users, strict=True) if n not in (0, self._world.size)]
+        names = []
+        for name, n in zip(self._usage.names, users, strict=True):
+            if n not in (0, self._world.size):
+                names.append(name)
         if names:
             self._refuse(names, self._describe_users(names[0], flags))
         names = [name for name, n in zip(self._usage.names, mixing, strict=True) if n]
@@ -86,7 +93,10 @@ class UsageCheck:
 
     def _predict_use(self, loss: Tensor) -> list[bool]:
         """Return which parameters will have a gradient after the backward of `loss`."""
-        flags = [False] * len(self._usage.names) if self._every else self._usage.used()
+        if self._every:
+            flags = [False] * len(self._usage.names)
+        else:
+            flags = self._usage.used()
         if all(flags):
             return flags
         leaves = reached(loss)
@@ -111,7 +121,8 @@ def reached(loss: Tensor) -> set[Tensor]:
     Excludes what a reentrant activation checkpoint hides.
     """
     visited = {loss.grad_fn}
-    todo, leaves = [loss.grad_fn], set()
+    todo = [loss.grad_fn]
+    leaves = set()
     while todo:
         node = todo.pop()
         if node is None:
@@ -202,7 +213,10 @@ def again(model: nn.Module) -> DeviceMesh:
     """
     for name, module in model.named_modules():
         for each in _parameter_groups(module):
-            trained = [parameter for parameter in each.fsdp_params if parameter.sharded_param.requires_grad]
+            trained = []
+            for parameter in each.fsdp_params:
+                if parameter.sharded_param.requires_grad:
+                    trained.append(parameter)
             if len({parameter.sharded_param.dtype for parameter in trained}) > 1:
                 raise ConfigError(
                     f"--engine fsdp: the block '{name}' would train parameters of several dtypes, which it exchanges "
@@ -215,7 +229,8 @@ def again(model: nn.Module) -> DeviceMesh:
 def _parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP's notes of the parameters that a unit exchanges together; none for another module."""
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-    group = getattr(state, "_fsdp_param_group", None)  # several from torch 2.13 on
+    # Several from torch 2.13 on
+    group = getattr(state, "_fsdp_param_group", None)
     return getattr(state, "_fsdp_param_groups", None) or ([group] if group else [])
 
 
@@ -227,7 +242,8 @@ def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return []
-    if watching := vars(model).pop(WATCH, None):  # it keeps the engine, and with it a group
+    # It keeps the engine, and with it a group
+    if watching := vars(model).pop(WATCH, None):
         watching.remove()
     discard_iteration(units)
     groups = dict[dist.ProcessGroup, None]()
@@ -283,7 +299,8 @@ def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
     vars(present).update(vars(mesh))
     for module in model.modules():
         for part in _parameter_groups(module):
-            part.mesh_info.__post_init__()  # reads groups and sizes from the mesh
+            # Reads groups and sizes from the mesh
+            part.mesh_info.__post_init__()
 
 
 def replica_size(options: EngineOptions, world: World) -> int:
@@ -291,15 +308,19 @@ def replica_size(options: EngineOptions, world: World) -> int:
     if options.sharding in ("full", "grad-op"):
         return world.size
     node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return 1 if options.sharding == "none" else options.shard_size or node
+    if options.sharding == "none":
+        return 1
+    return options.shard_size or node
 
 
 def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
     """Form the ranks' mesh. Collective."""
-    kind, size = world.device.type, replica_size(options, world)
+    kind = world.device.type
+    size = replica_size(options, world)
     if options.sharding in ("full", "grad-op"):
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    too_few = world.is_first and world.size == size  # after a loss one group may be left
+    # After a loss one group may be left
+    too_few = world.is_first and world.size == size
     if options.sharding == "hybrid" and (size < 2 or world.size % size or too_few):
         raise ConfigError(
             f"--engine.sharding hybrid cannot form groups of {size} from {world.size} processes: it needs at least two "
@@ -310,7 +331,8 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
         return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names)
     # In groups of its own the loss of one more rank shows soon.
     ranks = torch.arange(world.size).view(-1, size)
-    copies, parts = ranks[:, world.rank % size].tolist(), ranks[world.rank // size].tolist()
+    copies = ranks[:, world.rank % size].tolist()
+    parts = ranks[world.rank // size].tolist()
     groups = [world.new_group(copies), world.new_group(parts)]  # collective
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
@@ -363,7 +385,10 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptio
 def _check_aliases(model: nn.Module) -> None:
     """Refuse a second way to a trained parameter, which would keep the values from before the split."""
     way_out = "take it from its module in the forward, or use --engine ddp"
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_whole(p)}
+    trained = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad and not is_whole(p):
+            trained[name] = p
     for pair in shared_memory(dict([*model.named_parameters(), *model.named_buffers()])):
         if not trained.keys().isdisjoint(pair):
             raise ConfigError(f"--engine fsdp: {pair[0]} and {pair[1]} share memory that it splits; {way_out}")
@@ -371,7 +396,8 @@ def _check_aliases(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         setter: Any = type(module).__setattr__
         if setter is not nn.Module.__setattr__:
-            continue  # its own one notices that FSDP replaces a parameter, as that of an RNN does
+            # Its own one notices that FSDP replaces a parameter, as that of an RNN does
+            continue
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_modules"):
                 continue

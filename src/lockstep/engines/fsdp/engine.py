@@ -41,7 +41,8 @@ def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: tor
     shards = [local_of(gradient) for gradient in gradients if is_dtensor(gradient)]
     squares = combined(norms_of(shards)).to(device).square()
     collectives.all_reduce(squares, group=group)  # collective
-    whole = [gradient for gradient in gradients if not is_dtensor(gradient)]  # every rank has them: they count once
+    # Every rank has them: they count once
+    whole = [gradient for gradient in gradients if not is_dtensor(gradient)]
     return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
 
@@ -87,7 +88,10 @@ class ExactNorm:
         wholes = self._gather_owned(gradients, owners)
         norms = iter(norms_of(wholes))
         local = [next(norms) if owner == self._world.rank else None for owner in owners]
-        kind = torch.float64 if any(g.dtype is torch.float64 for g in gradients) else torch.float32
+        if any(g.dtype is torch.float64 for g in gradients):
+            kind = torch.float64
+        else:
+            kind = torch.float32
         table = torch.zeros(len(gradients), dtype=kind, device=self._world.device)
         for index, norm in enumerate(local):
             if norm is not None:
@@ -116,7 +120,8 @@ class ExactReduceScatter:
     """
 
     def __init__(self, parts: Subtrees) -> None:
-        self._subtrees, self.slots = parts, parts.slots
+        self._subtrees = parts
+        self.slots = parts.slots
         self._sums: Subtotals[Tensor] = Subtotals(parts.micro_batches, Tensor.add_)
         self._count = 0
         self.last = False
@@ -163,20 +168,28 @@ class FSDP:
     def __init__(self, model: nn.Module, optimizer: MakeOptimizer, world: World, settings: Settings) -> None:
         check_launched("fsdp", world)
         check(settings, world)
-        self.model, self._world, self._settings = model, world, settings
+        self.model = model
+        self._world = world
+        self._settings = settings
         self._roots = ScaledBackward()
         self._tree: Tree | None = None
         self._comms: list[ExactReduceScatter] = []
         self._usage: GradientUsage | None = None
         self._check: UsageCheck | None = None
-        self._synced, self._backwards, self._in_backward = True, 0, False
-        self._recomputed: list[int] = []  # units that the current backward ran again, for checkpoints
+        self._synced = True
+        self._backwards = 0
+        self._in_backward = False
+        # Units that the current backward ran again, for checkpoints
+        self._recomputed: list[int] = []
         self._order = 0  # a hash of the units that this step's forwards ran
         self._whole = WholeParameters([], 0, world)
         if settings.exact and world.size == 1:
             self._build_unsharded(optimizer)
             return
-        mesh = shard(model, world, settings) if settings.wrapper is None else again(model)
+        if settings.wrapper is None:
+            mesh = shard(model, world, settings)
+        else:
+            mesh = again(model)
         self._units = [cast(Any, module) for module in model.modules() if isinstance(module, FSDPModule)]
         instance = optimizer(model)
         self._parameters = trained(model, instance)
@@ -223,7 +236,8 @@ class FSDP:
         if self._tree:
             self._tree.push()
         elif self._comms and not self._comms[0].last:
-            for parameter in self._parameters:  # zeros: the sums are in the trees until the last micro-batch
+            # zeros: the sums are in the trees until the last micro-batch
+            for parameter in self._parameters:
                 parameter.grad = None
 
     def step(
@@ -233,7 +247,8 @@ class FSDP:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        backwards, self._backwards = self._backwards, 0
+        backwards = self._backwards
+        self._backwards = 0
         if self._tree:
             self._tree.finish()
         elif self._comms:
@@ -333,7 +348,8 @@ class FSDP:
         if self._settings.exact:
             exact = ExactNorm(self._world)
             return exact, exact.each
-        group = mesh.get_group(mesh.ndim - 1)  # the shards' dimension is the last
+        # The shards' dimension is the last
+        group = mesh.get_group(mesh.ndim - 1)
         options = {"group": group, "device": self._world.device}
         return partial(_sharded_norm, **options), partial(_sharded_norms, **options)
 
@@ -352,7 +368,8 @@ class FSDP:
         parts = Subtrees(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # a factor alone needs an operation that gloo lacks
+            # A factor alone needs an operation that gloo lacks
+            unit.set_force_sum_reduction_for_comms(True)
             if parts:
                 self._comms.append(ExactReduceScatter(parts))
                 unit.set_custom_reduce_scatter(self._comms[-1])
@@ -385,7 +402,8 @@ class FSDP:
         for unit in self._units:
             if hook := vars(unit).pop(_ORDER, None):  # from a former engine
                 hook.remove()
-        if is_compiled(self.model):  # the hooks would be traced, and run in some calls only
+        # The hooks would be traced, and run in some calls only
+        if is_compiled(self.model):
             return
         for number, unit in enumerate(self._units, 1):
             vars(unit)[_ORDER] = unit.register_forward_pre_hook(partial(_note_unit, this, number))

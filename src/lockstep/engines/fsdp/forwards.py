@@ -74,10 +74,11 @@ def same_units(model: nn.Module, world: World) -> Iterator[None]:
         yield
         return
     order = _UnitOrder(names, world)
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(partial(order.announce, index), prepend=True)
-        for index, name in enumerate(names)
-    ]
+    handles = []
+    for index, name in enumerate(names):
+        handles.append(
+            model.get_submodule(name).register_forward_pre_hook(partial(order.announce, index), prepend=True)
+        )
     place = _FAILED
     try:
         yield
@@ -88,14 +89,16 @@ def same_units(model: nn.Module, world: World) -> Iterator[None]:
         order.agree(place)  # collective
 
 
-_ENDED, _FAILED = -1, -2
+_ENDED = -1
+_FAILED = -2
 
 
 class _UnitOrder:
     """The units that this rank runs, compared with those of the others."""
 
     def __init__(self, names: list[str], world: World) -> None:
-        self._names, self._world = names, world
+        self._names = names
+        self._world = world
         self._is_over = False
 
     def announce(self, index: int, module: nn.Module, args: Any) -> None:
@@ -109,7 +112,8 @@ class _UnitOrder:
         ends = torch.tensor([place, -place])
         # Two numbers for each unit, whose parameters the ranks gather next; who differs is told only if one does.
         collectives.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._world.control)  # collective
-        most, least = int(ends[0]), -int(ends[1])
+        most = int(ends[0])
+        least = -int(ends[1])
         self._is_over = most != least or place < 0
         if most == least:
             return
@@ -124,7 +128,9 @@ class _UnitOrder:
         )
 
     def _describe(self, place: int) -> str:
-        return "no further block" if place < 0 else self._names[place] or "the model"
+        if place < 0:
+            return "no further block"
+        return self._names[place] or "the model"
 
 
 class _Forwards:
@@ -150,7 +156,8 @@ class _Forwards:
         while not self._is_over and self._exchange(False):  # collective
             assert self._inputs is not None
             args, kwargs = self._inputs
-            with torch.set_grad_enabled(self._has_graph):  # FSDP keeps other parameters gathered with a graph
+            # FSDP keeps other parameters gathered with a graph
+            with torch.set_grad_enabled(self._has_graph):
                 model(*args, **kwargs)
 
     def _exchange(self, computes: bool) -> bool:

@@ -38,7 +38,8 @@ class WholeParameters:
     """
 
     def __init__(self, parameters: list[nn.Parameter], exact: int, world: World) -> None:
-        self._parameters, self._world = parameters, world
+        self._parameters = parameters
+        self._world = world
         self._tree = Tree(list[Tensor](parameters), exact, world) if exact and parameters else None
 
     def push(self) -> None:
@@ -64,16 +65,29 @@ class WholeParameters:
             self._sum()
         for parameter, gradient in zip(self._parameters, before, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad = gradient + parameter.grad
 
     def _sum(self) -> None:
         used = [parameter.grad is not None for parameter in self._parameters]
-        dtype = reduce(torch.promote_types, {parameter.dtype for parameter in self._parameters})  # holds each exactly
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        # Holds each exactly
+        dtype = reduce(torch.promote_types, {parameter.dtype for parameter in self._parameters})
+        gradients = []
+        for p in self._parameters:
+            if p.grad is None:
+                gradients.append(torch.zeros_like(p))
+            else:
+                gradients.append(p.grad)
         flags = torch.tensor(used, dtype=dtype).to(self._world.device)
         vector = torch.cat([*(gradient.to(dtype).view(-1) for gradient in gradients), flags])
         collectives.all_reduce(vector)  # collective: one for all, since each is a single number or none
         *sums, counts = torch.split(vector, [*(p.numel() for p in self._parameters), len(used)])
-        users = used if all(used) else counts.tolist()  # waits for the device, where this rank left one out
+        # Waits for the device, where this rank left one out
+        users = used if all(used) else counts.tolist()
         for parameter, total, count in zip(self._parameters, sums, users, strict=True):
-            parameter.grad = total.view(parameter.shape).to(parameter.dtype) if count else None
+            if count:
+                parameter.grad = total.view(parameter.shape).to(parameter.dtype)
+            else:
+                parameter.grad = None

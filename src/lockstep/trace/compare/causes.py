@@ -304,7 +304,12 @@ _CAUSES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 def said(cause: str, frameworks: Iterable[str]) -> str:
     """Return a cause with the fix for the first framework that has one."""
     text, ways = _CAUSES[cause]
-    names = ["lightning" if name == "pytorch_lightning" else name for name in frameworks]
+    names = []
+    for name in frameworks:
+        if name == "pytorch_lightning":
+            names.append("lightning")
+        else:
+            names.append(name)
     order = [name for name in ("lightning", "transformers", "accelerate") if name in names]
     way = next((ways[name] for name in order if name in ways), ways[""])
     return f"{text}. Fix: {way}"
@@ -393,12 +398,19 @@ class TraceVerdict:
     @property
     def word(self) -> str:
         """SAME, DIFFERENT or NOT PROVED."""
-        return "SAME" if self.same else "DIFFERENT" if self.finding else "NOT PROVED"
+        if self.same:
+            return "SAME"
+        if self.finding:
+            return "DIFFERENT"
+        return "NOT PROVED"
 
     def __str__(self) -> str:
         lines = []
         if self.finding:
-            before = f"the {self.bits} steps before it have the same bits" if self.bits else ""
+            if self.bits:
+                before = f"the {self.bits} steps before it have the same bits"
+            else:
+                before = ""
             if not before and self.finding.step and self.judged > 1:
                 before = f"before it the weights differ by at most {self.largest:.1e}, relative"
             lines.append(f"DIFFERENT from {self.finding}")

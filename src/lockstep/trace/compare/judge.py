@@ -115,7 +115,8 @@ def _finite_in_one(step: StepPair) -> TraceFinding | None:
     Gradients are judged with their causes instead.
     """
     for kind, (stage, cause) in _STAGES.items():
-        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        first = step.one.tensors(kind)
+        second = step.two.tensors(kind)
         for name in matched(first, second).both:
             if finite(first[name]) != finite(second[name]):
                 side = SECOND if finite(first[name]) else FIRST
@@ -133,7 +134,8 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
     does not count if the update was skipped, as by a GradScaler.
     """
     for kind, plural in _NAMES.items():
-        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        first = step.one.tensors(kind)
+        second = step.two.tensors(kind)
         for name in matched(first, second).both:
             if finite(first[name]) or finite(second[name]):
                 continue
@@ -141,7 +143,10 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
                 continue
             if kind == "buffers" and first[name].digest == second[name].digest and math.isinf(first[name].square):
                 continue
-            text = f"the gradient of {name}" if kind == "grad" else f"the state {name}" if kind == "state" else name
+            if kind == "grad":
+                text = f"the gradient of {name}"
+            else:
+                text = f"the state {name}" if kind == "state" else name
             yield plural, text
     sides = [(spot.before(), spot.tensors("weights")) for _, spot in step.sides()]
     names = matched(*(matched(before, after).both for before, after in sides)).both
@@ -157,20 +162,22 @@ def _not_finite(step: StepPair) -> Iterator[tuple[str, str]]:
 
 def _skipped(spot: Spot, name: str) -> bool:
     """Whether an update left a weight unchanged, and finite."""
-    before, after = spot.before().get(name), spot.tensors("weights").get(name)
+    before = spot.before().get(name)
+    after = spot.tensors("weights").get(name)
     return before is not None and after is not None and before.digest == after.digest and finite(after)
 
 
 def _losses_finite(step: StepPair, side: int) -> bool | None:
     """Whether all losses of a step are finite; None if a rank has none."""
     losses = losses_of((step.one, step.two)[side])
-    return every(math.isfinite(value) for rank in losses for value in rank) if losses else None
+    if losses:
+        return every(math.isfinite(value) for rank in losses for value in rank)
+    return None
 
 
-_NOISE, _NOISE_OFF = (
-    1e-3,
-    1e-2,
-)  # a gradient this small a share of all, and off by this share of itself, is noise
+# a gradient this small a share of all, and off by this share of itself, is noise
+_NOISE = 1e-3
+_NOISE_OFF = 1e-2
 _VAGUE = ("loss", "reduction", "part-unreduced", "gradient")  # causes that say little: other contents are named before
 _TOO_FAR = 1e-2  # share by which the weights may differ while gradients are still comparable
 
@@ -236,14 +243,16 @@ class _Divergence:
 
     def follow(self, step: StepPair, verdict: TraceVerdict) -> None:
         """Update the distance by a step without a finding."""
-        first, second = step.one.tensors("weights"), step.two.tensors("weights")
+        first = step.one.tensors("weights")
+        second = step.two.tensors("weights")
         before = self.bits
         self.bits &= every(first[name].digest == second[name].digest for name in matched(first, second).both)
         count_numbers(step, verdict.compared)
         if before and not self.bits:
             verdict.notes += _first_different_bits(step)
         verdict.bits += self.bits
-        grads, second_grads = step.one.tensors("grad"), step.two.tensors("grad")
+        grads = step.one.tensors("grad")
+        second_grads = step.two.tensors("grad")
         norm = math.sqrt(sum(tensor.square for tensor in grads.values()))
         for name in grads.keys() & second_grads.keys():
             small = grads[name].norm < _NOISE * norm
@@ -251,7 +260,10 @@ class _Divergence:
                 self.noise.add(name)
         error, length = apart({name: tensor for name, tensor in first.items() if name not in self.noise}, second)
         self.off = error / length if length else 0.0
-        verdict.largest = max(verdict.largest, self.off) if self.off == self.off else verdict.largest
+        if self.off == self.off:
+            verdict.largest = max(verdict.largest, self.off)
+        else:
+            verdict.largest = verdict.largest
         if self.off > _TOO_FAR:
             verdict.unproven = (
                 f"from step {step.at[0] + 1} on rounding has grown to {self.off:.1e} of the weights, which may hide a "
@@ -264,13 +276,12 @@ def _hide_unplaced(pair: TracePair, parts: list[TracePart], verdict: TraceVerdic
     sides = (pair.one, pair.two) if pair.one.world != pair.two.world else ()
     for part in parts:
         part.hidden = set()
-    hidden = {
-        (kind, name)
-        for side in sides
-        for kind in ("initial", "begin", "grad", "weights", "buffers", "state")
-        for name, tensor in side.spots[0].tensors(kind).items()
-        if tensor.opaque
-    }
+    hidden = set()
+    for side in sides:
+        for kind in ("initial", "begin", "grad", "weights", "buffers", "state"):
+            for name, tensor in side.spots[0].tensors(kind).items():
+                if tensor.opaque:
+                    hidden.add((kind, name))
     for part in parts:
         part.hidden = hidden
     names = sorted({name for kind, name in hidden if kind != "state"})
@@ -288,10 +299,14 @@ def _first_different_bits(step: StepPair) -> list[str]:
     if module:
         return [f"the bits first differ in step {step.at[0] + 1}, in the output of {module}"]
     for kind, name in (("grad", "the gradient of"), ("weights", "the update of")):
-        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        first = step.one.tensors(kind)
+        second = step.two.tensors(kind)
         tensor = next((n for n in first if n in second and first[n].digest != second[n].digest), "")
         if tensor:
-            more = "" if any(f.get("mn") for f in _first(step.one)["fwd"]) else "; --modules names the module"
+            if any(f.get("mn") for f in _first(step.one)["fwd"]):
+                more = ""
+            else:
+                more = "; --modules names the module"
             return [f"the bits first differ in step {step.at[0] + 1}, in {name} {tensor}{more}"]
     return []
 
@@ -351,15 +366,20 @@ def _gradient_cause(step: StepPair, verdict: TraceVerdict) -> TraceFinding | Non
     finding = gradient_difference(step)
     if finding.stage == "reduction" and unequal is None:
         if finding.cause == "reduction" and step.one.part.world == step.two.part.world == 1:
-            finding = step.finding("gradient", "gradient", finding.text, finding.where)  # one process reduces nothing
+            # One process reduces nothing
+            finding = step.finding("gradient", "gradient", finding.text, finding.where)
         finding = kept_gradient(step) or finding
-    other = contents_difference(step) if finding.cause in _VAGUE and unequal is None else None
+    if finding.cause in _VAGUE and unequal is None:
+        other = contents_difference(step)
+    else:
+        other = None
     return other or finding
 
 
 def _flagged(step: StepPair) -> list[str]:
     """List the gradients that differ by more than rounding explains."""
-    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    first = step.one.tensors("grad")
+    second = step.two.tensors("grad")
     if step.one.hidden or step.two.hidden:
         return _norms_off(step)
     norm = math.sqrt(max(sum(tensor.square for tensor in side.values()) for side in (first, second)))
@@ -368,7 +388,8 @@ def _flagged(step: StepPair) -> list[str]:
         error = distance(first[name].sketch, second[name].sketch)
         finite_sides = finite(first[name]), finite(second[name])
         off = not error <= step.limit * norm or finite_sides[0] != finite_sides[1]
-        if first[name].digest != second[name].digest and any(finite_sides) and off:  # if neither is finite, skip
+        # If neither is finite, skip
+        if first[name].digest != second[name].digest and any(finite_sides) and off:
             names.append(name)
     return names
 
@@ -391,12 +412,15 @@ def _norms_off(step: StepPair) -> list[str]:
         norms.append(float(norm))
     if not math.isfinite(norms[0]) and not math.isfinite(norms[1]):
         return []  # counted as not compared
-    return [] if abs(norms[0] - norms[1]) <= step.limit * max(norms) else ["norm"]
+    if abs(norms[0] - norms[1]) <= step.limit * max(norms):
+        return []
+    return ["norm"]
 
 
 def _end(pair: TracePair) -> TraceFinding | None:
     """Compare the ends: the evaluation after the last step, and the number of steps."""
-    first_count, second_count = len(pair.one.spots), len(pair.two.spots) + pair.shift
+    first_count = len(pair.one.spots)
+    second_count = len(pair.two.spots) + pair.shift
     less, more = (pair.one, pair.two) if first_count < second_count else (pair.two, pair.one)
     if not pair.steps or less.window or more.window or less.stop or (first_count == second_count and more.stop):
         return None

@@ -57,7 +57,8 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if short is not None:
         return short
     first_reads, second_reads = _reads(step.pair, *step.at)
-    first, second = counted(first_reads), counted(second_reads)
+    first = counted(first_reads)
+    second = counted(second_reads)
     if first == second or not first or not second or counted(readers(first_reads)) == counted(readers(second_reads)):
         return None
     for name, samples in ((SECOND, second_reads), (FIRST, first_reads)):
@@ -66,7 +67,8 @@ def data_difference(step: StepPair) -> TraceFinding | None:
             return step.finding(
                 "data", "overlapping", f"in {name} all ranks read {_list_contents(samples[min(samples)])}", "samples", 1
             )
-    count, expected = sum(second.values()), sum(first.values())
+    count = sum(second.values())
+    expected = sum(first.values())
     if max(count, expected) >= 1.5 * min(count, expected):
         cause = "batch-size" if count > expected else "batch-share"
         return step.finding("data", cause, f"{count} samples instead of {expected}", "samples")
@@ -74,7 +76,8 @@ def data_difference(step: StepPair) -> TraceFinding | None:
     if repeated is not None:
         return repeated
     if count == expected and not _are_elsewhere(step, (first_reads, second_reads)):
-        return None  # the same samples, padded to another length, or other contents
+        # The same samples, padded to another length, or other contents
+        return None
     return (
         _overlap(step, first_reads, second_reads)
         or _samples_of_other_step(step, first_reads, second_reads)
@@ -107,7 +110,8 @@ def _computed(use: Use, load: dict[str, Any]) -> int:
 def contents_difference(step: StepPair) -> TraceFinding | None:
     """Report samples with other contents, which explain a gradient if nothing else does."""
     first_reads, second_reads = trained(_uses(step.pair.one, step.at[0]), _uses(step.pair.two, step.at[1]))
-    first, second = counted(first_reads), counted(second_reads)
+    first = counted(first_reads)
+    second = counted(second_reads)
     if first == second or counted(readers(first_reads)) == counted(readers(second_reads)) or not second - first:
         return None
     if same_effect(step):  # different padding, or samples that the loss ignores
@@ -129,7 +133,9 @@ def _reads(pair: TracePair, first_at: int, second_at: int) -> tuple[dict[int, li
 def _reads_of(pair: TracePair, side: TraceSide, at: int) -> dict[int, list[TracedSample]]:
     """Return rank -> samples of a step of one run, as `_reads` does."""
     reads, _ = trained(_uses(side, at), {})
-    return _by_index(reads) if _is_indexed(pair) else reads
+    if _is_indexed(pair):
+        return _by_index(reads)
+    return reads
 
 
 def _by_index(reads: dict[int, list[TracedSample]]) -> dict[int, list[TracedSample]]:
@@ -192,8 +198,10 @@ def _samples_of_other_step(
 
     That is a resume that starts too late or too early, or a lost sample.
     """
-    first, second = counted(first_reads), counted(second_reads)
-    new, missing = second - first, first - second
+    first = counted(first_reads)
+    second = counted(second_reads)
+    new = second - first
+    missing = first - second
     names = {s.content: s.name for side in (first_reads, second_reads) for each in side.values() for s in each}
     resumed = step.pair.shift or step.one.begins or step.two.begins
     owner = "its" if sum(missing.values()) == 1 else "their"
@@ -207,7 +215,10 @@ def _samples_of_other_step(
         identical = contents == second
         part = abs(offset) == 1 and sum(missing.values()) < sum(first.values()) and not new - contents
         if (identical and (resumed or abs(offset) <= 2)) or (part and resumed):
-            text = f"it reads the samples of the first run's step {at + 1}" if identical else text
+            if identical:
+                text = f"it reads the samples of the first run's step {at + 1}"
+            else:
+                text = text
             if offset > 0:
                 return step.finding("data", "late-resume" if resumed else "lost-samples", text, "samples")
             return step.finding("data", "early-resume" if resumed else "repeated-samples", text, "samples")
@@ -216,8 +227,14 @@ def _samples_of_other_step(
         and epochs[0] == epochs[1]
         and sum(new.values()) * 2 <= sum(first.values())
     ):
-        repeated = [content for content in new if second[content] > 1 or content in _recent_samples(step)]
-        cause = "repeated-samples" if repeated or not missing else "lost-samples"
+        repeated = []
+        for content in new:
+            if second[content] > 1 or content in _recent_samples(step):
+                repeated.append(content)
+        if repeated or not missing:
+            cause = "repeated-samples"
+        else:
+            cause = "lost-samples"
         return step.finding("data", cause, text, "samples", _rank(second_reads, new))
     return None
 
@@ -288,7 +305,10 @@ def _overlap(
     if len(second) < 2 or step.two.begins:
         return None
     total = sum(second.values(), Counter())
-    several = [content for content in total if sum(content in part for part in second.values()) > 1]
+    several = []
+    for content in total:
+        if sum(content in part for part in second.values()) > 1:
+            several.append(content)
     expected = sum(first.values(), Counter())
     if len(several) > max(2, len(total) // 10) and max(expected.values(), default=1) == 1:
         text = f"in {SECOND} {len(several)} of {len(total)} samples of the epoch are on more than one rank"
@@ -301,13 +321,17 @@ def _other_order(
 ) -> TraceFinding:
     """Report the same samples in another order, or another number of samples."""
     counts = counted(first_reads), counted(second_reads)
-    missing, new = counts[0] - counts[1], counts[1] - counts[0]
+    missing = counts[0] - counts[1]
+    new = counts[1] - counts[0]
     if missing.total() == new.total():
         first, second = (sum(ranks.values(), Counter()) for ranks in _epochs(step, first_reads, second_reads))
         common = (first & second).total()
         text = f"the epoch has the same samples ({common} in what was recorded of it), but not in the same steps"
         return step.finding("data", "other-order", text, "samples")
-    cause = "lost-samples" if missing.total() > new.total() else "repeated-samples"
+    if missing.total() > new.total():
+        cause = "lost-samples"
+    else:
+        cause = "repeated-samples"
     text = f"{counts[1].total()} samples instead of {counts[0].total()}"
     return step.finding("data", cause, text, "samples", _shortest(second_reads))
 
@@ -315,7 +339,9 @@ def _other_order(
 def _shortest(reads: dict[int, list[TracedSample]]) -> int:
     """Return the rank with the fewest samples; -1 if all have as many."""
     counts = {rank: len(samples) for rank, samples in reads.items()}
-    return min(counts, key=lambda rank: counts[rank]) if len(set(counts.values())) > 1 else -1
+    if len(set(counts.values())) > 1:
+        return min(counts, key=lambda rank: counts[rank])
+    return -1
 
 
 def _rank(samples: dict[int, list[TracedSample]], new: Counter[int]) -> int:
@@ -326,7 +352,10 @@ def _list_samples(contents: Counter[int], names: dict[int, str]) -> str:
     listed = [names.get(content, "a sample") for content in contents]
     if not listed:
         return "none"
-    more = f" and {len(listed) - _MOST_LISTED} more" if len(listed) > _MOST_LISTED else ""
+    if len(listed) > _MOST_LISTED:
+        more = f" and {len(listed) - _MOST_LISTED} more"
+    else:
+        more = ""
     return ", ".join(listed[:_MOST_LISTED]) + more
 
 
@@ -367,7 +396,8 @@ def random_difference(step: StepPair) -> tuple[str, TraceFinding | None]:
     states = {name: _states(spot) for name, spot in step.sides()}
     every_forward = [each for ranks in states.values() for forwards in ranks.values() for each in forwards]
     keys = {key for each in every_forward for key in each.before if each.draws(key)}
-    first, second = states[FIRST], states[SECOND]
+    first = states[FIRST]
+    second = states[SECOND]
     # Numbers of a step, such as which layers it leaves out, are the same in any split.
     keys = {key for key in keys if _drawn(first, key) != _drawn(second, key)}
     if not keys:
@@ -436,7 +466,10 @@ def _equal_draws(step: StepPair, name: str, spot: Spot, key: str) -> TraceFindin
             if other != rank:
                 text = f"in {name} it draws the same numbers as rank {other}, for other samples"
                 return step.finding("randomness", "equal-draws", text, f"{key} generator", rank)
-            when = f"in steps {earlier + 1} and {at + 1}" if earlier != at else f"twice in step {at + 1}"
+            if earlier != at:
+                when = f"in steps {earlier + 1} and {at + 1}"
+            else:
+                when = f"twice in step {at + 1}"
             text = f"in {name} rank {rank}'s forward draws the same numbers {when}, for other samples"
             return step.finding("randomness", "repeated-draws", text, f"{key} generator", rank)
     return None
@@ -454,7 +487,8 @@ def parameter_sets(step: StepPair) -> TraceFinding | None:
             if only:
                 return step.finding("initial weights", "other-model", f"{name} has no {_list_names(only)}", only[0])
     for kind in ("weights", "begin"):
-        first, second = step.one.tensors(kind), step.two.tensors(kind)
+        first = step.one.tensors(kind)
+        second = step.two.tensors(kind)
         if kind == "begin" and not (first and second):
             continue  # of large models it is recorded now and then
         finding = _unmatched_tensors(step, matched(first, second))
@@ -481,7 +515,10 @@ def _unmatched_tensors(step: StepPair, sets: Matched) -> TraceFinding | None:
         model = _model(spot)
         only = [each for each in lacks if each in _trained_names(other) or each not in model]
         if only:
-            cause = "frozen" if set(only) <= spot.part.names(spot.at, "frozen") else "outside-optimizer"
+            if set(only) <= spot.part.names(spot.at, "frozen"):
+                cause = "frozen"
+            else:
+                cause = "outside-optimizer"
             cause = cause if set(only) <= set(model) else "other-model"
             return step.finding("parameters", cause, f"{name} does not update {_list_names(only)}", only[0])
     return None
@@ -509,7 +546,8 @@ def unmatched_gradients(step: StepPair) -> list[str]:
     """List the gradients that only one run has and that are not all zero."""
     if step.one.hidden or step.two.hidden:
         return []
-    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    first = step.one.tensors("grad")
+    second = step.two.tensors("grad")
     sets = matched(first, second)
     return [name for name in chain(sets.first, sets.second) if (first.get(name) or second[name]).square != 0]
 
@@ -534,12 +572,14 @@ def buffer_sets(step: StepPair) -> TraceFinding | None:
 
 def state_sets(step: StepPair) -> TraceFinding | None:
     """Compare the two optimizers' states for tensors that both train."""
-    first, second = step.one.tensors("state"), step.two.tensors("state")
+    first = step.one.tensors("state")
+    second = step.two.tensors("state")
     trained = step.one.tensors("grad").keys() & step.two.tensors("grad").keys()
     sets = matched(first, second)
     for name, only in ((SECOND, sets.first), (FIRST, sets.second)):
         lacking = [each for each in only if each.rpartition("/")[0] in trained]
-        if lacking and first and second:  # of large models they are recorded now and then
+        # Of large models they are recorded now and then
+        if lacking and first and second:
             return step.finding("optimizer state", "state", f"{name} has no {_list_names(lacking)}", lacking[0])
     return None
 
@@ -550,7 +590,8 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
     It is then a sum of this step's gradient and the same optimizer's last one, up to clipping.
     """
     for name, spot, other in ((SECOND, step.two, step.one), (FIRST, step.one, step.two)):
-        grads, fresh = spot.tensors("grad"), other.tensors("grad")
+        grads = spot.tensors("grad")
+        fresh = other.tensors("grad")
         previous = next((earlier for earlier in _previous_gradients(spot) if earlier.keys() == grads.keys()), None)
         if previous is None or not grads or not matched(grads, fresh).whole:
             continue
@@ -559,7 +600,8 @@ def kept_gradient(step: StepPair) -> TraceFinding | None:
         if not math.isfinite(length):
             continue
         length = math.hypot(*sum_)
-        for a, b in ((1.0, 1.0), _shares(sum_, current, before)):  # unclipped, and clipped
+        # unclipped, and clipped
+        for a, b in ((1.0, 1.0), _shares(sum_, current, before)):
             residual = math.dist(sum_, [a * x + b * y for x, y in zip(current, before, strict=True)])
             part = b * math.hypot(*before) / length if length else 0.0
             if a > 0 and part > _LEAST_SHARE and residual <= max(_MOST_RESIDUAL, step.limit) * length:
@@ -579,11 +621,14 @@ def _previous_gradients(spot: Spot) -> Iterator[dict[str, WholeTensor]]:
 
 def _shares(target: list[float], first: list[float], second: list[float]) -> tuple[float, float]:
     """Fit a vector by two others in least squares; (0, 0) if these are parallel."""
-    a, b, c = _dot(first, first), _dot(first, second), _dot(second, second)
+    a = _dot(first, first)
+    b = _dot(first, second)
+    c = _dot(second, second)
     determinant = a * c - b * b
     if not determinant > 1e-6 * a * c:
         return 0.0, 0.0
-    d, e = _dot(target, first), _dot(target, second)
+    d = _dot(target, first)
+    e = _dot(target, second)
     return (c * d - b * e) / determinant, (a * e - b * d) / determinant
 
 
@@ -592,4 +637,6 @@ def _dot(first: list[float], second: list[float]) -> float:
 
 
 def _list_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} tensors, such as {names[0]}"
+    if len(names) == 1:
+        return names[0]
+    return f"{len(names)} tensors, such as {names[0]}"

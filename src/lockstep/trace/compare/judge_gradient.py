@@ -36,9 +36,13 @@ __all__ = [
 ]
 
 
-_SAFETY, _CEILING = 32.0, 0.25  # of docs/inside/verify.md
+# of docs/inside/verify.md
+_SAFETY = 32.0
+_CEILING = 0.25
 _FINE = ROUNDOFF["float32"]
-_LEAST_LIMIT, _MOST = 4.0, 16.0  # roundings of the coarsest dtype; in between the measured distance decides
+# roundings of the coarsest dtype; in between the measured distance decides
+_LEAST_LIMIT = 4.0
+_MOST = 16.0
 _DISTANCE_FACTOR = 8.0  # times the distance of the same samples' outputs
 
 Output = tuple[int, tuple[float, float]]  # rank; signed sum and sum of squares of the output
@@ -50,48 +54,59 @@ def gradient_limit(step: StepPair) -> float:
     A float32 gradient may differ by what another summation order explains. With a coarser dtype four roundings are
     allowed; more, up to 16, only if the outputs of the same samples are further apart in the first step.
     """
-    unit, inner = _unit(step), _coarsest(step)
+    unit = _unit(step)
+    inner = _coarsest(step)
     count = 0
     for spot in (step.one, step.two):
         losses = sum(len(record["loss"]) for record in spot.part.records(spot.at).values())
         count = max(count, losses + spot.part.world)
-    fine = unit <= _FINE  # coarser roundings go either way, so their sum grows with the root of their number
-    rounding = _SAFETY * count * unit * (step.number + 1) if fine else _LEAST_LIMIT * math.sqrt(count) * unit
+    # Coarser roundings go either way, so their sum grows with the root of their number
+    fine = unit <= _FINE
+    if fine:
+        rounding = _SAFETY * count * unit * (step.number + 1)
+    else:
+        rounding = _LEAST_LIMIT * math.sqrt(count) * unit
     if step.number or step.one.part.world != step.two.part.world:
         gap = _output_distance(step)
-        measured = _DISTANCE_FACTOR * gap if gap <= _MOST * inner else 0.0  # else rounding does not explain it
+        # Else rounding does not explain it
+        measured = _DISTANCE_FACTOR * gap if gap <= _MOST * inner else 0.0
         rounding += min(_MOST * inner, max(_LEAST_LIMIT * inner, measured))
     return min(_CEILING, rounding + GROWTH * step.off)
 
 
 def _coarsest(step: StepPair) -> float:
     """Unit roundoff of the coarsest dtype that the modules compute in, from the first step."""
-    kinds = {
-        forward.get("ac", "")
-        for spot in (step.one, step.two)
-        for record in spot.part.records(0).values()
-        for forward in record["fwd"]
-    }
+    kinds = set()
+    for spot in (step.one, step.two):
+        for record in spot.part.records(0).values():
+            for forward in record["fwd"]:
+                kinds.add(forward.get("ac", ""))
     return max([_unit(step), *(ROUNDOFF.get(kind, 0.0) for kind in kinds)])
 
 
 def _unit(step: StepPair) -> float:
     """Unit roundoff of the gradients' dtype."""
-    kinds = {tensor.kind for spot in (step.one, step.two) for tensor in spot.tensors("grad").values()}
+    kinds = set()
+    for spot in (step.one, step.two):
+        for tensor in spot.tensors("grad").values():
+            kinds.add(tensor.kind)
     return max((ROUNDOFF.get(kind, 0.0) for kind in kinds), default=_FINE)
 
 
 def _output_distance(step: StepPair) -> float:
     """Relative distance of the same samples' outputs in the first step."""
     first = max(0, step.pair.shift)
-    first_outputs, second_outputs = (
-        _outputs_of(step.pair.one.spots[first]),
-        _outputs_of(step.pair.two.spots[first - step.pair.shift]),
-    )
-    pairs = [(first_outputs[key][1], second_outputs[key][1]) for key in first_outputs.keys() & second_outputs.keys()]
+    first_outputs = _outputs_of(step.pair.one.spots[first])
+    second_outputs = _outputs_of(step.pair.two.spots[first - step.pair.shift])
+    pairs = []
+    for key in first_outputs.keys() & second_outputs.keys():
+        pairs.append((first_outputs[key][1], second_outputs[key][1]))
     square = sum(a[1] for a, _ in pairs)
-    error = sum((a[0] - b[0]) ** 2 for a, b in pairs)  # random signs: in the mean, the outputs' distance
-    return math.sqrt(error / square) if square > 0 and math.isfinite(error + square) else 0.0
+    # Random signs: in the mean, the outputs' distance
+    error = sum((a[0] - b[0]) ** 2 for a, b in pairs)
+    if square > 0 and math.isfinite(error + square):
+        return math.sqrt(error / square)
+    return 0.0
 
 
 def _outputs_of(spot: Spot) -> dict[tuple[int, int, int, int], Output]:
@@ -209,7 +224,12 @@ def _rank_average(step: StepPair, times: float, counts: list[Counts], ways: tupl
         for each in zip(("the second run", "the first run"), counts[::-1], ways[::-1], strict=True)
         if each[2] != "all"
     )
-    divisors = _by_rank(side) if way == "rank" else [count for each in side.values() for count in each]
+    if way == "rank":
+        divisors = _by_rank(side)
+    else:
+        divisors = []
+        for each in side.values():
+            divisors.extend(each)
     items = " and ".join(map(str, divisors))
     own = "rank's" if way == "rank" else "micro-batch's"
     text = (
@@ -224,7 +244,9 @@ def _tolerance(step: StepPair) -> float:
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    if values:
+        return sum(values) / len(values)
+    return 0.0
 
 
 def _factors(step: StepPair) -> list[_Factor]:
@@ -239,9 +261,13 @@ def _factors(step: StepPair) -> list[_Factor]:
                     (math.log(second_norm / first_norm), first_norm * first_norm)
                 )
     means = {key: _weighted_mean(each) for key, each in groups.items()}
-    count, total = sum(map(len, groups.values())), sum(w for each in groups.values() for _, w in each)
+    count = sum(map(len, groups.values()))
+    total = sum(w for each in groups.values() for _, w in each)
     off = sum(w * (value - means[key]) ** 2 for key, each in groups.items() for value, w in each)
-    spread = math.sqrt(off / total * count / (count - len(groups))) if count > len(groups) else 0.0
+    if count > len(groups):
+        spread = math.sqrt(off / total * count / (count - len(groups)))
+    else:
+        spread = 0.0
     return [
         _Factor(
             *key,
@@ -281,7 +307,9 @@ def _divisors_explain(factors: list[_Factor], counts: list[Counts], ways: tuple[
     """Whether these integer divisors explain the factors; `ways` is the divisor of each run."""
     residuals: list[float] = []
     for each in factors:
-        below = [_divisor(side, way, *at) for side, way, at in zip(counts, ways, (each.one, each.two), strict=True)]
+        below = []
+        for side, way, at in zip(counts, ways, (each.one, each.two), strict=True):
+            below.append(_divisor(side, way, *at))
         if not every(map(bool, below)):
             return False
         residuals.append(each.mean - math.log(below[0] / below[1]))
@@ -296,7 +324,11 @@ def _divisor(counts: Counts, way: str, rank: int, number: int) -> float:
     each = counts.get(rank, [])
     if way == "all":
         return 1.0
-    return float(sum(each)) if way == "rank" else float(each[number]) if number < len(each) else 0.0
+    if way == "rank":
+        return float(sum(each))
+    if number < len(each):
+        return float(each[number])
+    return 0.0
 
 
 def normalisation_difference(step: StepPair) -> TraceFinding | None:
@@ -307,7 +339,8 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
     losses = [_losses(spot) for spot in (step.one, step.two)]
     if not every(map(bool, losses)) or not every(any(each.values()) for each in losses):
         return None
-    first, second = _total(losses[0]), _total(losses[1])
+    first = _total(losses[0])
+    second = _total(losses[1])
     least = max(1e-5, step.limit)
     if not math.isfinite(first * second) or abs(first - second) <= least * max(abs(first), abs(second)):
         return None
@@ -321,7 +354,10 @@ def normalisation_difference(step: StepPair) -> TraceFinding | None:
             abs(weighted[0] - weighted[1]) <= least * abs(weighted[0])
             and len({*_by_rank(counts[1]), *_by_rank(counts[0])}) > 1
         ):
-            side = counts[1] if len(counts[1]) > 1 or len(counts[0]) == 1 else counts[0]
+            if len(counts[1]) > 1 or len(counts[0]) == 1:
+                side = counts[1]
+            else:
+                side = counts[0]
             items = " and ".join(str(count) for count in _by_rank(side))
             place = f"items {items}"
             text += f"; weighted by the items ({items}) they agree"
@@ -369,7 +405,9 @@ def _weighted(losses: dict[int, list[float]], counts: Counts) -> float | None:
             return None
         total += sum(value * len(each) * count for value, count in zip(each, items_of_rank, strict=True))
         items += sum(items_of_rank)
-    return total / items if items else None
+    if items:
+        return total / items
+    return None
 
 
 def _uses(step: StepPair) -> list[dict[int, Use]]:
@@ -452,7 +490,9 @@ def _clipped_scaled(step: StepPair) -> TraceFinding | None:
 
 
 def _norm(clip: list[Any]) -> float:
-    return float(clip[4][0]) if len(clip) > 4 and clip[4] else math.nan
+    if len(clip) > 4 and clip[4]:
+        return float(clip[4][0])
+    return math.nan
 
 
 def _unequal_clip_norms(step: StepPair) -> TraceFinding | None:
@@ -501,7 +541,10 @@ def _changed_after_clipping(step: StepPair) -> TraceFinding | None:
 def _unreduced(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         grads = spot.tensors("grad")
-        unequal = {n: w for n, w in grads.items() if w.other is not None and not w.other[1] <= _EQUAL * w.norm}
+        unequal = {}
+        for n, w in grads.items():
+            if w.other is not None and not w.other[1] <= _EQUAL * w.norm:
+                unequal[n] = w
         if not unequal:
             continue
         tensor, value = next(iter(unequal.items()))
@@ -522,7 +565,10 @@ def own_statistics(step: StepPair) -> TraceFinding | None:
     """
     unequal = []
     for name, spot in step.sides():
-        statistics = {n: w for n, w in spot.tensors("buffers").items() if n.rpartition(".")[2] in _STATISTICS}
+        statistics = {}
+        for n, w in spot.tensors("buffers").items():
+            if n.rpartition(".")[2] in _STATISTICS:
+                statistics[n] = w
         unequal += [(name, *each) for each in statistics.items() if unlike(each[1])][:1]
     if len(unequal) != 1:
         return None
@@ -555,10 +601,9 @@ def _forward(step: StepPair) -> TraceFinding | None:
     rank = next(iter(off)) if len(off) == 1 else -1
     both = outputs[0].keys() & outputs[1].keys()
     text = f"{example} ({sum(off.values())} of {len(both)} samples)"
-    sizes = [
-        {f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]}
-        for spot in (step.one, step.two)
-    ]
+    sizes = []
+    for spot in (step.one, step.two):
+        sizes.append({f["n"] for record in _records(spot).values() for f in record["fwd"] if f["train"]})
     statistics = next((n for n in step.two.tensors("buffers") if n.endswith("running_mean")), "")
     if statistics and sizes[0] != sizes[1]:
         return step.finding("buffers", "batchnorm", text, statistics.removesuffix(".running_mean"), rank)
@@ -576,17 +621,25 @@ def _padded(step: StepPair) -> TraceFinding | None:
     for key, (forward, norm) in first.items():
         if key in second and norm > 0 and second[key][1] > 0 and math.isfinite(norm * second[key][1]):
             groups.setdefault((forward, second[key][0]), []).append(math.log(second[key][1] / norm))
-    least, off, example = 2 * _tolerance(step), False, ""
+    least = 2 * _tolerance(step)
+    off = False
+    example = ""
     for at, logs in groups.items():
-        widths = [int(use[rank].forwards[number].get("p", 0)) for use, (rank, number) in zip(uses, at, strict=True)]
+        widths = []
+        for use, (rank, number) in zip(uses, at, strict=True):
+            widths.append(int(use[rank].forwards[number].get("p", 0)))
         if max(logs) - min(logs) <= least:
             continue
         if widths[0] == widths[1]:
             return None
-        off, example = True, example or f"padded to {widths[1]} instead of {widths[0]}"
+        off = True
+        example = example or f"padded to {widths[1]} instead of {widths[0]}"
     if not off:
         return None
-    cause = "left-padding" if any(_is_left_padded(batch) for use in uses for batch in _batches(use)) else "padding"
+    if any(_is_left_padded(batch) for use in uses for batch in _batches(use)):
+        cause = "left-padding"
+    else:
+        cause = "padding"
     return step.finding("forward", cause, f"the outputs of the same samples differ where they are {example}", "output")
 
 
@@ -625,7 +678,8 @@ def first_module(step: StepPair) -> str:
 
 
 def _sketches(step: StepPair) -> tuple[list[float], list[float]]:
-    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    first = step.one.tensors("grad")
+    second = step.two.tensors("grad")
     names = [name for name in first if name in second]
     return [x for name in names for x in first[name].sketch], [x for name in names for x in second[name].sketch]
 
@@ -638,7 +692,9 @@ def _ratio(step: StepPair) -> float:
         return math.nan
     ratio = sum(x * y for x, y in zip(first, second, strict=True)) / square
     residual = sum((y - ratio * x) ** 2 for x, y in zip(first, second, strict=True))
-    return ratio if math.sqrt(residual) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square) else math.nan
+    if math.sqrt(residual) <= max(_PARALLEL, step.limit) * abs(ratio) * math.sqrt(square):
+        return ratio
+    return math.nan
 
 
 def _clipping(step: StepPair) -> TraceFinding | None:
@@ -647,8 +703,18 @@ def _clipping(step: StepPair) -> TraceFinding | None:
     clips = [_clips(next(iter(_records(spot).values()))) for spot in (step.one, step.two)]
     if math.isnan(ratio) or not any(clips):
         return None
-    limits = [each[-1][3] if each else None for each in clips]
-    norms = [_norm(each[-1]) if each else math.nan for each in clips]
+    limits = []
+    for each in clips:
+        if each:
+            limits.append(each[-1][3])
+        else:
+            limits.append(None)
+    norms = []
+    for each in clips:
+        if each:
+            norms.append(_norm(each[-1]))
+        else:
+            norms.append(math.nan)
     if limits[0] != limits[1]:
         return step.finding("clipping", "clipping", f"clipped to {limits[1]} instead of {limits[0]}", "all gradients")
     if abs(norms[0] - norms[1]) > _EQUAL * max(norms):
@@ -665,12 +731,19 @@ def _reduction(step: StepPair) -> TraceFinding:
     ratio = _ratio(step)
     if not math.isnan(ratio):
         worlds = step.pair.two.world / step.pair.one.world
-        cause = "summed" if worlds != 1 and abs(ratio - worlds) < 1e-3 * worlds else "reduction"
+        if worlds != 1 and abs(ratio - worlds) < 1e-3 * worlds:
+            cause = "summed"
+        else:
+            cause = "reduction"
         return step.finding("reduction", cause, f"the gradient is {ratio:.6g} times the other", "all gradients")
-    first, second = step.one.tensors("grad"), step.two.tensors("grad")
+    first = step.one.tensors("grad")
+    second = step.two.tensors("grad")
     if not first or not second:
         return step.finding("reduction", "reduction", "its norm differs; the engine reports nothing else of it", "norm")
-    name = step.flagged[0] if step.flagged else next(iter(second), "gradient")
+    if step.flagged:
+        name = step.flagged[0]
+    else:
+        name = next(iter(second), "gradient")
     if name not in first or name not in second:
         side = SECOND if name in first else FIRST
         return step.finding("reduction", "part-unreduced", f"{side} has no gradient of it", name)

@@ -95,7 +95,10 @@ def uncovered(pair: TracePair, verdict: TraceVerdict) -> list[str]:
         return []
     sides = (pair.one, pair.two)
     kinds = [("weights",), ("updates",), ("gradients", "gradient norms")]
-    gaps = [f"no {kind[0]} were compared" for kind in kinds if not any(verdict.compared[each] for each in kind)]
+    gaps = []
+    for kind in kinds:
+        if not any(verdict.compared[each] for each in kind):
+            gaps.append(f"no {kind[0]} were compared")
     checks = [("losses", _has_losses), ("samples", _has_samples)]
     checks += [("states", _has_state)] * (not any(side.spots[0].hidden for side in sides))
     for name, has in checks:
@@ -129,8 +132,12 @@ def norm_of(spot: Spot) -> Any:
 def losses_of(spot: Spot) -> list[list[float]]:
     """Return the losses of each rank; empty if a rank has none."""
     records = spot.part.records(spot.at).values()
-    losses = [[entry["v"][0] for entry in record["loss"] if entry["v"]] for record in records]
-    return losses if [] not in losses else []
+    losses = []
+    for record in records:
+        losses.append([entry["v"][0] for entry in record["loss"] if entry["v"]])
+    if [] not in losses:
+        return losses
+    return []
 
 
 def _has_losses(side: TraceSide, at: int) -> bool:
@@ -149,13 +156,17 @@ def _has_state(side: TraceSide, at: int) -> bool:
 
 def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
     """Find the first difference of the evaluations before a step, or after the last (`tail`)."""
-    spots = (step.pair.one.tail, step.pair.two.tail) if tail else (step.one, step.two)
+    if tail:
+        spots = (step.pair.one.tail, step.pair.two.tail)
+    else:
+        spots = (step.one, step.two)
     if spots[0] is None or spots[1] is None or any(spot is not None and spot.begins for spot in spots):
         return None
     if not tail and step.pair.shift and not step.number:
         return None
     if not tail and not step.number and "lightning" in " ".join(step.pair.one.frameworks):
-        return None  # Lightning's sanity check takes a few batches, so more samples with more processes
+        # Lightning's sanity check takes a few batches, so more samples with more processes
+        return None
     uses = [
         {rank: use for rank, use in side.used(spot).at(spot.at, 1).items() if use.forwards}
         for side, spot in ((step.pair.one, spots[0]), (step.pair.two, spots[1]))
@@ -165,7 +176,8 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
         return training
     widths = [_values(each, "p") for each in uses]
     first_samples, second_samples = trained(*uses)
-    first, second = counted(readers(first_samples)), counted(readers(second_samples))
+    first = counted(readers(first_samples))
+    second = counted(readers(second_samples))
     if first == second:
         return _uncombined_scores(step, spots[1], second_samples) or _uncombined_scores(step, spots[0], first_samples)
     names = {s.content: s.name for side in (first_samples, second_samples) for each in side.values() for s in each}
@@ -173,7 +185,8 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
         (SECOND, second, first, second_samples, spots[1]),
         (FIRST, first, second, first_samples, spots[0]),
     ):
-        more, less = counts - expected, expected - counts
+        more = counts - expected
+        less = expected - counts
         if more and not less and set(more) <= set(expected):
             if _has_event(spot, "gather_for_metrics"):
                 return None
@@ -181,8 +194,10 @@ def evaluation_difference(step: StepPair, tail: bool) -> TraceFinding | None:
             rank = [rank for rank, each in samples.items() if any(s.content == content for s in each)][-1]
             text = f"in {name} {names[content]} is counted {counts[content]} times instead of {expected[content]}"
             return step.finding("evaluation", "padded-evaluation", text, f"{sum(counts.values())} samples", rank)
-    less, more = first - second, second - first
-    if less and more and widths[0] != widths[1]:  # the same samples, padded to other lengths
+    less = first - second
+    more = second - first
+    # The same samples, padded to other lengths
+    if less and more and widths[0] != widths[1]:
         return _other_number(step, spots[1], first.total(), second.total())
     if less and not more:
         text = f"{sum(second.values())} samples instead of {sum(first.values())}: {names[next(iter(less))]} is missing"
@@ -197,7 +212,9 @@ def _in_training_mode(
     """Report that one run evaluates in training mode: without gradients, or by forwards that no backward follows."""
     training = [bool(each) and 1 in _values(each, "mode") for each in uses]
     if bool(uses[0]) != bool(uses[1]):
-        idle = [_without_backward(side, spot) for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True)]
+        idle = []
+        for side, spot in zip((step.pair.one, step.pair.two), spots, strict=True):
+            idle.append(_without_backward(side, spot))
         training = [bool(own) and not each for own, each in zip(idle, uses, strict=True)]
         training = [False, False] if every(map(bool, idle)) else training
     if training[0] == training[1]:
@@ -227,7 +244,10 @@ def _other_number(step: StepPair, spot: Spot, expected: int, count: int) -> Trac
 
 def _uncombined_scores(step: StepPair, spot: Spot, samples: dict[int, Any]) -> TraceFinding | None:
     """Report ranks that evaluate a part each without a collective that could combine the scores."""
-    sets = [{sample.content for sample in each} for each in samples.values() if each]
+    sets = []
+    for each in samples.values():
+        if each:
+            sets.append({sample.content for sample in each})
     if len(sets) < 2 or any(one & two for place, one in enumerate(sets) for two in sets[:place]):
         return None
     if _has_event(spot, "gather_for_metrics") or _has_event(spot, "collective"):
@@ -315,7 +335,8 @@ def update_count(step: StepPair) -> TraceFinding | None:
     for name, spot in step.sides():
         records = spot.part.records(spot.at)
         updates[name] = {rank: record.get("again", 0) for rank, record in records.items()}
-    first, second = updates[FIRST], updates[SECOND]
+    first = updates[FIRST]
+    second = updates[SECOND]
     if set(first.values()) == set(second.values()):
         return None
     for name, counts in ((SECOND, second), (FIRST, first)):
@@ -355,7 +376,8 @@ def rate_difference(step: StepPair) -> TraceFinding | None:
 
 
 def _rate(step: StepPair, number: int, rate: float, expected: float) -> TraceFinding:
-    text, group = f"the learning rate is {rate:.6g} instead of {expected:.6g}", f"group {number}"
+    text = f"the learning rate is {rate:.6g} instead of {expected:.6g}"
+    group = f"group {number}"
     worlds = step.pair.one.world, step.pair.two.world
     if not step.number and not step.pair.shift:
         ratio = rate / expected if expected else math.inf
@@ -375,7 +397,9 @@ def _rate(step: StepPair, number: int, rate: float, expected: float) -> TraceFin
 
 def _rate_at(spot: Spot, number: int) -> float:
     groups = next(iter(spot.part.records(spot.at).values()))["groups"]
-    return _number(groups[number]["lr"]) if number < len(groups) else math.nan
+    if number < len(groups):
+        return _number(groups[number]["lr"])
+    return math.nan
 
 
 def _schedules(step: StepPair, side: int) -> int:
@@ -394,9 +418,12 @@ def _unequal_setting(first: dict[str, Any], second: dict[str, Any]) -> str:
     for key in sorted(first.keys() & second.keys(), key=lambda name: (name != "lr", name)):
         if key in ("fused", "foreach", "initial_lr", "n") or first[key] == second[key]:
             continue
-        numbers = [
-            value[0] if isinstance(value, list) and len(value) == 1 else value for value in (first[key], second[key])
-        ]
+        numbers = []
+        for value in (first[key], second[key]):
+            if isinstance(value, list) and len(value) == 1:
+                numbers.append(value[0])
+            else:
+                numbers.append(value)
         if every(isinstance(value, int | float) for value in numbers) and math.isclose(
             *numbers, rel_tol=1e-6, abs_tol=1e-30
         ):
@@ -425,10 +452,13 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
     (grads, weights), (their_grads, their_weights) = (
         [spot.tensors(kind) for kind in ("grad", "weights")] for spot in (step.one, step.two)
     )
-    before, their_before = step.one.before(), step.two.before()
-    hidden = not grads or not their_grads  # an engine that keeps its gradients to itself
+    before = step.one.before()
+    their_before = step.two.before()
+    # An engine that keeps its gradients to itself
+    hidden = not grads or not their_grads
     noise = signal = error = way = rounding = 0.0
-    worst, most = "", 0.0
+    worst = ""
+    most = 0.0
     for name in [n for n in weights if n in their_weights and n in before and n in their_before]:
         if not hidden:
             if name not in grads or name not in their_grads:
@@ -436,22 +466,30 @@ def _unexplained_update(step: StepPair) -> TraceFinding | None:
             off = distance(grads[name].sketch, their_grads[name].sketch)
             if off > _MOST_OFF * grads[name].norm:
                 continue
-            noise, signal = math.hypot(noise, off), math.hypot(signal, grads[name].norm)
+            noise = math.hypot(noise, off)
+            signal = math.hypot(signal, grads[name].norm)
         first_move, second_move = (
             tuple(a - b for a, b in zip(after[name].sketch, begin[name].sketch, strict=True))
             for after, begin in ((weights, before), (their_weights, their_before))
         )
         zero = (0.0,) * len(first_move)
-        gap, length = distance(first_move, second_move), max(distance(first_move, zero), distance(second_move, zero))
+        gap = distance(first_move, second_move)
+        length = max(distance(first_move, zero), distance(second_move, zero))
         unit = 64 * ROUNDOFF.get(weights[name].kind, 2.0**-24) * weights[name].norm
         same = not hidden and not step.off and grads[name].digest == their_grads[name].digest
         if same and before[name].digest == their_before[name].digest and gap > _SAME * length + unit:
             text = f"its update differs by {share(gap, length)}, although its gradient has the same bits"
             return step.finding("optimizer", "update", text, name)
-        error, way, rounding = math.hypot(error, gap), math.hypot(way, length), math.hypot(rounding, unit)
+        error = math.hypot(error, gap)
+        way = math.hypot(way, length)
+        rounding = math.hypot(rounding, unit)
         if gap > most:
-            worst, most = name, gap
-    rough = step.limit if hidden else noise / signal if signal else 0.0
+            worst = name
+            most = gap
+    if hidden:
+        rough = step.limit
+    else:
+        rough = noise / signal if signal else 0.0
     if error > min(_NEVER_ROUNDING, _UPDATE + 4 * math.sqrt(rough) + GROWTH * step.off) * way + rounding:
         text = f"the update of all weights differs by {share(error, way)}, although the gradients agree"
         return step.finding("optimizer", "update", text, worst)
@@ -467,7 +505,8 @@ def buffer_difference(step: StepPair) -> TraceFinding | None:
         assert tensor.other is not None
         text = f"in {run} it differs from rank 0's by {share(tensor.other[1], tensor.norm)}"
         return step.finding("buffers", "diverging-buffers", text, name, tensor.other[0])
-    first, second = step.one.tensors("buffers"), step.two.tensors("buffers")
+    first = step.one.tensors("buffers")
+    second = step.two.tensors("buffers")
     for name in first:
         if name not in second or first[name].digest == second[name].digest:
             continue
@@ -546,7 +585,8 @@ def initial_difference(step: StepPair) -> TraceFinding | None:
                 return step.finding("initial weights", "rank-weights", text, tensor, rank)
     if step.pair.shift:
         return None
-    first, second = step.one.tensors("initial"), step.two.tensors("initial")
+    first = step.one.tensors("initial")
+    second = step.two.tensors("initial")
     for name in [name for name in first if name in second]:
         error = distance(first[name].sketch, second[name].sketch)
         near = error <= 1e-6 * (first[name].norm + second[name].norm) or not finite_in_some(first[name], second[name])
@@ -578,17 +618,24 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
     A perturbation that is undone leaves a few units in the last place of the weights' norm. If the other run moved
     nothing, it had no perturbation, and each bit counts.
     """
-    first, second = step.one.tensors("begin"), step.two.tensors("begin")
+    first = step.one.tensors("begin")
+    second = step.two.tensors("begin")
     if not first or not second:
         return None  # of large models they are recorded now and then
-    first_moves, second_moves = _moves(step.one), _moves(step.two)
+    first_moves = _moves(step.one)
+    second_moves = _moves(step.two)
     norm = math.sqrt(max(sum(value.square for value in side.values()) for side in (first, second)))
     unit = max((ROUNDOFF.get(value.kind, 2.0**-24) for value in second.values()), default=0.0)
-    back = _LAST_PLACES * unit * norm if first_moves and second_moves else 0.0
+    if first_moves and second_moves:
+        back = _LAST_PLACES * unit * norm
+    else:
+        back = 0.0
     for tensor in sorted((first_moves.keys() | second_moves.keys()) & first.keys() & second.keys()):
         zero = (0.0,) * len(first[tensor].sketch)
-        a, b = first_moves.get(tensor, zero), second_moves.get(tensor, zero)
-        far, near = distance(b, zero), distance(a, zero)
+        a = first_moves.get(tensor, zero)
+        b = second_moves.get(tensor, zero)
+        far = distance(b, zero)
+        near = distance(a, zero)
         if tensor in first_moves and tensor in second_moves and not math.isfinite(far + near):
             continue  # both are not finite
         alone = (tensor in first_moves) != (tensor in second_moves)
@@ -601,7 +648,9 @@ def _further_moves(step: StepPair) -> TraceFinding | None:
 
 
 def _describe_time(spot: Spot) -> str:
-    return f"since step {spot.at} ended" if spot.at else "between the first forward and the update"
+    if spot.at:
+        return f"since step {spot.at} ended"
+    return "between the first forward and the update"
 
 
 def _moves(spot: Spot) -> dict[str, tuple[float, ...]]:

@@ -62,7 +62,8 @@ class Matched:
 
 def matched(one: Iterable[str], two: Iterable[str]) -> Matched:
     """Match two sets of names, each in its own order."""
-    first, second = dict.fromkeys(one), dict.fromkeys(two)
+    first = dict.fromkeys(one)
+    second = dict.fromkeys(two)
     return Matched(
         tuple(name for name in first if name in second),
         tuple(name for name in first if name not in second),
@@ -93,7 +94,9 @@ class TracedSample:
 
     @property
     def name(self) -> str:
-        return f"sample {self.index}" if self.index >= 0 else f"the sample {self.content & 0xFFFFFFFFFFFFFFFF:016x}"
+        if self.index >= 0:
+            return f"sample {self.index}"
+        return f"the sample {self.content & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 @dataclass
@@ -161,16 +164,20 @@ def _match(
     A batch that is split over several forwards is found again.
     """
     inputs = set(words(forward.get("leaf"))) - {0}
-    best, most = None, 0
+    best = None
+    most = 0
     for load in [*waiting, *earlier]:
         common = len(inputs & set(words(load.get("leaf"))))
         if common > most:
-            best, most = load, common
+            best = load
+            most = common
     if best is None:
         best = next((load for load in waiting if kinds.get(load["l"], forward["train"]) == forward["train"]), None)
     if best is None:
         last = earlier[-1] if earlier else None
-        return last if last is not None and kinds.get(last["l"]) == forward["train"] else None
+        if last is not None and kinds.get(last["l"]) == forward["train"]:
+            return last
+        return None
     if any(best is load for load in waiting):
         kinds.setdefault(best["l"], forward["train"])
         older = [load for load in waiting if load["l"] == best["l"] and load["e"] < best["e"]]
@@ -227,7 +234,10 @@ def computed(first: dict[int, Use], second: dict[int, Use]) -> Iterator[dict[int
     for side in (first, second):
         batches_by_rank: dict[int, list[list[int]]] = {}
         for rank, use in side.items():
-            batches = [each for each in (use.sources if by_load else use.forwards) if each is not None]
+            batches = []
+            for each in use.sources if by_load else use.forwards:
+                if each is not None:
+                    batches.append(each)
             batches_by_rank[rank] = [list(each["i"]) if by_index else words(each.get("s")) for each in batches]
         yield batches_by_rank
 
@@ -277,7 +287,8 @@ class Spot:
 
     def left(self) -> dict[str, WholeTensor]:
         """Return this optimizer's weights as the previous updates left them, or the initial ones."""
-        names, weights = self.tensors("weights").keys(), dict[str, WholeTensor]()
+        names = self.tensors("weights").keys()
+        weights = dict[str, WholeTensor]()
         for at in range(self.at, max(-1, self.at - _MOST_UPDATES_BACK), -1):
             earlier = self.part.tensors(at, "weights") if at != self.at else {}
             for tensors in (earlier, self.part.tensors(at, "initial")):
@@ -352,7 +363,8 @@ class TracePair:
 
 def paired(one: TraceRun, two: TraceRun) -> TracePair:
     """Match the steps of two runs by the weights that they start with."""
-    first, second = _side(one), _side(two)
+    first = _side(one)
+    second = _side(two)
     begins = [int(side.spots[0].part.first.steps[0]["k"]) for side in (first, second)]
     if max(begins):
         return TracePair(first, second, begins[1] - begins[0])
@@ -367,7 +379,8 @@ def _side(run: TraceRun) -> TraceSide:
     for part in run.parts:
         fresh = [Spot(part, at) for at in range(part.count)]
         at = _steps_before(fresh[0], spots) if spots else 0
-        first = Spot(part, 0, begins=at != 0)  # a start from scratch is no resume
+        # A start from scratch is no resume
+        first = Spot(part, 0, begins=at != 0)
         spots = [*spots[:at], first, *fresh[1:]]
     last = run.parts[-1]
     window = any(_is_window(rank) for part in run.parts for rank in part.ranks.values())
@@ -390,7 +403,9 @@ def _stop(run: TraceRun, last: TracePart) -> str:
         if rank.end is None and not rank.full:
             return f"was cut off on rank {number}"
     code = run.info.get("code") or 0
-    return f"ended with exit code {code}" if code else ""
+    if code:
+        return f"ended with exit code {code}"
+    return ""
 
 
 def _is_window(rank: RankTrace) -> bool:
@@ -407,23 +422,30 @@ def _next_step(rank: RankTrace) -> int:
 
 def _steps_before(spot: Spot, steps: list[Spot]) -> int | None:
     """Count the steps after which the weights are those of `spot`'s start; None if unknown."""
-    start, last = spot.tensors("initial"), steps[0].tensors("initial")
+    start = spot.tensors("initial")
+    last = steps[0].tensors("initial")
     if not start or not last:
         return None
     if _equal(start, last):
         return 0
-    best, closest, move = 0, apart(start, last)[0], 0.0
+    best = 0
+    closest = apart(start, last)[0]
+    move = 0.0
     for count, step in enumerate(steps, 1):
         after = {**last, **step.tensors("weights")}
         if _equal(start, after):
             return count
         far = apart(start, after)[0]
-        if far < closest or count == 1:  # the first step's move is also the yardstick for nearness to the start
+        # The first step's move is also the yardstick for nearness to the start
+        if far < closest or count == 1:
             move = apart(last, after)[0]
         if far < closest:
-            best, closest = count, far
+            best = count
+            closest = far
         last = after
-    return best if closest <= _NEAR * move else None
+    if closest <= _NEAR * move:
+        return best
+    return None
 
 
 def _equal(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> bool:
@@ -443,7 +465,8 @@ def apart(first: dict[str, WholeTensor], second: dict[str, WholeTensor]) -> tupl
 
 
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-FIRST, SECOND = "the first run", "the second run"
+FIRST = "the first run"
+SECOND = "the second run"
 GROWTH = 50.0  # a gradient may be off by this factor more than its weights
 _ALIKE = 1e-5  # share by which values that ranks share may differ
 
@@ -506,4 +529,6 @@ def share(error: float, norm: float) -> str:
     """Format an error as a share of the norm."""
     if error <= 1e-7 * norm:
         return "its last bits only"
-    return f"{error / norm:.2g} of itself" if norm and math.isfinite(error) else f"{error:.3g}"
+    if norm and math.isfinite(error):
+        return f"{error / norm:.2g} of itself"
+    return f"{error:.3g}"

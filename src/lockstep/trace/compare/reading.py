@@ -43,12 +43,16 @@ class TraceError(Exception):
 
 def words(raw: memoryview | None) -> list[int]:
     """Return the int64 values of a record."""
-    return raw.cast("q").tolist() if raw else []
+    if raw:
+        return raw.cast("q").tolist()
+    return []
 
 
 def floats(raw: memoryview | None) -> list[float]:
     """Return the float64 values of a record."""
-    return [float(value) for value in raw.cast("d")] if raw else []
+    if raw:
+        return [float(value) for value in raw.cast("d")]
+    return []
 
 
 @dataclass
@@ -74,7 +78,9 @@ class WholeTensor:
 
     @property
     def norm(self) -> float:
-        return math.sqrt(self.square) if self.square >= 0 else math.nan
+        if self.square >= 0:
+            return math.sqrt(self.square)
+        return math.nan
 
 
 @dataclass
@@ -138,7 +144,9 @@ class TracePart:
                 self._cache.clear()
             self._cache[key] = self._assemble(step, kind)
         tensors = self._cache[key]
-        return {n: w for n, w in tensors.items() if (kind, n) not in self.hidden} if self.hidden else tensors
+        if self.hidden:
+            return {n: w for n, w in tensors.items() if (kind, n) not in self.hidden}
+        return tensors
 
     def _assemble(self, step: int, kind: str) -> dict[str, WholeTensor]:
         pieces: dict[str, dict[tuple[int, int], tuple[int, list[int], list[float], str]]] = {}
@@ -151,9 +159,11 @@ class TracePart:
         ]
         for number, entry in entries:
             table = self.ranks[number].tables[entry[0]]
-            raw, values = words(entry[1]), floats(entry[1])
+            raw = words(entry[1])
+            values = floats(entry[1])
             for row, name in enumerate(table["names"]):
-                at, size = table["starts"][row], table["sizes"][row]
+                at = table["starts"][row]
+                size = table["sizes"][row]
                 key = (at, size) if at >= 0 else (-1 - number, size)
                 shards = pieces.setdefault(name, {})
                 numbers = values[row * _WIDTH + 1 : (row + 1) * _WIDTH]
@@ -185,7 +195,9 @@ class TracePart:
 def distance(first: tuple[float, ...], second: tuple[float, ...]) -> float:
     """Estimate the 2-norm of two tensors' difference from their sketches; NaN if not finite."""
     total = sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
-    return math.sqrt(total / max(1, len(first))) if total == total else math.nan
+    if total == total:
+        return math.sqrt(total / max(1, len(first)))
+    return math.nan
 
 
 @dataclass
@@ -226,11 +238,10 @@ def read(folder: Path) -> TraceRun:
     trained = [rank for rank in ranks if rank.steps]
     if not trained:
         forwards = any(rank.end and any(f["train"] for f in rank.end["fwd"]) for rank in ranks)
-        reason = (
-            "it has training forwards but no step of a torch optimizer: the update is compiled or hand-written"
-            if forwards
-            else NO_STEP
-        )
+        if forwards:
+            reason = "it has training forwards but no step of a torch optimizer: the update is compiled or hand-written"
+        else:
+            reason = NO_STEP
         raise TraceError(f"{folder} has no optimizer step: {reason}")
     return TraceRun(str(folder), _parts(trained), info, any(rank.full for rank in ranks))
 
@@ -323,7 +334,9 @@ def _parts(ranks: list[RankTrace]) -> list[TracePart]:
             parts.append({})
         parts[-1][number] = rank
     if len({len(each) for each in starts.values()}) == 1:
-        parts = [dict(zip(starts, each, strict=True)) for each in zip(*starts.values(), strict=True)]
+        parts = []
+        for each in zip(*starts.values(), strict=True):
+            parts.append(dict(zip(starts, each, strict=True)))
     return [TracePart(dict(sorted(part.items()))) for part in parts]
 
 
@@ -337,7 +350,8 @@ def summary(folder: Path) -> str:
     last = run.parts[-1]
     counts = " and ".join(str(part.count) for part in run.parts)
     ranks = f"{len(last.ranks)} rank{'s' if len(last.ranks) > 1 else ''}"
-    if len(last.ranks) < last.world:  # one of several nodes has only its own ranks
+    # One of several nodes has only its own ranks
+    if len(last.ranks) < last.world:
         ranks = f"{len(last.ranks)} of {last.world} ranks"
     lines = [f"{counts} steps of {ranks}, {size / 2**20:.2f} MiB in {folder}"]
     if run.full:

@@ -80,7 +80,8 @@ def _restart_in_child() -> None:
     """
     recorder = _recorders[0] = TraceRecorder(Options.read())
     processes = sys.modules.get("multiprocessing.util")
-    if processes is not None:  # its processes end without atexit: register the close when they start
+    # Its processes end without atexit: register the close when they start
+    if processes is not None:
         processes.register_after_fork(recorder, lambda child: processes.Finalize(None, child.close, exitpriority=0))
 
 
@@ -188,7 +189,8 @@ def _hook_backward() -> None:
 def _hook_loaders() -> None:
     """Record every batch of a DataLoader's iterator, with the indices of its sampler."""
     base: Any = importlib.import_module("torch.utils.data.dataloader")._BaseDataLoaderIter
-    get_batch, get_index = base.__next__, base._next_index
+    get_batch = base.__next__
+    get_index = base._next_index
     places: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(get_index)
@@ -215,7 +217,8 @@ def _hook_loaders() -> None:
         _recorders[0].passes.loaded(loader, epoch, batch_indices, getattr(_sampler(self), "epoch", None), data)
         return data
 
-    base.__next__, base._next_index = next_batch, next_index
+    base.__next__ = next_batch
+    base._next_index = next_index
 
 
 def _sampler(iterator: Any) -> Any:
@@ -231,7 +234,8 @@ def _sampler(iterator: Any) -> Any:
 
 def _describe_loader(iterator: Any) -> tuple[Any, ...]:
     """Return (sampler's class, samples of the dataset, batch size, drop_last) of a loader."""
-    cut, sampler = iterator._index_sampler, _sampler(iterator)
+    cut = iterator._index_sampler
+    sampler = _sampler(iterator)
     try:
         count = len(iterator._dataset)
     except (TypeError, NotImplementedError, AttributeError):
@@ -260,7 +264,10 @@ def _hook_collectives() -> None:
                 tensor = next(
                     (each for each in _flat((*args, *kwargs.values())) if isinstance(each, torch.Tensor)), None
                 )
-                shape = [0, "", 0] if tensor is None else [tensor.numel(), str(tensor.dtype)[6:], tensor.element_size()]
+                if tensor is None:
+                    shape = [0, "", 0]
+                else:
+                    shape = [tensor.numel(), str(tensor.dtype)[6:], tensor.element_size()]
                 caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
                 _recorders[0].passes.event("collective", name, *shape, caller)
                 return call(*args, **kwargs)

@@ -53,7 +53,8 @@ def keep_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        if signal.getsignal(signal.SIGINT) is note:  # else the import has set its own
+        # Else the import has set its own
+        if signal.getsignal(signal.SIGINT) is note:
             signal.signal(signal.SIGINT, handler)
     if interrupts:
         raise KeyboardInterrupt

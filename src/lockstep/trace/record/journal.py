@@ -73,7 +73,10 @@ def _header() -> dict[str, Any]:
     rank, world = _place()
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     try:
-        digest = hashlib.sha256(Path(script).read_bytes()).hexdigest() if script else ""
+        if script:
+            digest = hashlib.sha256(Path(script).read_bytes()).hexdigest()
+        else:
+            digest = ""
     except OSError:
         digest = ""
     versions = {"python": sys.version.split()[0]}
@@ -111,7 +114,8 @@ class Writer:
         name = f"rank{head['rank']:05}-{time.time_ns()}-{os.getpid()}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._file = os.open(folder / name, flags, 0o600)
-        self._free, self.full = most, False
+        self._free = most
+        self.full = False
         self._write(_line(head))  # even if nothing else fits
 
     def put(self, record: dict[str, Any]) -> bool:
@@ -140,11 +144,13 @@ def _line(record: dict[str, Any]) -> bytes:
         if not isinstance(value, bytes):
             raise TypeError(f"a trace record cannot store a {type(value).__name__}")
         parts.append(value)
-        first, count = count, count + len(value) // 8
+        first = count
+        count = count + len(value) // 8
         return [first, count - first]
 
     text = json.dumps(record, separators=(",", ":"), default=refer).encode()
-    if parts:  # joined here: base64 needs no escapes, and the encoder would search for them
+    # Joined here: base64 needs no escapes, and the encoder would search for them
+    if parts:
         text = b'%s,"words":"%s"}' % (text[:-1], binascii.b2a_base64(b"".join(parts), newline=False))
     return text + b"\n"
 
@@ -197,11 +203,13 @@ def quiet(method: Callable[P, None]) -> Callable[P, None]:
         journal.busy = True
         grad = torch.is_grad_enabled()
         try:
-            if torch.is_inference_mode_enabled():  # tensors made in it could not be written to afterwards
+            # Tensors made in it could not be written to afterwards
+            if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     method(*args, **kwargs)
             else:
-                torch._C._set_grad_enabled(False)  # a third of what torch.no_grad() costs, several times a step
+                # A third of what torch.no_grad() costs, several times a step
+                torch._C._set_grad_enabled(False)
                 method(*args, **kwargs)
         except Exception as error:
             journal.fail(error)
@@ -240,15 +248,19 @@ class Journal:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.on, self.busy, self.fresh = True, False, True
+        self.on = True
+        self.busy = False
+        self.fresh = True
         self.step = 0
         self.record = _empty_record()
         self.reading = PendingTensors()
         self.pool = Pool(self.reading.put)
-        self._ready: list[dict[str, Any]] = []  # records that are not written yet
+        # Records that are not written yet
+        self._ready: list[dict[str, Any]] = []
         self._due = 0.0
         self._rank = -1
-        self._last_weights: tuple[Slots, list[Any]] | None = None  # the weights after the previous step, if small
+        # The weights after the previous step, if small
+        self._last_weights: tuple[Slots, list[Any]] | None = None
         self._writer: Writer | None = None
         self._tables: dict[tuple[Any, ...], int] = {}
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -284,10 +296,12 @@ class Journal:
                 self.pool.finish()
                 self._layouts.clear()
             layout = self._layouts[key] = self._layout(kinds, entries)
-        targets, end = [], 0
+        targets = []
+        end = 0
         for kind, each in kinds.items():
             self.record[kind] = target = [layout.tables[kind], None] if each else []
-            begin, end = end, end + len(each)
+            begin = end
+            end = end + len(each)
             if each:
                 targets.append((target, begin, end))
         if layout.slots is not None:
@@ -314,7 +328,8 @@ class Journal:
         return identity == _identify(entries) and slots.unmoved([local for _, local, _ in entries])
 
     def _layout(self, kinds: Mapping[str, list[Entry]], entries: list[Entry]) -> _Layout:
-        plains, places = [plain(local, at) for _, local, at in entries], [at for _, _, at in entries]
+        plains = [plain(local, at) for _, local, at in entries]
+        places = [at for _, _, at in entries]
         tables = {kind: self._table(each) for kind, each in kinds.items() if each}
         if entries and Slots.suit([local for _, local, _ in entries], places):
             return _Layout(tables, [], Slots(plains, places))
@@ -361,7 +376,8 @@ class Journal:
 
     def _flush(self) -> None:
         """Write the queued records."""
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         self.pool.finish()
         self.reading.finish()
         for record in ready:
@@ -383,11 +399,13 @@ class Journal:
         """End the recording with a line on stderr."""
         self.on = False
         message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have closed its stderr
+        # The script may have closed its stderr
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"lockstep trace: recording ended in step {self.step + 1}: {message}", file=sys.stderr, flush=True)
         if os.environ.get("LOCKSTEP_TRACE_DEBUG"):
             raise error
-        with contextlib.suppress(Exception):  # write the steps that ended before
+        # Write the steps that ended before
+        with contextlib.suppress(Exception):
             self._flush()
         self.forget()  # release the tensors
         self.reading = PendingTensors()
@@ -398,7 +416,8 @@ class Journal:
 
     def _put(self, line: dict[str, Any]) -> None:
         if self._writer is None:
-            free = self.options.most - _bytes_written(self.options.folder)  # an earlier start's files count too
+            # An earlier start's files count too
+            free = self.options.most - _bytes_written(self.options.folder)
             self._writer = Writer(self.options.folder, free // max(1, _place()[1]), _header() | {"first": self.step})
         if not self._writer.put(line):
             self.on = False
@@ -413,8 +432,11 @@ def _error() -> str:
 
     Its text is not recorded, because it may have user data.
     """
-    kind = sys.exc_info()[0] or getattr(sys, "last_type", None)  # a child of multiprocessing; the main program
-    return "" if kind is None or issubclass(kind, SystemExit) else kind.__name__
+    # A child of multiprocessing; the main program
+    kind = sys.exc_info()[0] or getattr(sys, "last_type", None)
+    if kind is None or issubclass(kind, SystemExit):
+        return ""
+    return kind.__name__
 
 
 def _empty_record() -> dict[str, Any]:

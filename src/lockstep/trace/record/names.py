@@ -140,7 +140,9 @@ class Names:
                 for key, value in vars(part).items()
                 if isinstance(value, torch.Generator)
             ]
-        values = [(name, getattr(part(), key, None)) for name, part, key in self._generators[id(module)]]
+        values = []
+        for name, part, key in self._generators[id(module)]:
+            values.append((name, getattr(part(), key, None)))
         return [(name, value) for name, value in values if isinstance(value, torch.Generator)]
 
     def _read_names(self) -> None:
@@ -164,7 +166,8 @@ def _clean(name: str) -> str:
 def piece(tensor: Tensor) -> tuple[Tensor, ElementPlaces]:
     """Return (this rank's shard of a tensor, its place in the whole)."""
     shard = getattr(tensor, "ds_tensor", None)
-    if shard is not None:  # DeepSpeed stage 3: a run of the flattened tensor, padded at the end
+    # DeepSpeed stage 3: a run of the flattened tensor, padded at the end
+    if shard is not None:
         numel, rank = int(tensor.ds_numel), torch.distributed.get_rank()  # type: ignore[attr-defined]
         begin = min(numel, rank * shard.numel())
         return shard[: numel - begin], ElementPlaces(begin)
@@ -179,7 +182,9 @@ def _place(tensor: Any, local: Tensor) -> ElementPlaces:
 
     FSDP on top of tensor parallelism shards last on the first mesh dimension (`_StridedShard`).
     """
-    shape, begins, sizes = list(tensor.shape), [0] * tensor.ndim, list(tensor.shape)
+    shape = list(tensor.shape)
+    begins = [0] * tensor.ndim
+    sizes = list(tensor.shape)
     cuts = list(zip(tensor.placements, tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, strict=True))
     kinds = [type(placement).__name__ for placement, _, _ in cuts]
     if not {"Replicate", "Shard", "_StridedShard"}.issuperset(kinds):
@@ -196,5 +201,6 @@ def _place(tensor: Any, local: Tensor) -> ElementPlaces:
     rows = begins[0] * math.prod(shape[1:]) if cut else 0
     if not cut or cut == [0] or not local.numel():
         return ElementPlaces(rows)
-    last, inner = cut[-1], math.prod(shape[cut[-1] + 1 :])
+    last = cut[-1]
+    inner = math.prod(shape[cut[-1] + 1 :])
     return ElementPlaces(rows + begins[last] * inner, sizes[last] * inner, shape[last] * inner)

@@ -49,7 +49,10 @@ class PendingTensors:
             target[key] = tensor.reshape(-1).tolist()
             return
         if tensor.dtype not in _CODES:
-            tensor = tensor.double() if tensor.is_floating_point() else tensor.long()
+            if tensor.is_floating_point():
+                tensor = tensor.double()
+            else:
+                tensor = tensor.long()
         if tensor.device.type == "cpu":
             target[key] = _to_bytes_or_list(tensor, form)
         else:
@@ -63,7 +66,8 @@ class PendingTensors:
 
     def finish(self) -> None:
         """Read the pending tensors and fill in their values. Waits for the device."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for device in {tensor.device for _, _, tensor, _ in pending}:
             group = [each for each in pending if each[2].device == device]
             words = [tensor.view(torch.int64) for _, _, tensor, _ in group]
@@ -102,7 +106,8 @@ class Slots:
     """
 
     def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces]) -> None:
-        self._plan, self._count = SumPlan(plains, places, pooled=True), len(plains)
+        self._plan = SumPlan(plains, places, pooled=True)
+        self._count = len(plains)
         self._rooms, self._views = self._plan.rooms(SLOTS)
         self.into: list[list[tuple[list[Any], int, int]]] = []
         self._last = 0
@@ -192,7 +197,10 @@ class Pool:
             sums = outcomes([torch.cat(part) for part in parts]).view(len(outputs), -1, 2)
             for (record, _), each in zip(outputs, sums, strict=True):
                 self._store(record, "out", each)
-        self._slots, self._batches, self._outputs, self._size = [], {}, {}, 0
+        self._slots = []
+        self._batches = {}
+        self._outputs = {}
+        self._size = 0
 
     def _key(self, values: list[Any]) -> Hashable:
         """Return the shapes and dtypes that tensors are grouped by; None if they cannot be queued."""

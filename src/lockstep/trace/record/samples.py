@@ -36,7 +36,8 @@ _MOST_WORDS = 16384  # of a sample's tensor; of a longer one, evenly spaced word
 _MOST_OUT = 4096  # elements of a sample's output that count
 _MOST_DEPTH = 6
 _IGNORED = -100  # label that losses ignore
-_LISTS, _PLAIN = (list, tuple), (str, int, float, bytes)
+_LISTS = (list, tuple)
+_PLAIN = (str, int, float, bytes)
 
 
 class Batch:
@@ -56,8 +57,14 @@ class Batch:
         sizes = Counter(size for _, value in leaves if (size := _length(value)) >= 0)
         self.size = sizes.most_common(1)[0][0] if sizes else 0
         self.leaves = [(path, value) for path, value in leaves if sizes and _length(value) == self.size]
-        self.others = [] if self.leaves else [value for _, value in leaves if not isinstance(value, Tensor)]
-        tensors = [(place, path, value) for place, (path, value) in enumerate(self.leaves) if isinstance(value, Tensor)]
+        if self.leaves:
+            self.others = []
+        else:
+            self.others = [value for _, value in leaves if not isinstance(value, Tensor)]
+        tensors = []
+        for place, (path, value) in enumerate(self.leaves):
+            if isinstance(value, Tensor):
+                tensors.append((place, path, value))
         masks = (place for place, path, value in tensors if path.endswith("attention_mask") and value.ndim == 2)
         self.mask = next(masks, -1)
         self.names = [path for place, path, value in tensors if _is_integer(value) or place == self.mask]
@@ -105,7 +112,8 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
     Args:
         batches: a single one if it has lists among its leaves, or no leaves.
     """
-    first, times = batches[0], len(batches)
+    first = batches[0]
+    times = len(batches)
     merged = [
         first.leaves[place][1] if times == 1 else torch.cat([batch.leaves[place][1] for batch in batches])
         for place in range(len(first.leaves))
@@ -117,7 +125,8 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
     counts: list[Tensor] = []
     for place, value in enumerate(merged, 1):
         if isinstance(value, Tensor):
-            rows, counted = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1), None
+            rows = value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
+            counted = None
             if _is_integer(value) or place - 1 == first.mask:
                 counted = rows != (0 if place - 1 == first.mask else _IGNORED)
                 columns = counted.reshape(times, first.size, counted.shape[1]).sum(1)
@@ -133,7 +142,10 @@ def digested(batches: Sequence[Batch]) -> SampleDigests:
                 each = _digest_words(words * position_mask, mask_of, value.ndim > 2)
         else:
             each = torch.tensor([_digest_value(item) for item in value], dtype=torch.int64)
-        total = each * (2 * place + 1) if total is None else total + each.to(total.device) * (2 * place + 1)
+        if total is None:
+            total = each * (2 * place + 1)
+        else:
+            total = total + each.to(total.device) * (2 * place + 1)
     if total is None and first.others:
         total = torch.tensor([_digest_value(value) for value in first.others]).sum(0, keepdim=True)
     return SampleDigests(
@@ -167,12 +179,17 @@ def _labeled_positions(values: Sequence[Any]) -> dict[int, Tensor]:
 
 
 def _stack(parts: list[Tensor]) -> Tensor | None:
-    return torch.stack([part.to(parts[0].device) for part in parts], dim=1) if parts else None
+    if parts:
+        return torch.stack([part.to(parts[0].device) for part in parts], dim=1)
+    return None
 
 
 def outputs(output: Any, size: int) -> list[Tensor]:
     """Return up to three of an output's tensors that have a row for each sample, as [size, elements]."""
-    values = [value for _, value in _leaves(output) if isinstance(value, Tensor) and value.is_floating_point()]
+    values = []
+    for _, value in _leaves(output):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            values.append(value)
     return [
         value.flatten(1) if value.ndim > 1 else value.unsqueeze(1)
         for value in values
@@ -212,8 +229,12 @@ def lengths(gradient: Tensor) -> Tensor:
 def _length(value: Any) -> int:
     """Count the rows of a tensor, or the items of a list; -1 for anything else."""
     if isinstance(value, Tensor):
-        return int(value.shape[0]) if value.ndim and not value.is_meta else -1
-    return len(value) if isinstance(value, list) else -1
+        if value.ndim and not value.is_meta:
+            return int(value.shape[0])
+        return -1
+    if isinstance(value, list):
+        return len(value)
+    return -1
 
 
 def _is_integer(value: Tensor) -> bool:
@@ -238,7 +259,8 @@ def _digest_words(words: Tensor, mask: Tensor | None, thinned: bool) -> Tensor:
         unmasked = mask.to(words.device).long()
         place = (unmasked.cumsum(1) - 1).clamp_(min=0)
         words = words * unmasked.to(torch.int32)
-        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)  # each sample has its own
+        # Each sample has its own
+        odd = _odd(words.shape[1], words.device)[:, place].transpose(0, 1)
     else:
         if thinned:
             words = words[:, :: max(1, -(-words.shape[1] // _MOST_WORDS))]
@@ -257,7 +279,10 @@ def _words(rows: Tensor, counted: Tensor | None) -> Tensor:
         return as_bytes(rows).view(torch.int32).view(len(rows), rows.shape[1] * rows.itemsize // 4)
     if rows.dtype in (torch.uint8, torch.bool, torch.int8):
         return rows.to(torch.int32)
-    integers = rows.to(torch.int64) if counted is None else rows.to(torch.int64) * counted
+    if counted is None:
+        integers = rows.to(torch.int64)
+    else:
+        integers = rows.to(torch.int64) * counted
     return (integers ^ (integers >> 32)).to(torch.int32)
 
 

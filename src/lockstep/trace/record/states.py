@@ -74,7 +74,8 @@ def _digest_python() -> str:
     if _READABLE and before is not None and before[0] == now:
         return before[1]
     version, keys, gauss = random.getstate()
-    number = hash((version, keys, gauss is None, gauss or 0.0))  # hash(None) is an address before Python 3.12
+    # hash(None) is an address before Python 3.12
+    number = hash((version, keys, gauss is None, gauss or 0.0))
     digest = f"{number & 0xFFFFFFFFFFFFFFFF:016x}"
     _digest_cache["python"] = now, digest
     return digest
@@ -102,7 +103,8 @@ def _digest_numpy(module: Any) -> str:
     if hasattr(module, "get_bit_generator"):
         bits = module.get_bit_generator()
         if type(bits).__name__ == "MT19937":
-            raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)  # 624 words and the place among them
+            # 624 words and the place among them
+            raw = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
             before = _digest_cache.get("numpy")
             if before is not None and before[0] == raw:
                 return before[1]
@@ -127,12 +129,15 @@ class PassRecorder:
     """
 
     def __init__(self, journal: Journal, names: Names) -> None:
-        self.journal, self._names = journal, names
+        self.journal = journal
+        self._names = names
         self.root: nn.Module | None = None
         self.in_backward = self.begun = False
         self.initial: set[str] = set()
-        self._first: dict[int, Any] = {}  # root -> versions of the parameters recorded as initial
-        self._unsharded = False  # FSDP 1 gathers whole tensors within its forwards
+        # Root -> versions of the parameters recorded as initial
+        self._first: dict[int, Any] = {}
+        # FSDP 1 gathers whole tensors within its forwards
+        self._unsharded = False
         self._forward: dict[str, Any] = {}
         self._module_names: dict[int, str] = {}
 
@@ -169,7 +174,8 @@ class PassRecorder:
         if self.in_backward or is_wrapper(module):
             self._unsharded |= type(module).__name__ == "FullyShardedDataParallel"
             return
-        self.root, self.begun = module, True
+        self.root = module
+        self.begun = True
         if self.journal.within():
             training = module.training and grad
             number = self._names.called(module)
@@ -180,7 +186,10 @@ class PassRecorder:
                 self._put_initial(number)
                 self._forward["rng"] = [state_digests(self._names.generators(module, self.journal.thorough))]
             every = self.journal.options.modules or self.journal.step < _MODULE_STEPS
-            self._module_names = {id(part): name for name, part in module.named_modules()} if every else {}
+            if every:
+                self._module_names = {id(part): name for name, part in module.named_modules()}
+            else:
+                self._module_names = {}
 
     def _put_initial(self, number: int) -> None:
         """Record a root's initial values, at its last forward before the first backward.
@@ -190,7 +199,10 @@ class PassRecorder:
         versions = self._first.get(number, ())
         if versions is None or self._unsharded:
             return
-        values = [(id(p), p._version) for _, p in self._names.parameters(number) if not p.is_inference()]
+        values = []
+        for _, p in self._names.parameters(number):
+            if not p.is_inference():
+                values.append((id(p), p._version))
         if versions == values:
             return
         self._first[number] = values
@@ -223,8 +235,10 @@ class PassRecorder:
     @quiet
     def left(self, args: Any, kwargs: Any, output: Any) -> None:
         """Record the end of the root's forward."""
-        module, self.root = self.root, None
-        record, self._forward = self._forward, {}
+        module = self.root
+        self.root = None
+        record = self._forward
+        self._forward = {}
         if module is None or not record:
             return
         batch = Batch((*args, kwargs) if kwargs else args)
@@ -260,7 +274,8 @@ class PassRecorder:
                 self.reached(record, gradients[index])
 
         output.register_hook(reached_output)  # type: ignore[no-untyped-call]
-        node, index = output.grad_fn, output.output_nr
+        node = output.grad_fn
+        index = output.output_nr
         while node is not None and node.name() == "ToCopyBackward0":
             node, index = node.next_functions[0]
         if node is not None and node is not output.grad_fn:
@@ -275,7 +290,8 @@ class PassRecorder:
     @quiet
     def backward(self, roots: Any) -> None:
         """Record the start of a backward."""
-        self.root, self.begun = None, True
+        self.root = None
+        self.begun = True
         self._first = dict.fromkeys(self._first)
         if self.journal.within():
             tensors = roots if isinstance(roots, tuple | list) else [roots]
@@ -298,7 +314,8 @@ class PassRecorder:
 
 
 _MOST_ELEMENTS = 4 << 20  # up to this size, weights before the update and optimizer state are digested in every step
-_NUMBERS, _LISTS = (bool, int, float), (tuple, list)
+_NUMBERS = (bool, int, float)
+_LISTS = (tuple, list)
 
 
 @dataclass
@@ -327,7 +344,9 @@ class Updates:
     """
 
     def __init__(self, journal: Journal, names: Names, passes: PassRecorder) -> None:
-        self.journal, self._names, self._passes = journal, names, passes
+        self.journal = journal
+        self._names = names
+        self._passes = passes
         self.in_engine = False
         self._optimizers: list[weakref.ref[Any]] = []
         self._cache: weakref.WeakKeyDictionary[Any, _OptimizerParameters] = weakref.WeakKeyDictionary()
@@ -385,7 +404,10 @@ class Updates:
         """Return the parameters that require no gradient."""
         own = zip(trained.entries, trained.parameters, strict=True)
         frozen = [entry for entry, parameter in own if not parameter.requires_grad]
-        outside = [(name, parameter) for name, parameter in trained.others if not parameter.requires_grad]
+        outside = []
+        for name, parameter in trained.others:
+            if not parameter.requires_grad:
+                outside.append((name, parameter))
         return [*frozen, *self._names.entries(outside)]
 
     def _trained(self, optimizer: Any) -> _OptimizerParameters:
@@ -466,7 +488,10 @@ class Updates:
         journal.record.update(opt=0, kind="DeepSpeedEngine", at=journal.tick())
         weights = self._names.entries(self._names.parameters())
         journal.sums({**(self._initial(weights) if journal.fresh else {}), "begin": weights})
-        frozen = [(name, parameter) for name, parameter in self._names.parameters() if not parameter.requires_grad]
+        frozen = []
+        for name, parameter in self._names.parameters():
+            if not parameter.requires_grad:
+                frozen.append((name, parameter))
         journal.names("frozen", self._names.entries(frozen))
         groups = [self._numbers(group) for group in engine.optimizer.param_groups]
         journal.record.update(grad=[], groups=groups)

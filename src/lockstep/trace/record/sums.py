@@ -62,7 +62,8 @@ class ElementPlaces(NamedTuple):
             number, within = divmod(row, each)
             count = min(rows, each - within)
             yield (self.start + number * self.stride) // _BLOCK + within, count
-            row, rows = row + count, rows - count
+            row = row + count
+            rows = rows - count
 
 
 def mixed(numbers: Tensor) -> Tensor:
@@ -84,7 +85,10 @@ def plain(tensor: Tensor, place: ElementPlaces) -> Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.dtype not in _KINDS:
-            tensor = tensor.float() if tensor.is_floating_point() else tensor.double()
+            if tensor.is_floating_point():
+                tensor = tensor.float()
+            else:
+                tensor = tensor.double()
     if place.run and not place.whole_rows():
         return torch.nn.functional.pad(tensor.reshape(-1, place.run), (0, place.stride - place.run))
     return tensor
@@ -94,7 +98,8 @@ def summed(pieces: Sequence[tuple[Tensor, ElementPlaces]]) -> Tensor:
     """Return a row for each piece, all on one device. int64 [n, WIDTH]; floats by their bits."""
     if not pieces:
         return torch.zeros(0, WIDTH, dtype=torch.int64)
-    plains, places = [plain(*piece) for piece in pieces], [place for _, place in pieces]
+    plains = [plain(*piece) for piece in pieces]
+    places = [place for _, place in pieces]
     device = plains[0].device
     key = (device, *((tensor.numel(), tensor.dtype, place) for tensor, place in zip(plains, places, strict=True)))
     plan = _plan_cache.get(key)
@@ -152,15 +157,17 @@ class SumPlan:
 
     def __init__(self, plains: Sequence[Tensor], places: Sequence[ElementPlaces], pooled: bool = False) -> None:
         device = plains[0].device
-        self._count, self._device = len(plains), device
+        self._count = len(plains)
+        self._device = device
         self._shapes = [tensor.shape for tensor in plains]
         self._sizes = [tensor.numel() for tensor in plains]
-        layouts = [
-            (tensor.numel(), _place_of_rows(place), tensor.dtype == torch.float64)
-            for tensor, place in zip(plains, places, strict=True)
-        ]
+        layouts = []
+        for tensor, place in zip(plains, places, strict=True):
+            layouts.append((tensor.numel(), _place_of_rows(place), tensor.dtype == torch.float64))
         self._packs = _packs(layouts, 1 << 62 if pooled else _ROWS.get(device.type, _DEVICE_ROWS))
-        kinds = [(wide, [pack for pack in self._packs if pack.wide is wide]) for wide in (False, True)]
+        kinds = []
+        for wide in (False, True):
+            kinds.append((wide, [pack for pack in self._packs if pack.wide is wide]))
         self._sides = [_FloatPacks(wide, packs, *_constants(packs, device)) for wide, packs in kinds if packs]
         self._zeros = {kind: torch.zeros(_BLOCK, device=device, dtype=kind) for kind in _KINDS}
         self._tables = {side.wide: _tables(side.wide, device) for side in self._sides}
@@ -189,10 +196,14 @@ class SumPlan:
         rooms = [
             torch.zeros(times * pack.rows, _BLOCK, dtype=_KINDS[pack.wide], device=self._device) for pack in self._packs
         ]
-        views = [[torch.empty(shape) for shape in self._shapes] for _ in range(times)]  # for pieces without a row
+        # for pieces without a row
+        views = []
+        for _ in range(times):
+            views.append([torch.empty(shape) for shape in self._shapes])
         for pack, room in zip(self._packs, rooms, strict=True):
             for time, rows in enumerate(torch.split(room, pack.rows)):
-                flat, at = rows.view(-1), 0
+                flat = rows.view(-1)
+                at = 0
                 for piece, begin, end in pack.parts:
                     if piece >= 0:
                         views[time][piece] = flat[at : at + end - begin].view(self._shapes[piece])
@@ -202,7 +213,8 @@ class SumPlan:
     def pooled(self, rooms: list[Tensor], times: int) -> Tensor:
         """Sum the first `times` copies in the rooms, as `run` does. int64 [times * n, WIDTH]"""
         used = (room[: times * pack.rows] for pack, room in zip(self._packs, rooms, strict=True))
-        return self._sum([torch.split(rows, _ROWS["cpu"]) for rows in used], times)  # a side has one pack
+        # A side has one pack
+        return self._sum([torch.split(rows, _ROWS["cpu"]) for rows in used], times)
 
     def _sum(self, rows: Sequence[Iterable[Tensor]], times: int) -> Tensor:
         """Sum each piece.
@@ -218,13 +230,15 @@ class SumPlan:
 
     def _add(self, total: Tensor, side: _FloatPacks, chunks: Iterable[Tensor], times: int) -> None:
         """Add the hashes, squares and signed sums of a side's rows to their pieces."""
-        count, kind = times * len(side.owners), _KINDS[side.wide]
+        count = times * len(side.owners)
+        kind = _KINDS[side.wide]
         hashes = _scratch("hashes", count, 1, torch.int32, self._device).view(-1)
         lengths = _scratch("lengths", count, 1, kind, self._device).view(-1)
         sketches = _scratch("sketches", count, SKETCH, kind, self._device).view(SKETCH, count)
         end = 0
         for rows in chunks:
-            begin, end = end, end + rows.shape[0]
+            begin = end
+            end = end + rows.shape[0]
             self._hash(rows, side.wide, hashes[begin:end])
             torch.linalg.vector_norm(rows, dim=1, out=lengths[begin:end])
             _sketch(rows, self._tables[side.wide][1], sketches[:, begin:end])
@@ -253,7 +267,8 @@ class SumPlan:
             if (end - begin) % _BLOCK == 0 and plains[piece].is_contiguous():
                 return plains[piece].view(-1)[begin:end].view(-1, _BLOCK)
         kind = torch.float64 if pack.wide else torch.float32
-        zeros, parts = self._zeros[kind], []
+        zeros = self._zeros[kind]
+        parts = []
         for piece, begin, end in pack.parts:
             if piece < 0:
                 parts.append(zeros[:end])
@@ -270,7 +285,9 @@ def _place_of_rows(place: ElementPlaces) -> ElementPlaces:
     """Return the place of a piece after `plain`."""
     if place.start < 0:
         return ElementPlaces(0)
-    return place if place.whole_rows() else ElementPlaces(place.start)
+    if place.whole_rows():
+        return place
+    return ElementPlaces(place.start)
 
 
 def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
@@ -281,11 +298,13 @@ def _packs(layouts: Sequence[Layout], most: int) -> list[_Pack]:
         for piece, (count, place, is_wide) in enumerate(layouts):
             if is_wide is not wide or not count:
                 continue
-            start, lead = place.start, place.start % _BLOCK
+            start = place.start
+            lead = place.start % _BLOCK
             head = min(count, (_BLOCK - lead) % _BLOCK if lead else 0)
             middle = (count - head) // _BLOCK
             cuts = [(0, head)] if head else []
-            if middle <= most // 2 and not place.run:  # a copy is cheaper than operations of its own
+            # A copy is cheaper than operations of its own
+            if middle <= most // 2 and not place.run:
                 cuts = [(0, count)]
             else:
                 for row in range(0, middle, most):
@@ -346,7 +365,9 @@ def _scratch(use: str, rows: int, width: int, kind: torch.dtype, device: torch.d
     memory = _scratch_cache.get(key)
     if memory is None or memory.shape[0] < rows:
         memory = _scratch_cache[key] = torch.empty(rows, width, dtype=kind, device=device)
-    return memory if memory.shape[0] == rows else memory[:rows]
+    if memory.shape[0] == rows:
+        return memory
+    return memory[:rows]
 
 
 _scratch_cache: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
