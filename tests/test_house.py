@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,26 @@ def test_no_file_is_a_crumb_or_too_long_to_read():
         and importers["lockstep." + where.replace("/", ".")] <= 1
     ]
     assert crumbs == []
+
+
+def test_the_source_stays_as_airy_as_it_is():
+    """Rates of pyproject.toml, which only get better: a line does one thing, and comments say why."""
+    counts = collections.Counter()
+    for path in sorted(ROOT.rglob("*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        counts["lines"] += len(lines)
+        counts["comment_lines"] += sum(line.lstrip().startswith("#") for line in lines)
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            counts["statements"] += isinstance(node, ast.stmt)
+            counts["conditional_expressions"] += isinstance(node, ast.IfExp)
+            counts["comprehensions"] += isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
+            is_pair = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            counts["tuple_assignments"] += is_pair and len(node.value.elts) > 1
+    limits = tomllib.loads(TABLE.parents[1].joinpath("pyproject.toml").read_text())["tool"]["lockstep"]["density"]
+    least = limits.pop("comment_lines")
+    assert round(100 * counts["comment_lines"] / counts["lines"], 1) >= least
+    rates = {name: round(100 * counts[name] / counts["statements"], 1) for name in limits}
+    assert all(rates[name] <= limit for name, limit in limits.items()), rates
 
 
 def test_public_names_are_sorted_and_exist():
