@@ -182,6 +182,20 @@ def test_links_between_pages_lead_somewhere():
     assert lost == []
 
 
+def test_names_that_the_documents_say_are_in_a_file_are_there():
+    """`training/build.py: RunParts.lr_factor`: each part of the name is defined in that file."""
+    homes = (ROOT, ROOT / "src" / "lockstep", ROOT / "packages" / "lint" / "src" / "lockstep_lint")
+    lost = []
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        for file, names in re.findall(r"`([\w/]+\.py): ([^`]+)`", page.read_text(encoding="utf-8")):
+            sources = [path.read_text(encoding="utf-8") for home in homes if (path := home / file).is_file()]
+            for name in re.split(r"[,.]\s*", names):
+                defines = rf"(def|class) {name}\b|^\s*(self\.)?{name}\s*[:=]|\"{name}\""
+                if not any(re.search(defines, source, re.MULTILINE) for source in sources):
+                    lost.append((page.name, file, name))
+    assert lost == []
+
+
 def run_page(name, folder, files):
     """Write the programs of a page under these names."""
     for block, file in zip(blocks(name), files, strict=True):
