@@ -178,8 +178,9 @@ def _unlike(
     if repeats and source.seeks and begin:
         return DataError(f"{start}; `iter(part, start)` must pass over the first `start` samples of the part")
     return DataError(
-        f"two readings of the stream {source.name} differ from sample {position.offset + odd} of part {part_number} on, "
-        "so a resume would lose or repeat some; give its shuffles a seed, and draw from torch, numpy or random alone"
+        f"two readings of the stream {source.name} differ from sample {position.offset + odd} of part "
+        f"{part_number} on, so a resume would lose or repeat some; give its shuffles a seed, and draw from torch, "
+        "numpy or random alone"
     )
 
 
