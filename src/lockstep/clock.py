@@ -50,7 +50,7 @@ class Clock(Protocol):
         """Add the time since `start` or the last lap to `name`."""
 
     def spent(self) -> dict[str, float]:
-        """Return total seconds by name, as far as known, without waiting for the device."""
+        """Return the total seconds by name that are known without waiting for the device."""
 
     def read(self) -> dict[str, float]:
         """Return milliseconds per step by name since the last reading, and reset.
@@ -153,7 +153,7 @@ class DeviceClock:
         return dict(self._times)
 
     def _collect(self, count: int) -> None:
-        """Add up the first `count` pending steps, as far as the device has completed them."""
+        """Add up the completed ones of the first `count` pending steps."""
         while count > 0 and len(self._pending[0]) > 1:
             # A query does not wait. Steps complete in order, so the first incomplete one ends the search.
             if not self._pending[0][-1][1].query():  # type: ignore[no-untyped-call]

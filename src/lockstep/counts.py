@@ -114,6 +114,7 @@ def describe_count(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, Tensor | np.ndarray | np.generic):
+        # The batch is in host memory.
         value = value.item()
     if value is None or isinstance(value, PlainNumber):
         return repr(value)

@@ -11,7 +11,7 @@ LockstepError                   exit 1   a failed run
 ├── DifferenceError             exit 3   a check found a difference
 ├── StorageError                exit 75  a disk or a network file system does not answer: the same command resumes
 └── PeerError                   exit 1   another rank failed or did not answer in time
-    └── RankLost                         the same, in a run that goes on with the other ranks
+    └── RankLost                         the same, in a run that continues with the others
 
 Messages name settings by flag. If the configuration was made in Python, `name_settings` replaces them by fields:
 
@@ -177,7 +177,7 @@ class LockstepError(Exception):
     Attributes:
         exit_code: of the command.
         relayed: another rank raised the error and reports it; this one exits silently.
-        shared: every rank raises the error alike, so it is none of one rank's own.
+        shared: every rank raises the same error, so no rank alone is at fault.
         follows: a consequence of a failure elsewhere, which has a line of its own.
         smaller: micro-batch size with which to build the run again (`--on-oom smaller`); 0: the run fails.
     """

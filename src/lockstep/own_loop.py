@@ -86,8 +86,8 @@ def loader(  # noqa: PLR0913
     `lockstep.train`, and not on the world size or a resume. It serves an evaluation too.
 
     A further loader of the same world continues where the last one ended: it begins with the next epoch and step, so
-    its order and its random numbers are new. Those with a shuffle (or an `order`) and those without are counted apart,
-    so that evaluations in between do not change the training.
+    its order and its random numbers are new. Those with a shuffle (or an `order`) and those without have separate
+    counts, so that evaluations in between do not change the training.
 
     Args:
         dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.

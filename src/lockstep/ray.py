@@ -94,7 +94,7 @@ def doctor(
 
     Raises:
         ConfigError: ray is not installed, or an argument is invalid.
-        LockstepError: a check says FAIL, or a node was lost.
+        LockstepError: a check reports FAIL, or a node was lost.
     """
     _run("doctor", config, task, _Size(nodes, processes_per_node, gpus_per_node, cpus_per_node, 0), env or {})
 
@@ -158,7 +158,7 @@ class _Job:
     Attributes:
         command: train or doctor.
         settings: the configuration, as a file's text.
-        flags: of the command, besides.
+        flags: further flags of the command.
         bundle: what Ray reserves for a node.
         variables: of the launchers.
         timeout: seconds for a rank to answer.

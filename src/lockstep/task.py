@@ -158,7 +158,7 @@ class Task(ABC):
             faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
         fixed_models: models that the loss reads and no step changes, by name, such as a teacher; compared between the
             ranks before step 1.
-        sample_state: names of buffers, and keys of `state_dict()`, of which each sample or stream has rows of its own:
+        sample_state: names of buffers, and keys of `state_dict()`, that have rows by sample or stream:
             a hidden state, a memory bank. Each micro-batch reads their values from before the step, and writes rows.
         step: the present step, 0-based, the same on every rank; set by the run before each step. A class that has an
             attribute `step` of its own keeps it.
@@ -223,7 +223,7 @@ class Task(ABC):
         """Change the training set before the first sample of an epoch is loaded.
 
         Called on every rank with the same seed, which depends on the epoch alone; after a resume in the middle of an
-        epoch too, and once more before the first step. So set all that the epoch needs from its number. The length of
+        epoch too, and again before the first step. So set all that the epoch needs from its number. The length of
         the set must stay.
 
         Args:
@@ -373,7 +373,7 @@ class Task(ABC):
     def untrained(self) -> Sequence[str]:
         """Return names or patterns of a pretrained model's new modules, such as a head.
 
-        With --lora.rank they are trained in full, besides the adapters.
+        With --lora.rank they are trained in full, alongside the adapters.
         """
         return ()
 

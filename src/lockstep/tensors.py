@@ -1,4 +1,4 @@
-"""Get a tensor's part on this rank, collate samples, and find tensors that are not finite."""
+"""Get a tensor's shard on this rank, collate samples, and find non-finite tensors."""
 
 import copy
 import dataclasses
@@ -86,7 +86,7 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, st
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the byte after its last.
+    """Return a tensor's first byte in its storage, and the byte after its last.
 
     The tensor has elements.
     """
@@ -96,7 +96,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part as a plain tensor without gradient, sharing its memory."""
+    """Return this rank's shard as a plain tensor without gradient, sharing its memory."""
     local = tensor
     if is_dtensor(tensor):
         with torch.no_grad():

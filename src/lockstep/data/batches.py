@@ -137,7 +137,7 @@ START = Origin(0, 0)
 class StepPlan:
     """Cuts the stream of positions into steps and micro-batches.
 
-    Each step has `size` samples, in micro-batches of `micro_size`, of which the last may be shorter. Only the run's
+    Each step has `size` samples, in micro-batches of `micro_size`, where the last may be shorter. Only the run's
     last step can be shorter: it ends at `total`. Steps before `origin` were cut differently; their positions are
     undefined here.
     """
@@ -277,9 +277,9 @@ class Batches:
         self.loader = Loader(fetch, loading, world.rank, world.device.type == "cuda")
 
     def shares(self, first: int, last: int) -> dict[str, float]:
-        """Return each source's share of the samples of steps first .. last - 1, by name.
+        """Return each source's share of the samples of some steps, by name.
 
-        {} without a mixture.
+        Of steps first .. last - 1; {} without a mixture.
         """
         start = self.step_plan.start(max(first, self.step_plan.origin.step))
         if self._mixture:
@@ -537,7 +537,7 @@ class StepLoader:
 
     @property
     def readable_before(self) -> Callable[[int], int] | None:
-        """Map a step to the later step whose data must not be read before it is reached.
+        """Map a step to a later one whose data must not be read before.
 
         None: there is no such step.
         """
@@ -598,7 +598,7 @@ _LOOKUP_SAMPLES = 4096
 
 @final
 class MicroBatchCosts:
-    """Estimated costs: step -> the work of each of its M micro-batches.
+    """Estimated costs: step -> the work of its M micro-batches.
 
     Empty slots repeat the last micro-batch with samples.
 

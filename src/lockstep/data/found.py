@@ -72,7 +72,7 @@ class FoundFiles:
 
     @property
     def share(self) -> float:
-        """The share that is left out: of the files or of their bytes, whichever is larger."""
+        """The share that is left out: the larger of those of files and bytes."""
         left_out = []
         for files in self._left.values():
             left_out.extend(files)

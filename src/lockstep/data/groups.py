@@ -9,7 +9,7 @@ Or as a batch sampler does.
 A run with groups counts its positions in micro-batches: a step is M of them, whatever number of samples each has. The
 samples are sorted by length, rounded up to 5 significant bits, and cut so that the longest times the number of samples
 stays within the bound. Samples of one rounded length change places in each epoch, and the groups are shuffled: an epoch
-always has the same number of groups, and each sample once. Apart from one sorted list of the samples all is arithmetic.
+always has the same number of groups, and each sample once. Except for one sorted list of the samples all is arithmetic.
 """
 
 from collections.abc import Callable, Iterator

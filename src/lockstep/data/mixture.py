@@ -36,7 +36,7 @@ def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None)
     """Mix datasets: each step has about the weights' shares of samples from each source.
 
     A source that is used up begins again, in a new order. An epoch of the mixture is as many samples as all sources
-    have together, whichever they come from; streams have no epoch.
+    have together, from any of them; streams have no epoch.
 
     Args:
         sources: map-style datasets by name, or streams.
@@ -253,7 +253,7 @@ class MixtureOrder:
         )
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return the epochs of the sources, and the samples, at positions start .. stop - 1.
+        """Return the sources' epochs, and the samples, at positions start .. stop - 1.
 
         Two int64 arrays.
         """

@@ -1,9 +1,9 @@
-"""Fetch files from a store into a bounded folder that the processes of a machine share.
+"""Fetch files from a store into a bounded folder that all processes share.
 
     cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30, label="s3://bucket/train")
     path = cache.get("0a1b.tar", size, lambda part: store.fetch(file, part))        # made once, whatever asks for it
 
-A file is written under another name, checked, and renamed: whoever finds it has all of it. Its time of modification
+A file is written under another name, checked, and renamed, so it is complete once it exists. Its modification time
 depends on its name and size, so that one changed later is known, and made again. The least recently used files are
 removed before the folder grows past its limit. A process that still reads a removed file keeps it until it
 closes it. This file alone fetches shards by fsspec.

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 class ShardError(ValueError):
-    """A fault in a shard's content; its text says what to do."""
+    """A fault in a shard's content; its text has the way out."""
 
 
 class ShardSummary(NamedTuple):
@@ -83,7 +83,7 @@ class ShardFormat(ABC):
     Attributes:
         name: as the user gives it.
         suffix: of a file that `prepare` writes; "": none.
-        replaces: that file replaces the shard, such as an uncompressed copy; else it is kept beside it.
+        replaces: that file replaces the shard, such as an uncompressed copy; else both are kept.
         has_header: the first bytes of a shard have the number of its samples.
     """
 
@@ -123,7 +123,7 @@ class ShardFormat(ABC):
 
     @abstractmethod
     def open(self, path: Path, beside: Path | None) -> OpenShard:
-        """Open a shard, with the file that `prepare` wrote beside it."""
+        """Open a shard, with the file that `prepare` wrote."""
 
     def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
         """Return these samples of open shards, those of the first one first."""
@@ -155,7 +155,7 @@ class TokenShards(ShardFormat):
 
     Args:
         seq_len: tokens of a sample.
-        dtype: of the numbers, which a file of nothing but numbers does not say.
+        dtype: of the numbers, which a file of numbers alone does not contain.
         vocab_size: a number that is not below it is an error; 0: unknown.
     """
 
@@ -254,7 +254,7 @@ class TarShards(ShardFormat):
         """Write each sample's key, and the extension, offset and size of its files.
 
         Raises:
-            DataError: the tar is compressed, cut or damaged; a file is in it twice, or apart from its sample's others.
+            DataError: the tar is compressed, cut or damaged; a file is in it twice, or far from its sample's others.
         """
         keys = list[str]()
         extensions = dict[str, int]()

@@ -1,4 +1,4 @@
-"""Open a dataset in shards, on a disk or in a store, and read its samples by index.
+"""Open a dataset in shards, on disk or in a store, and index its samples.
 
     data = lockstep.shards("s3://bucket/train/*.parquet")           # len(data), data[5], data.shard_sizes
     data = lockstep.shards("data/images-{0000..0063}.tar", transform=decode)
@@ -329,7 +329,7 @@ class _Access:
         self.fetches: Tensor = shared_zeros(1)
 
     def local(self, file: ShardFile) -> tuple[Path, Path | None]:
-        """Return the path of a shard, ready to be opened, and of its format's extra file.
+        """Return the paths of a shard, ready to be opened, and of its extra file.
 
         Raises:
             DataError: the shard is missing, was changed or is damaged.

@@ -3,7 +3,7 @@
     counts = shared_zeros(2)        # written by loader processes, read here; needs no /dev/shm
     shortage(error)                 # "/dev/shm ... has too little room", or "" for an error of another kind
 
-Loader processes send batches through /dev/shm, of which a container has 64 MiB unless told otherwise.
+Loader processes send batches through /dev/shm, whose size in a container is 64 MiB by default.
 """
 
 import errno

@@ -221,7 +221,7 @@ def _packed(state: Any) -> Any:
 
 
 def _unpacked(state: Any) -> Any:
-    """Return the state of which `_packed` made this."""
+    """Return the state from the result of `_packed`."""
     if isinstance(state, list):
         return [_unpacked(element) for element in state]
     if not isinstance(state, dict):

@@ -2,7 +2,7 @@
 
     batches = StreamBatches(task, StreamData(source_of(dataset)), lanes, step_plan, world)
     for step, micro in batches.from_step(0): ...
-    state = batches.stream_state(done, world)           # for a checkpoint: where each lane stands
+    state = batches.stream_state(done, world)           # for a checkpoint: each lane's position
 
 A turn of an epoch has M micro-batches (`data/streams.py`). Turns without a sample on any rank take no step, and the
 epoch is over when no lane has samples. The ranks learn both from the step exchange.
@@ -248,9 +248,9 @@ class StreamBatches(Batches):
         return self._loading.workers
 
     def shares(self, first: int, last: int) -> dict[str, float]:
-        """Return each source's share of the samples of steps first .. last - 1, by name.
+        """Return each source's share of the samples of some steps, by name.
 
-        {} without a mixture.
+        Of steps first .. last - 1; {} without a mixture.
         """
         source = self._source
         if not isinstance(source, MixtureSource):
@@ -414,7 +414,7 @@ class StreamBatches(Batches):
         return probed
 
     def stream_state(self, done: int, world: World) -> StreamState:
-        """Return where the stream stands after `done` steps, on all ranks. Collective."""
+        """Return the stream's position after `done` steps, on all ranks. Collective."""
         current = self._current
         if current:
             position = current.place(done)

@@ -4,7 +4,7 @@
     reader = reader_of(source, lanes)                       # of a single stream too
     samples, cursor = reader.read(lane, first, 4, epoch=0)
 
-Which source the n-th sample of a lane comes from is arithmetic (`mixture_schedule.py`); it is the next one of the
+The source of the n-th sample of a lane is arithmetic (`mixture_schedule.py`); the sample is the next one of the
 source's lane. A source whose lane has ended continues with its parts of its next epoch. So a mixture never ends, and
 each turn is a step. The cursor of a lane has those of its sources in its `state`.
 """

@@ -72,7 +72,7 @@ def stream(dataset: Any, parts: int) -> SplitStream:
     which a single process reads for all ranks.
 
     Args:
-        dataset: torch's IterableDataset, or another object whose `__iter__` opens it anew.
+        dataset: torch's IterableDataset, or another object whose `__iter__` opens it again.
         parts: into how many it splits itself; at least the micro-batches of a step, best eight times as many.
 
     Raises:

@@ -168,7 +168,7 @@ class Lanes:
     def parts_of(self, epoch: int, lane: int) -> list[int]:
         """Return the parts of a lane in an epoch, in the order of reading.
 
-        Each epoch deals them anew. Lanes from `count` on are for trials before step 1: lane count + n has all parts,
+        Each epoch deals them again. Lanes from `count` on are for trials before step 1: lane count + n has all parts,
         beginning with those of lane n.
         """
         deal = _deal(self.parts, derive(self.seed, "parts", epoch))
@@ -302,7 +302,7 @@ class LaneReader:
         rank: for messages.
         count_retry: called for each further try.
         block_of: (lane, sample) -> the block that it is seeded with; None: that of its micro-batch.
-        repeats: a lane that has ended goes on with its parts of the source's next epoch.
+        repeats: a lane that has ended continues with its parts of the source's next epoch.
     """
 
     def __init__(
@@ -459,7 +459,7 @@ class LaneReader:
     def _extend(self, opened: _OpenLane, samples: list[Any], iterator: Iterator[Any], count: int) -> None:
         """Append up to `count` samples of a part; seed at the start of each block.
 
-        A block has the same samples for whoever reads it, so what they draw depends on the data alone.
+        A block has the same samples for every reader, so what they draw depends on the data alone.
         """
         if not self._draws:
             # `extend` keeps what it has read if the iterator fails.

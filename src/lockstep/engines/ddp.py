@@ -114,7 +114,7 @@ class GradientUsage:
         return [count > 0 for count in self._uses.counts]
 
     def missed(self, backwards: int) -> list[str]:
-        """Return the parameters that some rank did not use in each of its `backwards`. Collective."""
+        """Return the parameters that some rank did not use in all of its `backwards`. Collective."""
         return [name for name, count in zip(self.names, self._reduce_counts(backwards), strict=True) if count[0]]
 
     def unused(self, mark: int = 0) -> list[bool]:

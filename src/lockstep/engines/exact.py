@@ -1,7 +1,7 @@
 """The fixed tree: add a step's gradients in one order for any number of ranks.
 
 The number M of a step's micro-batches alone fixes the tree. The left half of a node has the largest power of two of
-its micro-batches that is less than all of them, and a node's sum is that of its left half plus that of its right half.
+its micro-batches that is less than their number, and a node's sum is that of its left half plus that of its right half.
 A rank owns a run of consecutive micro-batches, which consists of at most 2 log2(M) whole subtrees; `Tree` computes
 their sums. `Exchange` does the rest: each rank takes one piece of the vectors, receives that piece of all subtrees'
 sums, adds them in the tree's order, and all ranks gather the results. Bits are equal because every addition has the
@@ -101,7 +101,7 @@ def _splits(micro_batches: int) -> frozenset[tuple[int, int, int]]:
 
 
 class Subtotals(Generic[Sum]):
-    """Sums of adjacent micro-batches, added in order as far as the tree allows.
+    """Sums of adjacent micro-batches, added in order where the tree allows it.
 
     Adds two sums once they are the left and right half of a node. Holds one sum for each of the `subtrees` of the
     micro-batches pushed so far: at most 2 log2(M).
@@ -245,7 +245,7 @@ class Tree:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as pairs of reals, which add alike; return others unchanged."""
+    """View a complex tensor as pairs of reals, with the same sums; return others unchanged."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().resolve_conj())
     return tensor

@@ -334,7 +334,7 @@ class Remade:
         self._changes.changed(TrainedSet([*self._ever_trained], names, dict(self._since)))
 
     def _check_agreement(self, change: str, now: list[str]) -> None:
-        """Raise LockstepError, naming parameters, unless all ranks changed alike. Collective."""
+        """Raise LockstepError, naming parameters, unless all ranks made the same change. Collective."""
         if self._world.size == 1:
             return
         report = {"remade": change, "trained": now, "groups": [len(group) for group in self._group_ids()]}

@@ -2,8 +2,9 @@
 
     dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
 
-The next sample replaces a skipped one, on any rank and in any process, so every world size skips alike. Each try, and
-the replacement, is seeded as in a run without an error. For a loader process that dies see `data/loader.py`.
+The next sample replaces a skipped one, on any rank and in any process, so every world size skips the same samples.
+Each try, and the replacement, is seeded as in a run without an error. For a loader process that dies see
+`data/loader.py`.
 """
 
 import logging

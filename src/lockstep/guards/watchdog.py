@@ -398,7 +398,7 @@ class Inquiry:
     def _last_position(self, rank: int, heartbeats: Heartbeats | None = None) -> str:
         """Describe the last position of a silent rank.
 
-        It comes from the launcher's folder on this machine, or from its last heartbeat.
+        Read from the launcher's folder on this machine, or from its last heartbeat.
         """
         if self._world.is_first:
             folder = os.environ.get(FOLDER_VARIABLE)

@@ -307,7 +307,7 @@ def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give a sharded model the groups of `mesh`, where this rank has the same shard.
 
     The shards, averages and optimizer states are DTensors on one DeviceMesh object, which becomes a copy of `mesh`: so
-    all of them stay as they are. This rank's shard has the same place and size in any number of replicas.
+    these tensors stay as they are. This rank's shard has the same place and size in any number of replicas.
     """
     present = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     vars(present).update(vars(mesh))
@@ -345,6 +345,7 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
         return init_device_mesh(device_type, (world.size // size, size), mesh_dim_names=names)
     # New groups, not the default one: the failure of a further rank then shows soon.
     ranks = torch.arange(world.size).view(-1, size)
+    # Tensors on the host: no device is waited for.
     copies = ranks[:, world.rank % size].tolist()
     shard_ranks = ranks[world.rank // size].tolist()
     # All ranks make their two groups in this order.

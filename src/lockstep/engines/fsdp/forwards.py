@@ -154,7 +154,7 @@ class _Forwards:
         self._is_over = self._has_graph = False
 
     def announce(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell the other ranks of a forward before it begins. Collective."""
+        """Announce a forward to the other ranks before it begins. Collective."""
         self._inputs = (args, kwargs)
         self._exchange(True)  # collective
 

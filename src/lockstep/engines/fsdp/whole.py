@@ -1,4 +1,6 @@
-"""0-dim and empty parameters under FSDP, which it cannot split: every rank holds them whole, as CLIP's temperature.
+"""Handle 0-dim and empty parameters, which FSDP cannot split.
+
+Every rank holds them whole; CLIP's temperature is one.
 
 FSDP ignores them. `WholeParameters` sums their gradients once a step, in exact mode in the fixed tree.
 """
