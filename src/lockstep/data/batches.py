@@ -419,9 +419,8 @@ class Batches:
         """Yield (step, micro-batch) for each (step, index), whichever rank computes it in training.
 
         Loads like all others: if there are loader processes, in one of its own, a micro-batch ahead.
-        # `epoch_starts` may change the dataset between two micro-batches.
         """
-        # A loader process would keep the dataset as it was when the process started.
+        # `epoch_starts` may change the dataset, and a loader process would keep it as it was when the process started.
         workers = 0 if self.epoch_starts else min(self._loading.workers, 1)
         loading = Loading(workers, 1, self._loading.retries)
         loader = Loader(self._fetch, loading, self.rank, False)

@@ -133,9 +133,9 @@ class _RowsMuon(Muon):
         )
         groups_here = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
         updates = [update.to(device) for update in updates]
+        # All ranks of the sharding group: the rows of each matrix go to its owner.
         matrices = [
             _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            # All ranks of the sharding group: the rows of each matrix go to its owner.
             for matrix, group in zip(
                 gather_rows(updates, shapes, owners, shards), groups_here, strict=True
             )  # collective

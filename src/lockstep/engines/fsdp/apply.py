@@ -190,7 +190,8 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
         "mesh": mesh,
-        # FSDP's default: a unit frees its gathered parameters after its forward, except the root.
+        # None is FSDP's default: a unit frees its gathered parameters after its forward. The root does not, since the
+        # backward would gather it again at once.
         "reshard_after_forward": False if options.sharding == "grad-op" else None,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
