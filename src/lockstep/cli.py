@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: command and flags; None: the process's arguments.
     """
-    # Otherwise Python visits all of torch's objects once more at exit, for half a second
+    # Otherwise Python's garbage collector visits all of torch's objects at exit, which takes half a second.
     atexit.register(gc.freeze)
     end_with_launcher()
     try:
@@ -102,14 +102,17 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         failures.report_interrupt()
         code = 130
-    except BrokenPipeError:  # `lockstep ... | head`
+    except BrokenPipeError:
+        # The reader has gone, as in `lockstep ... | head`.
         code = 141
-    except SystemExit as end:  # of the user's code
+    except SystemExit as end:
+        # The user's code has called sys.exit.
         if end.code not in RESERVED_CODES:
             raise
         failures.report(LockstepError(f"the code, or a library, called sys.exit({end.code}) outside a run"))
         code = 1
-    except BaseException as error:  # lockstep's own, or a bug in the user's code or in lockstep
+    except BaseException as error:
+        # An error of lockstep's own, or a bug in the user's code or in lockstep.
         failures.report(error)
         code = error.exit_code if isinstance(error, LockstepError) else 1
     sys.exit(code)
@@ -121,7 +124,7 @@ def dispatch(argv: list[str]) -> int:
     Raises:
         UsageError: the command is unknown.
     """
-    # The deepspeed launcher adds it; LOCAL_RANK has the same value
+    # The deepspeed launcher adds this flag; LOCAL_RANK has the same value.
     if argv and argv[0].startswith("--local_rank="):
         argv = argv[1:]
     if not argv or argv[0] in ("-h", "--help"):

@@ -50,7 +50,7 @@ class Clock(Protocol):
         """Add the time since `start` or the last lap to `name`."""
 
     def spent(self) -> dict[str, float]:
-        """Return total seconds by name, as far as known, without waiting for the device."""
+        """Return the total seconds by name that are known without waiting for the device."""
 
     def read(self) -> dict[str, float]:
         """Return milliseconds per step by name since the last reading, and reset.
@@ -68,11 +68,12 @@ class HostClock:
 
     def __init__(self, ranks: int = 1) -> None:
         self._sums: dict[str, float] = {}
-        # backwards of this window without an exchange
+        # Number of backwards without an exchange since the last reading.
         self._alone = 0
         self._ranks = ranks
         self._before: dict[str, float] = {}  # until the last reading
-        self.steps = self._read = 0  # total, and up to the last reading
+        # Number of steps in total, and up to the last reading.
+        self.steps = self._read = 0
         self._last = 0.0
 
     def start(self) -> None:
@@ -108,10 +109,10 @@ class DeviceClock:
     """
 
     def __init__(self, ranks: int = 1) -> None:
-        # as in HostClock
+        # As in HostClock.
         self._alone = 0
         self._ranks = ranks
-        # One list per step, its start first; the last is the current step's
+        # One list of marks per step, beginning with its start. The last list is the current step's.
         self._pending: deque[_Marks] = deque()
         self._free: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}  # until the last reading
@@ -121,13 +122,14 @@ class DeviceClock:
 
     def start(self) -> None:
         self._collect(len(self._pending))
-        # A start without laps, after the last step
+        # Reuse the event of a start without laps, which follows the last step before a pause.
         if self._pending and len(self._pending[-1]) == 1:
             self._free.append(self._pending.pop()[0][1])
         self._pending.append([])
         self.lap("")
 
     def lap(self, name: str) -> None:
+        # Events are reused from step to step. torch has no types for the constructor.
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._pending[-1].append((name, event))
@@ -151,8 +153,9 @@ class DeviceClock:
         return dict(self._times)
 
     def _collect(self, count: int) -> None:
-        """Add up the first `count` pending steps, as far as the device has completed them."""
+        """Add up the completed ones of the first `count` pending steps."""
         while count > 0 and len(self._pending[0]) > 1:
+            # A query does not wait. Steps complete in order, so the first incomplete one ends the search.
             if not self._pending[0][-1][1].query():  # type: ignore[no-untyped-call]
                 return
             marks = self._pending.popleft()
@@ -177,7 +180,7 @@ _UNTRACED = 10  # durations of untraced steps to keep
 
 
 class StepMarks:
-    """Marks of steps and of their parts in a trace, with the time of this thread by part.
+    """Marks of steps and their parts in a trace, with this thread's time by part.
 
     Attributes:
         cpu_seconds: CPU time of this thread by part, over the marked steps; the rest it waited.
@@ -193,7 +196,7 @@ class StepMarks:
         self._began = 0.0
         self.cpu_seconds: dict[str, float] = {}
         self.queue_seconds: dict[str, float] = {}
-        # File descriptor, if the system has it
+        # A file descriptor of /proc/thread-self/schedstat; None on systems without it.
         self._schedstat: int | None = None
         self.untraced: deque[float] = deque(maxlen=_UNTRACED)
 
@@ -278,7 +281,7 @@ class MarkingClock(StepMarks):
             return
         part = self._part
         self.leave()
-        # After sending to the other ranks, and receiving from them
+        # The parts "exchange" (send) and "told" (receive) both end with a lap named "data".
         if name == "data" and part in ("exchange", "told"):
             if part == "exchange":
                 self.enter("update")
@@ -313,6 +316,7 @@ def _open_queue() -> int | None:
 def _read_queue(schedstat: int | None) -> float:
     try:
         if schedstat is not None:
+            # The second field of schedstat is the time in the run queue, in nanoseconds.
             return 1e-9 * int(os.pread(schedstat, 100, 0).split()[1])
         return 0.0
     except (OSError, IndexError, ValueError):
@@ -340,6 +344,8 @@ _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 def trace_mark(part: str) -> AbstractContextManager[Any]:
     """Return a context that marks a part in the trace of a running profiler."""
+    # A private name of torch, used by its own `record_function` callers too: a mark costs 10 us even if no profiler
+    # runs.
     if torch._C._autograd._profiler_enabled():
         return record_function(f"lockstep:{part}")
     return _NO_MARK
@@ -357,9 +363,11 @@ def _by_step(seconds: dict[str, float], steps: int, alone: int) -> dict[str, flo
     """
     times: dict[str, float] = {}
     for name, spent in seconds.items():
-        first = name.partition("/")[0]
-        times[first] = times.get(first, 0.0) + 1e3 * spent / max(1, steps)
+        part_name = name.partition("/")[0]
+        times[part_name] = times.get(part_name, 0.0) + 1e3 * spent / max(1, steps)
     if alone and "backward" in seconds:
+        # The last backward contains the all-reduce. What it takes longer than an average other backward is the
+        # exchange.
         exchange = 1e3 * max(0.0, seconds["backward"] / max(1, steps) - seconds[_ALONE] / alone)
         times |= {"backward": times["backward"] - exchange, "exchange": exchange}
     return times

@@ -34,9 +34,12 @@ __all__ = [
 
 Exact = int | float | Fraction
 
-PARTS = 3  # float64 numbers per exact sum: 159 bits; counts of one step differ by 20 to 30
-_MAX_COUNT = 2.0**53  # above it float64 skips whole numbers
-_MAX_DEPTH = 6  # levels of a nested batch to search
+# Number of float64 numbers per exact sum. They have 159 bits; counts of one step differ by 20 to 30 bits.
+PARTS = 3
+# Above it float64 cannot represent every integer.
+_MAX_COUNT = 2.0**53
+# Levels of a nested batch that are searched.
+_MAX_DEPTH = 6
 
 
 def check_count(value: Any) -> int | float | None:
@@ -45,14 +48,16 @@ def check_count(value: Any) -> int | float | None:
     Returns:
         The number, an int if it is whole; None if it is not a finite number from 0 to 2**53.
     """
-    if type(value) is int:  # the fast path: each micro-batch is counted
+    # The fast path, since each micro-batch is counted.
+    if type(value) is int:
         if 0 <= value <= _MAX_COUNT:
             return value
         return None
     if isinstance(value, Tensor | np.ndarray | np.generic):
         if math.prod(value.shape) != 1:
             return None
-        value = value.item()  # in host memory, as the batch is
+        # The batch is in host memory, so no device is waited for.
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     count = float(value)
@@ -62,7 +67,10 @@ def check_count(value: Any) -> int | float | None:
 
 
 def number(value: Exact) -> int | float:
-    """Round an exact sum to a float, or to an int if it is whole: 123, not 123.0."""
+    """Round an exact sum to a float, or to an int if it is whole.
+
+    For example 123, not 123.0.
+    """
     if isinstance(value, int):
         return value
     rounded = float(value)
@@ -106,6 +114,7 @@ def describe_count(value: Any) -> str:
     if isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) != 1:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, Tensor | np.ndarray | np.generic):
+        # The batch is in host memory.
         value = value.item()
     if value is None or isinstance(value, PlainNumber):
         return repr(value)
@@ -113,7 +122,10 @@ def describe_count(value: Any) -> str:
 
 
 def first_length(batch: Any) -> int | None:
-    """Count the samples of a batch by its first tensor, graphs by `num_graphs`; None: it has none."""
+    """Count the samples of a batch by its first tensor, graphs by `num_graphs`.
+
+    None: it has no tensor.
+    """
     graphs = _graphs(batch)
     if graphs is None:
         return next(_lengths(batch, frozenset()), None)
@@ -149,7 +161,10 @@ def samples_in(batch: Any, samples: Sequence[Any], expected: int | None = None) 
 
 
 def _graphs(batch: Any) -> int | None:
-    """Return the number of graphs in a batch of them, whose tensors have nodes and edges; None: it is no such batch."""
+    """Return the number of graphs in a batch of graphs; None: it is none.
+
+    The tensors of such a batch have a row per node or edge.
+    """
     graphs = getattr(batch, "num_graphs", None)
     if type(graphs) is int:
         return graphs
@@ -169,10 +184,11 @@ def _lengths(value: Any, own: frozenset[int], deep: int = 0) -> Iterator[int]:
     if deep > _MAX_DEPTH:
         return
     if isinstance(value, list | tuple) and value and id(value[0]) in own:
-        yield len(value)  # a list of samples, or of one part of each
+        # A list of samples, or of one field of each sample.
+        yield len(value)
         return
-    for each in _fields(value):
-        yield from _lengths(each, own, deep + 1)
+    for element in _fields(value):
+        yield from _lengths(element, own, deep + 1)
 
 
 def _fields(value: Any) -> Iterable[Any]:
@@ -190,5 +206,5 @@ def _ids_inside(value: Any, deep: int = 0) -> Iterator[int]:
     if getattr(value, "shape", None) or isinstance(value, str | Mapping | list | tuple):
         yield id(value)
     if isinstance(value, Mapping | list | tuple) and deep < _MAX_DEPTH:
-        for each in _fields(value):
-            yield from _ids_inside(each, deep + 1)
+        for element in _fields(value):
+            yield from _ids_inside(element, deep + 1)

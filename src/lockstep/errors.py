@@ -11,7 +11,7 @@ LockstepError                   exit 1   a failed run
 ├── DifferenceError             exit 3   a check found a difference
 ├── StorageError                exit 75  a disk or a network file system does not answer: the same command resumes
 └── PeerError                   exit 1   another rank failed or did not answer in time
-    └── RankLost                         the same, in a run that goes on with the other ranks
+    └── RankLost                         the same, in a run that continues with the others
 
 Messages name settings by flag. If the configuration was made in Python, `name_settings` replaces them by fields:
 
@@ -51,7 +51,8 @@ __all__ = [
 
 _PACKAGE = str(Path(__file__).parent) + "/"
 _STANDARD = sysconfig.get_paths()["stdlib"] + "/"
-_torch_spec = importlib.util.find_spec("torch")  # does not import it
+# Finding the package does not import it.
+_torch_spec = importlib.util.find_spec("torch")
 _TORCH = tuple(f"{path}/" for path in (_torch_spec.submodule_search_locations or ())) if _torch_spec else ()
 
 
@@ -102,24 +103,29 @@ def error_line(error: BaseException) -> str:
     location = user_location(error)
     try:
         text = (str(error).strip().splitlines() or [""])[0]
-    except Exception as failed:  # the user's own __str__
+    except Exception as failed:
+        # The user's own `__str__` has failed.
         text = f"its message cannot be formatted ({type(failed).__name__})"
     if isinstance(error, BaseExceptionGroup):
-        text += ": " + "; ".join(error_line(each) for each in error.exceptions)
+        text += ": " + "; ".join(error_line(member) for member in error.exceptions)
     return f"{type(error).__name__}{': ' if text else ''}{text}{location}"
 
 
 def user_location(error: BaseException) -> str:
-    """Return the user's last line of code in the traceback: " (cnn.py:20)"; without one, the last line of all."""
+    """Return the user's last line of code in the traceback: " (cnn.py:20)".
+
+    Without such a line, the last line of all.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    generated = ("<string>", "__init__")  # of a dataclass
-    own = []
-    for each in frames:
-        if not _is_library(each.filename) and (each.filename, each.name) != generated:
-            own.append(each)
-    last = (own or frames)[-1:]
-    if last:
-        return f" ({Path(last[0].filename).name}:{last[0].lineno})"
+    # A dataclass's generated method has no line of its own.
+    generated = ("<string>", "__init__")
+    user_frames = []
+    for frame in frames:
+        if not _is_library(frame.filename) and (frame.filename, frame.name) != generated:
+            user_frames.append(frame)
+    last_frame = (user_frames or frames)[-1:]
+    if last_frame:
+        return f" ({Path(last_frame[0].filename).name}:{last_frame[0].lineno})"
     return ""
 
 
@@ -129,28 +135,34 @@ def passed_here(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format the traceback of `error` from the user's first frame on; all of it without one."""
+    """Format the traceback of `error` from the user's first frame on.
+
+    All of it, if there is no frame of the user's.
+    """
     formatted = traceback.TracebackException.from_exception(_own(error))
-    for each in _chain(formatted):
-        files = [frame.filename for frame in each.stack]
+    for part_of_chain in _chain(formatted):
+        files = [frame.filename for frame in part_of_chain.stack]
         entry = next((k for k, name in enumerate(files) if name.startswith(_PACKAGE)), 0)
-        first = next((k for k, name in enumerate(files) if k >= entry and not _is_library(name)), 0)
-        each.stack[:] = each.stack[first:]
+        first_user_frame = next((k for k, name in enumerate(files) if k >= entry and not _is_library(name)), 0)
+        part_of_chain.stack[:] = part_of_chain.stack[first_user_frame:]
     return "".join(formatted.format()).rstrip()
 
 
 def _own(error: BaseException) -> BaseException:
-    """Return the user's StopIteration in place of the RuntimeError that Python makes of it in a generator of ours."""
+    """Return the user's StopIteration behind Python's RuntimeError.
+
+    Python replaces a StopIteration that leaves a generator, here one of ours.
+    """
     if type(error) is RuntimeError and isinstance(error.__cause__, StopIteration):
         return error.__cause__
     return error
 
 
 def _chain(first: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    each: traceback.TracebackException | None = first
-    while each is not None:
-        yield each
-        each = each.__cause__ or each.__context__
+    link: traceback.TracebackException | None = first
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def _is_library(name: str) -> bool:
@@ -165,7 +177,7 @@ class LockstepError(Exception):
     Attributes:
         exit_code: of the command.
         relayed: another rank raised the error and reports it; this one exits silently.
-        shared: every rank raises the error alike, so it is none of one rank's own.
+        shared: every rank raises the same error, so no rank alone is at fault.
         follows: a consequence of a failure elsewhere, which has a line of its own.
         smaller: micro-batch size with which to build the run again (`--on-oom smaller`); 0: the run fails.
     """
@@ -218,12 +230,16 @@ class DifferenceError(LockstepError):
 
 
 class StorageError(LockstepError):
-    """A disk or a network file system does not answer; no file is known to be damaged."""
+    """A disk or a network file system that does not answer.
+
+    No file is known to be damaged.
+    """
 
     exit_code = 75
 
 
-FINAL_CODES = (UsageError.exit_code, DifferenceError.exit_code)  # of a command: another start would fail the same way
+# Exit codes of a command after which another start would fail in the same way.
+FINAL_CODES = (UsageError.exit_code, DifferenceError.exit_code)
 
 # Codes with a meaning for launchers and schedulers: they count only if lockstep itself noted them.
 RESERVED_CODES = frozenset({UsageError.exit_code, DifferenceError.exit_code, StorageError.exit_code})
@@ -241,4 +257,7 @@ class PeerError(LockstepError):
 
 
 class RankLost(PeerError):
-    """A rank that was lost, or is joining; the others rebuild the process group and continue."""
+    """A rank that failed, or is joining.
+
+    The others rebuild the process group and continue.
+    """

@@ -53,9 +53,12 @@ def bytes_text(count: float) -> str:
 
 T = TypeVar("T")
 
-_PAUSES = (0.5, 2.0, 5.0)  # seconds before each retry
-_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})  # of the storage, not of a file
-_S3_TRIES = 3  # of one request
+# Seconds before each retry.
+_PAUSES = (0.5, 2.0, 5.0)
+# Errors of the storage, not of one file.
+_TRANSIENT = frozenset({errno.ESTALE, errno.EIO, errno.ETIMEDOUT})
+# Number of tries of one request.
+_S3_TRIES = 3
 _LEFTOVER = re.compile(r"\..+\.tmp-[0-9a-f]{16}")
 
 
@@ -96,14 +99,17 @@ def import_fsspec() -> Any:
 
 
 def limit_s3_tries(system: Any) -> None:
-    """Limit the tries of a request to S3 within one of lockstep's: s3fs and botocore would make 25, with pauses.
+    """Limit the tries of a request to S3 within one of lockstep's.
+
+    s3fs and botocore would make 25, with pauses.
 
     Args:
         system: a file system of fsspec, of any kind, before its first request.
     """
     if "s3" not in system.protocol:
         return
-    system.retries = 1  # of s3fs, around botocore's
+    # s3fs retries around botocore's own retries.
+    system.retries = 1
     if "AWS_MAX_ATTEMPTS" not in os.environ:
         system.config_kwargs = {"retries": {"total_max_attempts": _S3_TRIES}} | system.config_kwargs
 
@@ -126,7 +132,8 @@ def default_cache() -> Path:
 
 def clean(folder: Path) -> None:
     """Remove files of killed writes from `folder`. Do not call it during a write."""
-    with contextlib.suppress(OSError):  # a leftover is harmless
+    # A leftover that cannot be removed does no harm.
+    with contextlib.suppress(OSError):
         for path in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
             if path.is_symlink() or not path.is_dir():
                 path.unlink()
@@ -156,9 +163,9 @@ def replace_file(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
     Raises:
         OSError: with `path` as its `filename`.
     """
-    part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+    unfinished = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
     try:
-        with create_file(part) as file:
+        with create_file(unfinished) as file:
             yield file
             file.flush()
             with contextlib.suppress(FileNotFoundError):
@@ -167,11 +174,12 @@ def replace_file(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
                     os.fchmod(file.fileno(), stat.S_IMODE(mode))
             if lasting:
                 os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(unfinished, path)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # a write's error does not name the file
+            # The error of a write does not name the file.
+            error.filename = str(path)
         raise
 
 

@@ -28,7 +28,10 @@ class RunContext(Protocol):
         """The run's best step so far, a `lockstep.records.Best`, as `Run.best`; None before the first."""
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Log numbers of the current step to every sink. Only those of rank 0 are used."""
+        """Log numbers of the current step to every sink.
+
+        Only those of rank 0 are used.
+        """
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's plain value, by rank. Collective."""
@@ -37,7 +40,9 @@ class RunContext(Protocol):
         """Save and end the run after the current step. Every rank must call it."""
 
     def compare(self, metric: str, value: float, *, higher: bool) -> bool:
-        """Make the current step the run's best if `value` is better than the best so far, and return whether it is.
+        """Make the current step the run's best if `value` is better than before.
+
+        Returns whether it is.
 
         For a metric of the training, in a run without evaluations. Every rank calls it with the same value.
         """
@@ -80,7 +85,7 @@ class Hooks:
         """Called before the first step, once the checkpoint is loaded; `done` steps are trained."""
 
     def after_step(self, context: RunContext, done: int) -> bool | None:
-        """Called after each step, once it is recorded and, if due, evaluated, and before it is saved.
+        """Called after each step is recorded and evaluated, before it is saved.
 
         Returns:
             Whether to save the step, even if no save is due; the same on every rank.
@@ -117,7 +122,10 @@ class Hooks:
         """Called at the end of the run, before its last save is complete."""
 
     def after_failure(self, error: BaseException) -> None:
-        """Called on a rank whose run ends with an error; not collective, since the others may not be there."""
+        """Called on a rank whose run ends with an error.
+
+        Not collective, since the other ranks may not call it.
+        """
 
 
 class Clip(NamedTuple):

@@ -51,17 +51,21 @@ def steps(
     clock = control.clock
     clock.start()
     for step, micro in step_loader:
+        # All ranks must have the same divisor. The counts were exchanged during the previous update, so this rarely
+        # waits.
         items = exchange.global_items(step)
         clock.lap("data")
         control.before_passes(step, micro)
         try:
             losses = passes.first(step, micro, items)
         except torch.OutOfMemoryError as error:
-            # The update has not begun
+            # Raised before the update: the caller may repeat the step with smaller micro-batches.
             raise StepOutOfMemory(*error.args) from error
+        # Collective in the first step only, where the ranks compare the names of the task's numbers.
         numbers = passes.numbers(step)
         control.audit.compare(step)
-        # Overlaps the optimizer step; loads the next step if items must be counted
+        # Collective. The exchange of the next step's counts overlaps the optimizer step. It loads the next step if
+        # items must be counted.
         exchange.send(step)
         clock.lap("data")
         factor = control.factor(step)
@@ -70,12 +74,14 @@ def steps(
         control.gradients.begin(step)
         evaluate = passes.evaluation(step, micro, items, losses)
         result = engine.step(factor, limit, control.momentum(step), evaluate)
+        # From here on the parameters have changed; a failure after this line must not repeat the step.
         exchange.engine_steps, rate = step + 1, control.rate()
         control.after_update(step + 1)
         if result.penalty is not None and any(not batch.index and batch.weight for batch in micro):
-            # On one rank only, so that it counts once
+            # Every rank computes the same penalty. Only the rank of micro-batch 0 records it, so that it counts once.
             losses.append(result.penalty * items)
         clock.lap("update")
+        # Waits for the other ranks' counts on the host, and learns whether any rank asks to stop.
         stop_agreed = exchange.receive()
         clock.lap("data")
         outcome = (rate, stop_agreed, result.applied, limit, numbers, control.gradients.found)

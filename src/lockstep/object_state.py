@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+
+# Private to torch: the only way to see every write of an operator before it happens.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,13 +34,13 @@ from lockstep.tensors import as_bytes
 
 __all__ = ["ObjectState", "same_bits"]
 
-_MAX_FOLLOWED = 10_000  # elements of a container that are followed; of a longer one only the container is kept
-_MAX_LOOKED_AT = 50_000  # elements that are followed of all containers
-_MAX_OF_DATA = 100  # elements of a container of a data set that is kept
-_MAX_DATA_NUMBERS = 65_536  # numbers of a tensor or array of a data set that is copied
-_MAX_EARLY_NUMBERS = 1 << 20  # numbers of a tensor that `late` copies at once
+_MAX_FOLLOWED = 10_000  # most elements of a container that are followed; of a longer one only the container is kept
+_MAX_LOOKED_AT = 50_000  # most elements that are followed, of all containers together
+_MAX_OF_DATA = 100  # most elements of a data set's container that is kept
+_MAX_DATA_NUMBERS = 65_536  # most numbers of a data set's tensor or array that is copied
+_MAX_EARLY_NUMBERS = 1 << 20  # most numbers of a tensor that `late` copies at once
 _MAX_ARRAY_NUMBERS = 1 << 24  # larger arrays are not copied
-_MAX_DEPTH = 6  # containers within each other whose values are compared
+_MAX_DEPTH = 6  # levels of nested containers whose values are compared
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _ATOMS: frozenset[type] = frozenset(
@@ -47,7 +49,7 @@ _ATOMS: frozenset[type] = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.Size),
     )
 )
-# Modules of classes that hold no state of a training, or one that only their own methods may change.
+# Modules of classes that have no state of a training, or a state that only their own methods may change.
 _LEFT_ALONE = (
     *("_thread", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess", "queue", "socket", "ssl"),
     *("logging", "_io", "io", "tempfile", "pathlib", "weakref", "enum", "re", "ctypes", "inspect", "importlib", "ast"),
@@ -62,7 +64,7 @@ _LEFT_ALONE = (
     ),
 )
 _PACKAGE = __name__.partition(".")[0]
-# Parts of this package whose objects belong to a user's training; the others are not a task's to change.
+# Parts of this package whose objects belong to a user's training. A task may not change the others.
 _OWN_PARTS = ("task", "tasks", "models", "adapters", "text", "optim", "hooks")
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _MISSING: Any = object()
@@ -83,11 +85,11 @@ class _Place:
         return (self.parent.path() if self.parent else "") + self.link
 
     def attribute(self) -> str:
-        """Return the path without the indices at its end: an element of a container is named by the container."""
-        place = self
-        while place.parent is not None and place.link.startswith("["):
-            place = place.parent
-        return place.path()
+        """Return the path without the indices at its end: that of the container."""
+        ancestor = self
+        while ancestor.parent is not None and ancestor.link.startswith("["):
+            ancestor = ancestor.parent
+        return ancestor.path()
 
 
 class _Record(Protocol):
@@ -122,11 +124,12 @@ class ObjectState:
         late: bool = False,
     ) -> None:
         skipped = list(skip)
-        self._skipped = {id(each) for each in skipped}
-        self._skipped_types = tuple(each for each in skipped if isinstance(each, type))
+        self._skipped = {id(entry) for entry in skipped}
+        self._skipped_types = tuple(entry for entry in skipped if isinstance(entry, type))
         self._untouched = {id(tensor) for tensor in untouched}
         self._looked_at = 0
-        self._alive: list[Any] = [skipped]  # an id stays that of its object
+        # Keep every object alive: otherwise another one could get its id.
+        self._alive: list[Any] = [skipped]
         self._data: set[int] = set()  # ids of tensors that belong to a data set
         self._records: list[_Record] = []
         self._by_id: dict[int, _Record] = {}
@@ -134,21 +137,21 @@ class ObjectState:
         self._queue: deque[tuple[Any, _Place, bool]] = deque()
         self._follow_all(roots)
         self._late: list[_TensorValues] = []
-        for each in self._tensors:
-            size = each.tensor.numel()
-            if id(each.tensor) in self._untouched or (id(each.tensor) in self._data and size > _MAX_DATA_NUMBERS):
+        for entry in self._tensors:
+            size = entry.tensor.numel()
+            if id(entry.tensor) in self._untouched or (id(entry.tensor) in self._data and size > _MAX_DATA_NUMBERS):
                 continue
             with contextlib.suppress(Exception):
-                each.keep()
-                if not late or size <= _MAX_EARLY_NUMBERS or each.tensor.layout is not torch.strided:
-                    each.copy()
+                entry.keep()
+                if not late or size <= _MAX_EARLY_NUMBERS or entry.tensor.layout is not torch.strided:
+                    entry.copy()
                 else:
-                    self._late.append(each)
+                    self._late.append(entry)
 
     @property
     def copied(self) -> int:
         """Number of tensors whose values were copied."""
-        return sum(each.values is not None for each in self._tensors)
+        return sum(record.values is not None for record in self._tensors)
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which large tensors are copied before they are written; see `late`."""
@@ -161,27 +164,27 @@ class ObjectState:
         return list(self.changed())
 
     def changed(self) -> dict[str, Any]:
-        """Return what has changed: path -> its present value; None if it is gone. Waits for the device."""
-        found: dict[str, Any] = {}
+        """Return what has changed: path -> present value, or None. Waits for the device."""
+        changes: dict[str, Any] = {}
         for record in self._records:
             with contextlib.suppress(Exception):
                 for path, value in record.changes(self):
-                    found.setdefault(path, value)
-        for each in _changed_tensors(self._tensors):
-            found.setdefault(each.place.attribute(), self._holder(each))
-        return found
+                    changes.setdefault(path, value)
+        for record_of_tensor in _changed_tensors(self._tensors):
+            changes.setdefault(record_of_tensor.place.attribute(), self._holder(record_of_tensor))
+        return changes
 
     def restore(self) -> None:
         """Restore everything. May be called again. Waits for the device."""
         for record in self._records:
             with contextlib.suppress(Exception):
                 record.restore()
-        for each in _changed_tensors(self._tensors):
+        for record_of_tensor in _changed_tensors(self._tensors):
             with contextlib.suppress(Exception):
-                each.restore()
-        for each in self._tensors:
+                record_of_tensor.restore()
+        for record_of_tensor in self._tensors:
             with contextlib.suppress(Exception):
-                each.restore_gradient()
+                record_of_tensor.restore_gradient()
 
     def is_same(self, before: Any, now: Any, depth: int = 0) -> bool:
         """Whether an object that takes another's place has the value that the other had."""
@@ -190,7 +193,7 @@ class ObjectState:
         if type(before) is not type(now):
             return False
         if type(before) in _NUMBERS:
-            # NaN
+            # NaN is not equal to itself.
             return bool(before == now) or (before != before and now != now)
         record = self._by_id.get(id(before))
         if isinstance(record, _TensorValues):
@@ -219,10 +222,10 @@ class ObjectState:
                 self._queue.append((root, _Place(None, name), False))
         starts = {id(root) for root in roots.values()}
         while self._queue:
-            owner, place, of_data = self._queue.popleft()
-            # An odd object of the user is passed over
+            owner, position, of_data = self._queue.popleft()
+            # Skip an object of the user whose own methods fail.
             with contextlib.suppress(Exception):
-                self._follow(owner, place, of_data, is_root=id(owner) in starts)
+                self._follow(owner, position, of_data, is_root=id(owner) in starts)
 
     def _push(self, value: Any, parent: _Place, link: str, of_data: bool) -> None:
         if type(value) not in _ATOMS:
@@ -234,66 +237,68 @@ class ObjectState:
             self._by_id[id(owner)] = record
 
     def _follow(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
-        kind: Any = type(owner)
-        if of_data and issubclass(kind, Tensor):
+        type_: Any = type(owner)
+        if of_data and issubclass(type_, Tensor):
             self._data.add(id(owner))
-        if id(owner) in self._by_id or id(owner) in self._skipped or issubclass(kind, (type, *self._skipped_types)):
+        if id(owner) in self._by_id or id(owner) in self._skipped or issubclass(type_, (type, *self._skipped_types)):
             return
         self._alive.append(owner)
         self._by_id[id(owner)] = _NOTHING
-        if issubclass(kind, Tensor):
+        if issubclass(type_, Tensor):
             self._follow_tensor(owner, place, of_data)
-        elif issubclass(kind, np.ndarray):
+        elif issubclass(type_, np.ndarray):
             if owner.size <= (_MAX_DATA_NUMBERS if of_data else _MAX_ARRAY_NUMBERS) and _has_own_numbers(owner):
                 self._keep(owner, _Array(owner, place))
-        elif issubclass(kind, _GENERATOR_TYPES):
+        elif issubclass(type_, _GENERATOR_TYPES):
             self._keep(owner, _Generator(owner, place))
-        elif issubclass(kind, types.MethodType):
+        elif issubclass(type_, types.MethodType):
             self._push(owner.__self__, place, ".__self__", of_data)
-        elif issubclass(kind, types.FunctionType):
+        elif issubclass(type_, types.FunctionType):
             self._keep(owner, _Cells(owner, place))
-        elif issubclass(kind, nn.Module):
+        elif issubclass(type_, nn.Module):
             self._follow_module(owner, place, of_data)
-        elif is_root or not _is_left_alone(kind):
+        elif is_root or not _is_left_alone(type_):
             self._follow_plain(owner, place, of_data, is_root)
 
     def _follow_plain(self, owner: Any, place: _Place, of_data: bool, is_root: bool) -> None:
-        kind = type(owner)
-        if issubclass(kind, Optimizer) and any(id(each) in self._untouched for each in owner.state):
+        type_ = type(owner)
+        if issubclass(type_, Optimizer) and any(id(parameter) in self._untouched for parameter in owner.state):
+            # The state of a watched parameter's optimizer is watched, too.
             self._untouched.update(map(id, _tensors_in(owner.state)))
-        if issubclass(kind, functools.partial):
+        if issubclass(type_, functools.partial):
             for name in ("func", "args", "keywords"):
                 self._push(getattr(owner, name), place, f".{name}", of_data)
-        elif issubclass(kind, dict | list | deque | set | tuple | frozenset):
+        elif issubclass(type_, dict | list | deque | set | tuple | frozenset):
             self._follow_container(owner, place, of_data)
         else:
-            looks_like_data = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not is_root
-            of_data = of_data or looks_like_data or issubclass(kind, Dataset | DataLoader)
-        if kind.__name__.endswith("DataLoaderIter"):  # it has processes
+            looks_like_data = hasattr(type_, "__getitem__") and hasattr(type_, "__len__") and not is_root
+            of_data = of_data or looks_like_data or issubclass(type_, Dataset | DataLoader)
+        # The iterator of a DataLoader has processes, so leave its attributes alone.
+        if type_.__name__.endswith("DataLoaderIter"):
             return
         self._follow_attributes(owner, place, of_data, _NO_NAMES)
 
     def _follow_container(self, owner: Any, place: _Place, of_data: bool) -> None:
-        kind = type(owner)
+        type_ = type(owner)
         size = len(owner)
         if of_data and size > _MAX_OF_DATA:
             return
         record: _Record | None = None
-        if issubclass(kind, dict):
+        if issubclass(type_, dict):
             record = _Items(owner, place)
-        elif not issubclass(kind, tuple | frozenset):
+        elif not issubclass(type_, tuple | frozenset):
             record = _Elements(owner, place)
         if record is not None:
             self._keep(owner, record)
         if size > _MAX_FOLLOWED or self._looked_at + size > _MAX_LOOKED_AT:
             return
         self._looked_at += size
-        if issubclass(kind, dict):
+        if issubclass(type_, dict):
             for key, value in _items(owner):
                 self._push(key, place, "[...]", of_data)
                 self._push(value, place, f"[{key!r}]" if type(key) in _NUMBERS else "[...]", of_data)
             return
-        for index, value in enumerate(kind.__iter__(owner)):
+        for index, value in enumerate(type_.__iter__(owner)):
             self._push(value, place, f"[{index}]", of_data)
 
     def _follow_attributes(self, owner: Any, place: _Place, of_data: bool, without: frozenset[str]) -> None:
@@ -306,8 +311,8 @@ class ObjectState:
 
     def _follow_module(self, module: nn.Module, place: _Place, of_data: bool) -> None:
         """Follow a module; of a wrapper of torch, such as DistributedDataParallel, only what it wraps."""
-        kind: Any = type(module)
-        is_wrapper = _is_wrapper(kind)
+        type_: Any = type(module)
+        is_wrapper = _is_wrapper(type_)
         if not is_wrapper:
             self._follow_attributes(module, place, of_data, _UNSAVED)
             for hooks in _HOOKS:
@@ -330,7 +335,8 @@ class ObjectState:
             self._tensors.append(record)
             if tensor.is_leaf and tensor.grad is not None and id(tensor) not in self._untouched:
                 self._push(tensor.grad, place, ".grad", of_data)
-        elif hasattr(tensor, "__tensor_flatten__"):  # such as a DTensor: its parts are tensors
+        elif hasattr(tensor, "__tensor_flatten__"):
+            # Such as a DTensor, whose shards are tensors.
             for name in tensor.__tensor_flatten__()[0]:
                 self._push(getattr(tensor, name), place, "", of_data)
         else:
@@ -338,13 +344,13 @@ class ObjectState:
 
     def _holder(self, record: "_TensorValues") -> Any:
         """Return the tensor, or the outermost container that has it."""
-        place = record.place
+        position = record.place
         path = record.place.attribute()
-        if place.path() == path:
+        if position.path() == path:
             return record.tensor
-        for each in self._records:
-            if isinstance(each, _Items | _Elements) and each.place.path() == path:
-                return each.owner
+        for record_of_container in self._records:
+            if isinstance(record_of_container, _Items | _Elements) and record_of_container.place.path() == path:
+                return record_of_container.owner
         return record.tensor
 
 
@@ -389,8 +395,8 @@ class _Attributes:
         self.saved: dict[str, Any] | None = None
         if self.present is not None:
             self.saved = {name: value for name, value in self.present.items() if name not in without}
-        kind: Any = type(owner)
-        self.slots = [(owner, name, slot, _read_slot(owner, slot)) for name, slot in _slots_of(kind)]
+        type_: Any = type(owner)
+        self.slots = [(owner, name, slot, _read_slot(owner, slot)) for name, slot in _slots_of(type_)]
 
     def values(self) -> Iterator[tuple[str, Any]]:
         yield from (self.saved or {}).items()
@@ -403,15 +409,15 @@ class _Attributes:
         present = self.present or {}
         saved = self.saved or {}
         for name, value in saved.items():
-            now = present.get(name, _MISSING)
-            if now is not value and not state.is_same(value, now):
-                yield self._path(name), _present(now)
+            value_now = present.get(name, _MISSING)
+            if value_now is not value and not state.is_same(value, value_now):
+                yield self._path(name), _present(value_now)
         for name in self._added(present, saved):
             yield self._path(name), present[name]
         for owner, name, slot, value in self.slots:
-            now = _read_slot(owner, slot)
-            if now is not value and not state.is_same(value, now):
-                yield self._path(name), _present(now)
+            value_now = _read_slot(owner, slot)
+            if value_now is not value and not state.is_same(value, value_now):
+                yield self._path(name), _present(value_now)
 
     def restore(self) -> None:
         if self.present is not None and self.saved is not None:
@@ -452,7 +458,7 @@ def _dict_of(owner: Any) -> dict[str, Any] | None:
 def _slots_of(kind: type) -> list[tuple[str, Any]]:
     """Return the names and descriptors of a class's `__slots__`."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    members = [each for base in bases for each in vars(base).items()]
+    members = [member_item for base in bases for member_item in vars(base).items()]
     return [(name, member) for name, member in members if type(member) is types.MemberDescriptorType]
 
 
@@ -505,9 +511,9 @@ class _Items:
             return
         before = dict(zip(self.saved[::2], self.saved[1::2], strict=True))
         for key in dict.fromkeys((*before, *self.owner)):
-            now = self.owner.get(key, _MISSING)
-            if not state.is_same(before.get(key, _MISSING), now):
-                yield f"{self.place.path()}.{key}", _present(now)
+            value_now = self.owner.get(key, _MISSING)
+            if not state.is_same(before.get(key, _MISSING), value_now):
+                yield f"{self.place.path()}.{key}", _present(value_now)
 
     def restore(self) -> None:
         present = _pairs(self.owner)
@@ -558,7 +564,7 @@ def _are_identical(left: list[Any], right: list[Any]) -> bool:
 
 @final
 class _Cells:
-    """The variables that a function has of the one around it; only which object each refers to."""
+    """The variables of a closure; only which object each refers to."""
 
     __slots__ = ("place", "saved")
 
@@ -569,9 +575,9 @@ class _Cells:
 
     def changes(self, state: ObjectState) -> Iterator[tuple[str, Any]]:
         for name, cell, value in self.saved:
-            now = _read_cell(cell)
-            if not state.is_same(value, now):
-                yield f"{self.place.path()}, its variable {name}", _present(now)
+            value_now = _read_cell(cell)
+            if not state.is_same(value, value_now):
+                yield f"{self.place.path()}, its variable {name}", _present(value_now)
 
     def restore(self) -> None:
         for _, cell, value in self.saved:
@@ -582,7 +588,8 @@ class _Cells:
 def _read_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty
+    except ValueError:
+        # The cell is empty.
         return _MISSING
 
 
@@ -596,12 +603,12 @@ def _is_left_alone(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_wrapper(kind: type) -> bool:
-    """Whether a module's class is only torch's, around the user's; FSDP's classes have the user's as their base."""
-    own = []
+    """Whether a module's class is torch's wrapper; FSDP's classes have the user's as base."""
+    user_bases = []
     for base in kind.__mro__:
         if base is not object and base.__module__ != nn.Module.__module__:
-            own.append(base)
-    return bool(own) and all(_comes_from(base, (*_LEFT_ALONE, "abc", "typing")) for base in own)
+            user_bases.append(base)
+    return bool(user_bases) and all(_comes_from(base, (*_LEFT_ALONE, "abc", "typing")) for base in user_bases)
 
 
 def _comes_from(kind: type, modules: tuple[str, ...]) -> bool:
@@ -651,7 +658,7 @@ def _write_bits(generator: Any, state: Any) -> None:
     generator.state = state
 
 
-# class -> how its state is read and written
+# Class -> the functions that read and write its state.
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     torch.Generator: (lambda each: each.get_state().numpy(), lambda each, state: each.set_state(torch.tensor(state))),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -671,8 +678,10 @@ class _Generator:
     def __init__(self, owner: Any, place: _Place) -> None:
         self.owner = owner
         self.place = place
-        self.read, self.write = next(how for kind, how in _GENERATORS.items() if isinstance(owner, kind))
-        # A dict of NumPy's may hold arrays
+        self.read, self.write = next(
+            how for generator_type, how in _GENERATORS.items() if isinstance(owner, generator_type)
+        )
+        # Pickled, because a dict of NumPy's may contain arrays.
         self.state = pickle.dumps(self.read(owner))
 
     def _is_same(self) -> bool:
@@ -727,7 +736,7 @@ class _TensorValues:
 
     def keep(self) -> None:
         """Keep the memory and the form."""
-        # It has the tensor's memory and its present form, whatever becomes of the tensor.
+        # The alias has the tensor's memory and its present form, whatever happens to the tensor.
         self._alias = None if self.tensor.is_meta else self.tensor.detach()
         if self._alias is not None and _is_dense(self._alias):
             self._bytes = self._alias.untyped_storage().nbytes()
@@ -742,23 +751,24 @@ class _TensorValues:
             self.values = self._alias.clone()
 
     def changes(self, state: ObjectState) -> Iterable[tuple[str, Any]]:
-        return ()  # all tensors are compared together
+        # `_changed_tensors` compares all tensors together.
+        return ()
 
     def has_form(self) -> bool:
         """Whether shape, layout and memory are as they were."""
-        now = self.tensor
+        tensor_now = self.tensor
         before = self._alias
-        if before is None or not _is_dense(now):
+        if before is None or not _is_dense(tensor_now):
             return True
         return (
-            (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
-            and now.stride() == before.stride()
-            and now.data_ptr() == before.data_ptr()
+            (tensor_now.shape, tensor_now.dtype, tensor_now.device) == (before.shape, before.dtype, before.device)
+            and tensor_now.stride() == before.stride()
+            and tensor_now.data_ptr() == before.data_ptr()
             and before.untyped_storage().nbytes() >= self._bytes
         )
 
     def difference(self) -> bool | Tensor:
-        """Return whether the values have changed: on another device than the CPU a 0-dim bool tensor."""
+        """Return whether the values have changed, on a device as a 0-dim bool tensor."""
         if self.tensor.is_meta:
             return False
         if self._alias is None or not _is_dense(self.tensor):
@@ -767,11 +777,11 @@ class _TensorValues:
             return True
         if self.values is None:
             return False
-        now = as_bytes(self.tensor)
+        bytes_now = as_bytes(self.tensor)
         before = as_bytes(self.values)
-        if now.device.type == "cpu":
-            return not torch.equal(now, before)
-        return (now != before).any()
+        if bytes_now.device.type == "cpu":
+            return not torch.equal(bytes_now, before)
+        return (bytes_now != before).any()
 
     def restore(self) -> None:
         if self._alias is None:
@@ -793,7 +803,7 @@ class _TensorValues:
                 self._alias.copy_(self.values)
 
     def restore_gradient(self) -> None:
-        """Restore the gradient, and whether there is to be one; of a tensor that is only watched the latter."""
+        """Restore the gradient and `requires_grad`; the latter alone if the tensor is watched."""
         if not self.tensor.is_leaf:
             return
         if self.tensor.requires_grad != self._requires_grad:
@@ -802,6 +812,7 @@ class _TensorValues:
             self.tensor.grad = self._gradient
 
 
+# torch gives this class and its constructor no types.
 class _CopiesAtWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that copies the values of tensors before an operation writes to their memory."""
 
@@ -815,12 +826,12 @@ class _CopiesAtWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        # private: only it tells which arguments an operation writes
+        # Private to torch: the schema alone shows which arguments an operation writes.
         schema = func._schema
         if self._records and schema.is_mutable:
-            for place, argument in enumerate(schema.arguments):
+            for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._copy(args[place] if place < len(args) else given.get(argument.name))
+                    self._copy(args[index] if index < len(args) else given.get(argument.name))
         return func(*args, **given)
 
     def _copy(self, written: Any) -> None:
@@ -842,7 +853,8 @@ def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's whole memory; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except Exception:  # such as a tensor without storage
+    except Exception:
+        # Such as a tensor without storage.
         return 0
 
 
@@ -863,7 +875,7 @@ def _changed_tensors(records: list[_TensorValues]) -> list[_TensorValues]:
         elif difference:
             changed.append(record)
     for pairs in unknown.values():
-        # Waits for the device
+        # Waits for the device, once for all of its tensors.
         flags = torch.stack([flag for _, flag in pairs]).tolist()
         changed += [record for (record, _), flag in zip(pairs, flags, strict=True) if flag]
     return changed

@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 
+# PLR0913: a function for users, who name the arguments that they need.
 def loader(  # noqa: PLR0913
     dataset: Any,
     world: World,
@@ -85,8 +86,8 @@ def loader(  # noqa: PLR0913
     `lockstep.train`, and not on the world size or a resume. It serves an evaluation too.
 
     A further loader of the same world continues where the last one ended: it begins with the next epoch and step, so
-    its order and its random numbers are new. Those with a shuffle (or an `order`) and those without are counted apart,
-    so that evaluations in between do not change the training.
+    its order and its random numbers are new. Those with a shuffle (or an `order`) and those without have separate
+    counts, so that evaluations in between do not change the training.
 
     Args:
         dataset: has `len(dataset)` and `dataset[i]`; the same on every rank.
@@ -125,15 +126,17 @@ def loader(  # noqa: PLR0913
             f"lockstep.loader: batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}"
         )
     check_dataset(dataset, "train")
-    own = own_order(dataset, seed, shuffle_shards) if shuffle else None
-    if own is not None and order is not None:
+    order_of_shards = own_order(dataset, seed, shuffle_shards) if shuffle else None
+    if order_of_shards is not None and order is not None:
         raise ConfigError("lockstep.loader: give `order`, or a mixture or `shuffle_shards`, not both")
-    stream = own or (
+    # Without an order of shards: the dataset's order, the caller's, or a permutation.
+    stream = order_of_shards or (
         Sequential(len(dataset)) if order is None and not shuffle else order_from(order, len(dataset), seed)
     )
     stream = place_order(stream, Geometry(batch_size, micro_batch_size), stream.size)
     planned = steps * batch_size or epochs * stream.size
     plan = StepPlan(batch_size, micro_batch_size, planned - (planned % batch_size if drop_last else 0))
+    # Every rank needs at least one micro-batch, since the engines' collectives involve all ranks.
     if plan.micro_batches < world.size:
         raise ConfigError(
             f"lockstep.loader: a step of {batch_size} is {plan.micro_batches} micro-batches of {micro_batch_size}, "
@@ -145,8 +148,8 @@ def loader(  # noqa: PLR0913
         moved = replace(plan, total=origin.position + plan.total, origin=origin)
         return Batches(task, dataset, stream, moved, world, seed=seed, loading=Loading(workers))
 
-    kind = "in order" if isinstance(stream, Sequential) else "shuffled"
-    return OwnLoopLoader(load_from, plan, _Epochs(kind, stream.size, planned), task, world, seed)
+    order_kind = "in order" if isinstance(stream, Sequential) else "shuffled"
+    return OwnLoopLoader(load_from, plan, _Epochs(order_kind, stream.size, planned), task, world, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +204,12 @@ class LoaderStep:
     def __iter__(self) -> Iterator[LoaderBatch]:
         for batch in self.micro:
             share = (batch.items if self._mean else batch.weight) / (self.items or 1)
-            last = batch is self.micro[-1]
+            is_last = batch is self.micro[-1]
             items = batch.items if batch.weight else 0
             data = batch.data
+            # The same seed as in `lockstep.train`, so that both loops draw the same numbers.
             self.seed(self.number, batch.index)
-            yield LoaderBatch(data, share if batch.weight else 0.0, items, last)
+            yield LoaderBatch(data, share if batch.weight else 0.0, items, is_last)
 
 
 class _Epochs(NamedTuple):
@@ -259,7 +263,7 @@ class OwnLoopLoader:
         self._begin_at(world.loaded.get(epochs.kind, [0, 0]))
 
     def _begin_at(self, start: list[int]) -> None:
-        """Set the first epoch and step, and let the next loader of this kind continue after the last."""
+        """Set the first epoch and step; the next loader of this kind continues after them."""
         self._start = start
         epoch, step = start
         last_epoch = epoch + -(-self._epochs.planned // self._epochs.size)
@@ -270,19 +274,23 @@ class OwnLoopLoader:
         return self.steps - self._done
 
     def __iter__(self) -> Iterator[LoaderStep]:
-        """Yield the remaining steps. Collective: at most one small exchange per step adds up the items."""
-        epoch, first = self._start
-        batches = self._load_from(Origin(first, epoch * self._epochs.size))
-        plan, steps = batches.step_plan, batches.from_step(first + self._done)
-        each = self._each
-        constant = (lambda step: each * plan.samples(step)) if each else None
+        """Yield the remaining steps. Collective.
+
+        At most one small exchange per step adds up the items.
+        """
+        epoch, first_step = self._start
+        batches = self._load_from(Origin(first_step, epoch * self._epochs.size))
+        plan, steps = batches.step_plan, batches.from_step(first_step + self._done)
+        items_per_sample = self._each
+        constant = (lambda step: items_per_sample * plan.samples(step)) if items_per_sample else None
         exchange = StepExchange(self._world, steps.items, constant, plan.steps)  # collective
         with closing(exchange), closing(steps):
-            for place, micro in steps:
-                items = exchange.global_items(place)
-                self._done = place - first + 1
-                yield self._step(place - first, items, micro)
-                exchange.send(place)
+            for step_number, micro in steps:
+                items = exchange.global_items(step_number)
+                self._done = step_number - first_step + 1
+                yield self._step(step_number - first_step, items, micro)
+                # Collective: exchange the counts of the next step while the caller's update runs.
+                exchange.send(step_number)
                 exchange.receive()
 
     def _step(self, number: int, items: float, micro: list[MicroBatch]) -> LoaderStep:
@@ -290,7 +298,7 @@ class OwnLoopLoader:
         is_last = number + 1 == self.steps
         end = self._epochs.planned if is_last else start + self._step_plan.size
         epoch = start // self._epochs.size
-        first = self._start[1]
+        first_step = self._start[1]
         return LoaderStep(
             number,
             epoch,
@@ -300,7 +308,7 @@ class OwnLoopLoader:
             tuple(bool(batch.weight) for batch in micro),
             self.micro_batches,
             micro,
-            lambda number, index: self._reseed(first + number, index),
+            lambda number, index: self._reseed(first_step + number, index),
             self._mean,
         )
 
@@ -311,8 +319,8 @@ class OwnLoopLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raises ConfigError if data, sizes or seed differ."""
         differing = []
-        for name, now in self._plan.items():
-            differing.append(f"{name} ({state.get(name)} before, {now} now)")
+        for name, value in self._plan.items():
+            differing.append(f"{name} ({state.get(name)} before, {value} now)")
         differing = [
             line for line, name in zip(differing, self._plan, strict=True) if state.get(name) != self._plan[name]
         ]
@@ -321,7 +329,7 @@ class OwnLoopLoader:
                 f"lockstep.loader: different {', '.join(differing)}, so samples would repeat; use the same values"
             )
         self._done = min(int(state["done"]), self.steps)
-        # Earlier versions had one loader
+        # States of earlier versions have no "start": they had only one loader.
         self._begin_at(list(state.get("start", [0, 0])))
 
 
@@ -336,8 +344,10 @@ class _LoaderTask(Task):
     ) -> None:
         self.reduction = reduction
         if collate:
+            # mypy rejects assigning to a method. The argument replaces Task's default for this instance alone.
             self.collate = collate  # type: ignore[method-assign, assignment]
         if count:
+            # As above.
             self.count = count  # type: ignore[method-assign, assignment]
 
     def model(self) -> NoReturn:
@@ -369,36 +379,39 @@ def gather_for_metrics(step: LoaderStep, values: Sequence[Any]) -> Any:
     """
     if len(values) != len(step):
         raise UsageError(f"gather_for_metrics: {len(values)} values for the {len(step)} micro-batches of the step")
-    leaves, forms = zip(*(pytree.tree_flatten(each) for each in values), strict=True)
+    leaves, forms = zip(*(pytree.tree_flatten(value) for value in values), strict=True)
     if any(form != forms[0] for form in forms):
         raise UsageError(
             "gather_for_metrics: the values of the micro-batches differ in structure; use one structure for all"
         )
-    if not all(isinstance(leaf, Tensor) and leaf.ndim for each in leaves for leaf in each):
+    if not all(isinstance(leaf, Tensor) and leaf.ndim for value in leaves for leaf in value):
         raise UsageError("gather_for_metrics: give tensors of shape [rows, ...]; numbers have no rows")
     columns = []
     for rows in zip(*leaves, strict=True):
-        parts = []
-        for each, counts in zip(rows, step.counted, strict=True):
+        counted_rows = []
+        for value, counts in zip(rows, step.counted, strict=True):
+            # An empty slot repeats another micro-batch, so its rows would count twice.
             if counts:
-                parts.append(each.detach())
-        columns.append(_gather_rows(torch.cat(parts) if parts else rows[0].detach()[:0], step.world))
+                counted_rows.append(value.detach())
+        columns.append(_gather_rows(torch.cat(counted_rows) if counted_rows else rows[0].detach()[:0], step.world))
     return pytree.tree_unflatten(columns, forms[0])
 
 
 def _gather_rows(own: Tensor, world: World) -> Tensor:
     if world.size == 1:
         return own
+    # Collective over all ranks: an all-gather needs equal sizes, so the ranks agree on the longest.
     lengths = [int(length) for length in world.gather(len(own))]  # collective
     send = own.new_zeros((max(lengths), *own.shape[1:]))
     send[: len(own)] = own
-    data = as_bytes(send)  # gloo does not support every dtype
+    # Bytes, because gloo does not support every dtype.
+    data = as_bytes(send)
     received = [torch.empty_like(data) for _ in lengths]
     collectives.all_gather(received, data)  # collective
-    parts = []
-    for each, length in zip(received, lengths, strict=True):
-        parts.append(from_bytes(each, own.dtype, send.shape)[:length])
-    return torch.cat(parts)
+    rows_by_rank = []
+    for padded, length in zip(received, lengths, strict=True):
+        rows_by_rank.append(from_bytes(padded, own.dtype, send.shape)[:length])
+    return torch.cat(rows_by_rank)
 
 
 def autocast(world: World, precision: str) -> AbstractContextManager[Any]:
@@ -460,8 +473,8 @@ def save_state(folder: str | Path, world: World, step: int, /, *, keep: int = 2,
     path = _path_of(folder)
     tensors = dict[str, Tensor]()
     plain = dict[str, Any]()
-    for name, each in what.items():
-        state = each.state_dict()
+    for name, stateful in what.items():
+        state = stateful.state_dict()
         if name == _ENGINE:
             tensors |= state
         else:
@@ -498,6 +511,7 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
     Raises:
         CheckpointError: none is complete, or the newest has other objects.
     """
+    # Rank 0 verifies the newest checkpoint, and all ranks agree on it.
     newest = checkpoint.find_resume(
         _path_of(folder), world, lambda line: _LOG.warning(name_settings(line))
     )  # collective
@@ -514,13 +528,14 @@ def load_state(folder: str | Path, world: World, /, **what: Stateful) -> int:
         raise CheckpointError(f"{path} has {actual} besides an engine, not {expected}; pass the same objects")
     tensors = await_all_ranks(world, lambda: _allocate(path, tuple(f"{name}/" for name in plain)))  # collective
     engine = what[_ENGINE].state_dict() if _ENGINE in what else {}
+    # Every rank reads its own parts of each tensor.
     checkpoint.load(path, engine | tensors, world, verified=True)  # collective
     if _ENGINE in what:
         what[_ENGINE].load_state_dict(engine)
     for name, value in plain.items():
         what[name].load_state_dict(_from_json(value, tensors))
         _set_scheduled(what[name], _from_json(state.get("scheduled", {}).get(name), {}))
-    world.loaded |= {kind: list(each) for kind, each in state.get("loaded", {}).items()}
+    world.loaded |= {order_kind: list(start) for order_kind, start in state.get("loaded", {}).items()}
     return int(state["global_step"])
 
 
@@ -534,21 +549,24 @@ _SCHEDULED = ("lr", "momentum", "betas")  # what torch's schedulers write into a
 
 
 def _scheduled_values(what: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return, for each scheduler, what its optimizer's groups have now; an engine's state does not store it."""
+    """Return the scheduled settings of each scheduler's optimizer, which an engine's state does not store."""
     values: dict[str, Any] = {}
-    for name, each in what.items():
-        if isinstance(each, LRScheduler):
+    for name, stateful in what.items():
+        if isinstance(stateful, LRScheduler):
             groups = []
-            for group in each.optimizer.param_groups:
+            for group in stateful.optimizer.param_groups:
                 groups.append({key: group[key] for key in _SCHEDULED if key in group})
-            # Waits for the device
+            # Waits for the device once per tensor, at a save.
             groups = [pytree.tree_map_only(Tensor, float, group) for group in groups]
             values[name] = _to_json(groups, f"{name}/", {})
     return values
 
 
 def _set_scheduled(each: Stateful, values: list[dict[str, Any]] | None) -> None:
-    """Set the groups of a scheduler's optimizer; None, of an earlier version: to its last rates."""
+    """Set the scheduled settings of a scheduler's optimizer.
+
+    `values` is None in checkpoints of earlier versions: the scheduler's last rates are used.
+    """
     if not isinstance(each, LRScheduler):
         return
     values = values or [{"lr": rate} for rate in each.get_last_lr()]
@@ -564,8 +582,8 @@ def _allocate(path: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     """Allocate the tensors of the checkpoint whose names have these prefixes."""
     stored = read_contents(path, read_manifest(path))
     return {
-        name: torch.empty(each.shape, dtype=getattr(torch, each.dtype))
-        for name, each in stored.items()
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in stored.items()
         if name.startswith(prefixes)
     }
 
@@ -578,9 +596,10 @@ def _to_json(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         return {"dict": [[_to_json(k, prefix, {}), _to_json(v, f"{prefix}{k}/", tensors)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_to_json(each, f"{prefix}{index}/", tensors) for index, each in enumerate(value)]}
+        type_name = "tuple" if isinstance(value, tuple) else "list"
+        return {type_name: [_to_json(element, f"{prefix}{index}/", tensors) for index, element in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
+        # JSON has no inf or NaN.
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -593,15 +612,15 @@ def _to_json(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 def _from_json(stored: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(stored, dict):
         return stored
-    ((kind, content),) = stored.items()
-    if kind == "tensor":
+    ((type_name, content),) = stored.items()
+    if type_name == "tensor":
         return tensors[content]
-    if kind == "float":
+    if type_name == "float":
         return float(content)
-    if kind == "dict":
+    if type_name == "dict":
         return {_from_json(key, tensors): _from_json(value, tensors) for key, value in content}
-    values = [_from_json(each, tensors) for each in content]
-    if kind == "tuple":
+    values = [_from_json(element, tensors) for element in content]
+    if type_name == "tuple":
         return tuple(values)
     return values
 
@@ -642,6 +661,7 @@ def step_backward(
     else:
         total = torch.zeros((), dtype=torch.float64, device=step.world.device)
     if step.world.size > 1:
+        # Each rank has the losses of its own micro-batches only; the step's loss is their sum.
         collectives.all_reduce(total)  # collective
     return total
 
@@ -660,10 +680,13 @@ class _PassTask(Task):
     """The parts of a task that the passes need."""
 
     def __init__(self, outputs: Any, step_loss: Any, rows: Any) -> None:
+        # mypy rejects assigning to a method. The arguments become the methods of this instance.
         self.outputs = outputs  # type: ignore[method-assign]
         if step_loss:
+            # As above.
             self.step_loss = step_loss  # type: ignore[method-assign]
         if rows:
+            # As above.
             self.step_loss_rows = rows  # type: ignore[method-assign]
 
     def model(self) -> NoReturn:

@@ -79,7 +79,10 @@ class _NoAudit:
 
 
 class StepOutOfMemory(torch.OutOfMemoryError):
-    """A first pass that did not fit into memory. Parameters and optimizer states are as they were before the step."""
+    """A first pass that did not fit into memory.
+
+    Parameters and optimizer states are as they were before the step.
+    """
 
 
 NO_AUDIT = _NoAudit()
@@ -102,7 +105,7 @@ class LossWeights:
     items: float
 
     def share(self, batch: MicroBatch) -> float:
-        """Return the factor of a micro-batch's loss; exactly 1 for the only one of a step."""
+        """Return the factor of a micro-batch's loss: exactly 1 if a step has only one."""
         if self.reduction in UNDIVIDED:
             return 1.0
         if self.reduction in AVERAGED:
@@ -179,7 +182,8 @@ class Passes:
         self._hooks = task.hooks
         self._task, self._loss, self._reduction = task, _loss_function(task), task.reduction
         self._numbers = NumberCollector(control.world)
-        # Looks at the graph of the first loss; manual optimization computes gradients by itself.
+        # `LossParameters` inspects the graph of the first loss. With `own_steps` the task computes its gradients
+        # itself.
         if task.own_steps:
             self._parameters = None
         else:
@@ -219,16 +223,18 @@ class Passes:
 
     def total(self, losses: list[Tensor], items: float) -> Tensor:
         """Return the step's loss over all ranks, 0-dim, the same on each. Collective."""
-        own = torch.stack(losses).tolist() if losses else []  # waits for the device
-        # collective
-        every = []
-        for part in self._control.world.gather(own):
-            every.extend(part)
+        # Waits for the device. Only optimizers with a closure come here, once per evaluation.
+        local_losses = torch.stack(losses).tolist() if losses else []
+        # All ranks take part, since each must return the same loss to its optimizer. `fsum` makes the sum independent
+        # of their order.
+        all_losses = []
+        for losses_of_rank in self._control.world.gather(local_losses):
+            all_losses.extend(losses_of_rank)
         if losses:
-            like = losses[0]
+            reference = losses[0]
         else:
-            like = next(p for p in self._engine.model.parameters() if p.is_floating_point())
-        return torch.tensor(math.fsum(every) / (items or 1), dtype=like.dtype, device=like.device)
+            reference = next(p for p in self._engine.model.parameters() if p.is_floating_point())
+        return torch.tensor(math.fsum(all_losses) / (items or 1), dtype=reference.dtype, device=reference.device)
 
     def evaluation(self, step: int, micro: list[MicroBatch], items: float, losses: list[Tensor]) -> "Evaluation":
         """Return the loss of this step, for optimizers that evaluate it themselves.
@@ -273,8 +279,9 @@ class Passes:
             if batch.replaced is not None and counts:
                 control.check_empty(step, batch)
             control.seed(step, batch.index)
-            last = batch is micro[-1]
-            with engine.accumulate(last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
+            is_last = batch is micro[-1]
+            with engine.accumulate(is_last, counts), empty_slot(not batch.weight), audit.watch(step, batch) as observe:
+                # Only the first micro-batch of a run is inspected.
                 parameters = self._parameters
                 self._parameters = None
                 with control.kernels(step, batch.index), parameters.forward() if parameters else nullcontext():
@@ -284,15 +291,16 @@ class Passes:
                     parameters.look(loss, batch.held)
                 clock.lap("forward")
                 engine.backward(loss, batch.weight * weights.share(batch))
-                # The last backward contains the all-reduce
-                clock.lap("backward" if last else "backward/alone")
+                # DDP and FSDP exchange gradients during the last backward, so it gets its own name.
+                clock.lap("backward" if is_last else "backward/alone")
             if counts and numbers is not None:
-                parts = {name: weights.number(value, batch) for name, value in numbers.items()}
-                self._numbers.add(step, batch.index, parts, counts=bool(batch.weight))
+                numbers_by_name = {name: weights.number(value, batch) for name, value in numbers.items()}
+                self._numbers.add(step, batch.index, numbers_by_name, counts=bool(batch.weight))
             if batch.weight:
                 losses.append(weights.in_items(loss.detach(), batch))
             if parameters:
-                del loss, numbers  # their graph
+                # Drop the graph first: an error must not keep the activations in memory.
+                del loss, numbers
                 parameters.refuse()
         return losses
 

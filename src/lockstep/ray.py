@@ -31,10 +31,14 @@ from lockstep.launch.workers import life_pipe, private_folder
 
 __all__ = ["doctor", "train"]
 
-_PATIENCE = 1800.0  # seconds until Ray has the nodes, which it may have to start
-_GRACE = 60.0  # seconds for the nodes to end after one has, on top of --timeout
-_KILL = 30.0  # seconds between SIGTERM and SIGKILL
-_LOST = -1  # in place of an exit code
+# Seconds until Ray has the nodes, which it may have to start.
+_PATIENCE = 1800.0
+# Seconds for the nodes to end after one has ended, on top of --timeout.
+_GRACE = 60.0
+# Seconds between SIGTERM and SIGKILL.
+_KILL = 30.0
+# In place of an exit code.
+_LOST = -1
 
 
 def train(
@@ -82,13 +86,15 @@ def doctor(
     cpus_per_node: int = 0,
     env: Mapping[str, str] | None = None,
 ) -> None:
-    """Check Ray's nodes, and what is between them, as `lockstep doctor` does; its report comes to the driver.
+    """Check Ray's nodes and their network, as `lockstep doctor` does.
+
+    The report is printed on the driver.
 
     The arguments are those of `train`.
 
     Raises:
         ConfigError: ray is not installed, or an argument is invalid.
-        LockstepError: a check says FAIL, or a node was lost.
+        LockstepError: a check reports FAIL, or a node was lost.
     """
     _run("doctor", config, task, _Size(nodes, processes_per_node, gpus_per_node, cpus_per_node, 0), env or {})
 
@@ -115,7 +121,7 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         config = dataclasses.replace(config, save_dir=str(Path(config.save_dir).expanduser().absolute()))
     processes = size.processes_per_node or size.gpus_per_node or 1
     cores = size.cpus_per_node or processes
-    # Ray would give all of them to each process
+    # Every process would otherwise use all cores that Ray reserved for the node.
     threads = 1 if config.exact else max(1, cores // processes)
     job = _Job(
         command=command,
@@ -127,7 +133,8 @@ def _run(command: str, config: Config, task: type | str | None, size: _Size, env
         variables={"OMP_NUM_THREADS": str(threads), SECRET_VARIABLE: secrets.token_hex(32), **env},
         timeout=config.timeout,
     )
-    earlier: list[int] = []  # launchers of lost actors
+    # Process ids of the launchers of lost actors.
+    earlier: list[int] = []
     for attempt in range(size.restarts + 1):
         code, line = _run_round(ray, job, earlier)
         if code == 0:
@@ -151,7 +158,7 @@ class _Job:
     Attributes:
         command: train or doctor.
         settings: the configuration, as a file's text.
-        flags: of the command, besides.
+        flags: further flags of the command.
         bundle: what Ray reserves for a node.
         variables: of the launchers.
         timeout: seconds for a rank to answer.
@@ -216,7 +223,8 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
             .options(
                 num_cpus=job.bundle["CPU"],
                 num_gpus=job.bundle.get("GPU", 0.0),
-                max_concurrency=4,  # `stop` arrives while `run` waits
+                # `stop` must arrive while `run` waits.
+                max_concurrency=4,
                 scheduling_strategy=placement(group, placement_group_bundle_index=index),
             )
             .remote()
@@ -224,7 +232,7 @@ def _run_round(ray: Any, job: _Job, earlier: list[int]) -> tuple[int, str]:
         ]
         return _follow(ray, job, actors, earlier)
     finally:
-        # An actor that is gone needs no stop
+        # An actor that is gone needs no stop.
         with contextlib.suppress(Exception):
             ray.get([actor.stop.remote() for actor in actors], timeout=_KILL + 10)
         for actor in actors:
@@ -248,8 +256,8 @@ def _wait_for_nodes(ray: Any, job: _Job, group: Any) -> None:
 def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> tuple[int, str]:
     lost = ray.exceptions.RayError
     try:
-        places = ray.get([actor.place.remote() for actor in actors])
-        host, port = places[0]
+        addresses = ray.get([actor.place.remote() for actor in actors])
+        host, port = addresses[0]
         runs = []
         for index, actor in enumerate(actors):
             runs.append(actor.run.remote(job, [*_meeting(job, host, port), f"--node-rank={index}"], earlier))
@@ -257,13 +265,13 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
     except lost as error:
         return _LOST, f"a node of Ray was lost before the run began ({_last_line(str(error))})"
     earlier += pids
-    nodes = {run: f"node {index} ({places[index][0]})" for index, run in enumerate(runs)}
+    nodes = {run: f"node {index} ({addresses[index][0]})" for index, run in enumerate(runs)}
     waiting = list(runs)
     ends = list[tuple[int, str]]()
     until = 0.0
     while waiting:
-        done, waiting = ray.wait(waiting, timeout=1.0)
-        for run in done:
+        finished, waiting = ray.wait(waiting, timeout=1.0)
+        for run in finished:
             try:
                 code, line = ray.get(run)
                 ends.append((code, f"{nodes[run]} ended with code {code}: {line}"))
@@ -272,20 +280,28 @@ def _follow(ray: Any, job: _Job, actors: Sequence[Any], earlier: list[int]) -> t
         if any(code for code, _ in ends):
             until = until or time.monotonic() + job.timeout + _GRACE
             if time.monotonic() > until:
-                break  # the others are stopped
+                # The caller stops the others.
+                break
     failed = [end for end in ends if end[0]]
     if not failed:
         return 0, ""
-    # Bad input first, then a loss, since the others failed for it; then the first.
+    # Report bad input first, then a lost node, because the others failed for it; otherwise the first failure.
     return min(failed, key=lambda end: 0 if end[0] in FINAL_CODES else 1 if end[0] == _LOST else 2)
 
 
 def _meeting(job: _Job, host: str, port: int) -> list[str]:
-    own = [f"--nproc-per-node={job.processes}"]
+    flags_of_launch = [f"--nproc-per-node={job.processes}"]
     if job.nodes == 1:
-        return own
-    # A lost node ends all: Ray finds another, and all start again, where the rest would go on without it.
-    return [*own, f"--nnodes={job.nodes}", f"--master-addr={host}", f"--master-port={port}", "--max-losses=0"]
+        return flags_of_launch
+    # A lost node ends all nodes. Ray then finds another one, and all start again; without this flag the remaining nodes
+    # would continue without it.
+    return [
+        *flags_of_launch,
+        f"--nnodes={job.nodes}",
+        f"--master-addr={host}",
+        f"--master-port={port}",
+        "--max-losses=0",
+    ]
 
 
 def _last_line(text: str) -> str:
@@ -319,15 +335,18 @@ class _Node:
             text=True,
             errors="replace",
         )
-        last = ""
+        last_line = ""
         assert self._launcher.stderr
         for line in self._launcher.stderr:
             print(line, end="", file=sys.stderr, flush=True)
-            last = line.strip() or last
-        return self._launcher.wait(), last
+            last_line = line.strip() or last_line
+        return self._launcher.wait(), last_line
 
     def pid(self) -> int:
-        """Return the launcher's process id, once it has one; 0 if it could not be started."""
+        """Return the launcher's process id, once it has one.
+
+        0 if it could not be started.
+        """
         until = time.monotonic() + 2 * _KILL
         while self._launcher is None and time.monotonic() < until:
             time.sleep(0.05)
@@ -342,11 +361,15 @@ class _Node:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.wait(_KILL)
                 return
-            self._launcher.kill()  # its ranks end with it
+            # The launcher's ranks end with it.
+            self._launcher.kill()
 
 
 def _wait_for_end(pids: Sequence[int]) -> None:
-    """Wait for the launchers of lost actors on this machine: they hold the run's folder until they have saved it."""
+    """Wait until the launchers of lost actors on this machine have ended.
+
+    They keep the run's folder locked until they have saved it.
+    """
     until = time.monotonic() + _KILL
     while time.monotonic() < until and any(_is_launcher(pid) for pid in pids if pid):
         time.sleep(0.1)

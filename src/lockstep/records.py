@@ -171,7 +171,10 @@ class Step:
 
     @property
     def applied(self) -> bool:
-        """Whether the update was applied, not skipped by a guard or the loss scale. Waits for the device."""
+        """Whether the update was applied. Waits for the device.
+
+        A guard, or the loss scale of float16, may skip it.
+        """
         applied = self.record.applied
         if applied is None:
             return self.norm < self.record.limit
@@ -215,10 +218,13 @@ Sums = tuple[float, float, float]
 def describe_value(value: Any) -> str:
     """Describe a returned value: `a float`, `a float32 tensor of shape [8, 2]`."""
     if isinstance(value, Tensor):
-        if value.is_nested:  # it has no shape
+        # A nested tensor has no shape.
+        if value.is_nested:
             return "a nested tensor"
-        kind = f"{str(value.dtype).removeprefix('torch.')} {'' if value.layout is torch.strided else 'sparse '}tensor"
-        return f"a {kind} of shape {list(value.shape)}"
+        description = (
+            f"{str(value.dtype).removeprefix('torch.')} {'' if value.layout is torch.strided else 'sparse '}tensor"
+        )
+        return f"a {description} of shape {list(value.shape)}"
     if value is None:
         return "None"
     return f"a {type(value).__name__}"
@@ -236,7 +242,7 @@ def is_number(value: Any) -> bool:
 
 def float_of(value: Any) -> float:
     """Return a checked number as a float; reading a tensor waits for the device."""
-    # Waits for the device
+    # Waits for the device if the value is a device tensor.
     return float(value.item() if isinstance(value, Tensor | np.ndarray) else value)
 
 
@@ -289,7 +295,7 @@ def _copy_number(value: Any) -> Tensor | float:
     if not isinstance(value, Tensor):
         return float_of(value)
     number = value.detach().reshape(())
-    # float32 would round an integer
+    # float32 cannot represent every integer.
     if number.is_floating_point():
         return number.clone()
     return number.double()
@@ -300,7 +306,7 @@ class NumberCollector:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # In the first rank's order; None: before the first micro-batch
+        # The names, in the order of the first rank that has any; None before the first micro-batch.
         self._names: dict[str, None] | None = None
         self._agreed = False
         self._parts: dict[str, list[Number]] = {}
@@ -317,21 +323,22 @@ class NumberCollector:
         Raises:
             LockstepError: the names differ from those of earlier micro-batches.
         """
-        if not parts and not self._names:  # the common case, fast
+        # Most tasks return no numbers; this keeps the loop fast for them.
+        if not parts and not self._names:
             self._names = {}
             return
         if self._names is None:
             self._names = dict.fromkeys(parts)
         if parts.keys() != self._names.keys():
-            place = f"{rank_label(self._world.rank)}, step {step + 1}" + (
+            location = f"{rank_label(self._world.rank)}, step {step + 1}" + (
                 f", micro-batch {micro}" if micro >= 0 else ""
             )
             raise LockstepError(
-                _different_names(place, parts.keys(), "the micro-batches before it", self._names.keys())
+                _different_names(location, parts.keys(), "the micro-batches before it", self._names.keys())
             )
         if counts:
-            for name, part in parts.items():
-                self._parts.setdefault(name, []).append(part)
+            for name, number in parts.items():
+                self._parts.setdefault(name, []).append(number)
 
     def end(self, step: int) -> dict[str, list[Number]]:
         """Return this rank's parts of the step by name, and start the next step.
@@ -345,29 +352,34 @@ class NumberCollector:
             self._agree(step)
         if not self._names:
             return {}
-        parts = self._parts
+        numbers = self._parts
         self._parts = {}
-        return {name: parts.get(name, []) for name in self._names}
+        return {name: numbers.get(name, []) for name in self._names}
 
     def _agree(self, step: int) -> None:
-        own = None if self._names is None else list(self._names)
-        named = [(rank, names) for rank, names in enumerate(self._world.gather(own)) if names is not None]  # collective
-        for rank, names in named:
-            if set(names) != set(named[0][1]):
-                place = f"{rank_label(rank)}, step {step + 1}"
-                raise LockstepError(_different_names(place, names, rank_label(named[0][0]), named[0][1]))
-        self._names = dict.fromkeys(named[0][1]) if named else {}
+        local_names = None if self._names is None else list(self._names)
+        # All ranks take part, once a run. A rank without micro-batches has no names and takes the others'.
+        names_by_rank = [
+            (rank, names) for rank, names in enumerate(self._world.gather(local_names)) if names is not None
+        ]  # collective
+        for rank, names in names_by_rank:
+            if set(names) != set(names_by_rank[0][1]):
+                location = f"{rank_label(rank)}, step {step + 1}"
+                raise LockstepError(
+                    _different_names(location, names, rank_label(names_by_rank[0][0]), names_by_rank[0][1])
+                )
+        self._names = dict.fromkeys(names_by_rank[0][1]) if names_by_rank else {}
         self._agreed = True
 
 
 def _different_names(place: str, names: Iterable[str], other: str, other_names: Iterable[str]) -> str:
-    first = dict.fromkeys(names)
-    second = dict.fromkeys(other_names)
-    extra = next((name for name in first if name not in second), None)
+    names_here = dict.fromkeys(names)
+    names_there = dict.fromkeys(other_names)
+    extra = next((name for name in names_here if name not in names_there), None)
     if extra is not None:
         name = extra
     else:
-        name = next(name for name in second if name not in first)
+        name = next(name for name in names_there if name not in names_here)
     if extra is not None:
         verb = "returned a number"
     else:
@@ -384,21 +396,22 @@ def exact_sum(values: Iterable[float]) -> Sums:
     The first is the rounded sum. A sum that does not exist (inf - inf, or beyond a float) is NaN.
     """
     remaining = list(values)
-    parts = []
+    terms = []
+    # Subtract each rounded sum from the values: what remains is the rounding error of the previous round.
     try:
         for _ in _ZERO:
-            parts.append(math.fsum(remaining))
-            if not math.isfinite(parts[0]):
-                return parts[0], 0.0, 0.0
-            remaining.append(-parts[-1])
+            terms.append(math.fsum(remaining))
+            if not math.isfinite(terms[0]):
+                return terms[0], 0.0, 0.0
+            remaining.append(-terms[-1])
     except (OverflowError, ValueError):
         return math.nan, 0.0, 0.0
-    return parts[0], parts[1], parts[2]
+    return terms[0], terms[1], terms[2]
 
 
 def exact_sums(parts: Sequence[tuple[float, float]]) -> list[float]:
     """Return six floats: the exact sum of the parts' sums, and that of their counts."""
-    return [*exact_sum(part[0] for part in parts), *exact_sum(part[1] for part in parts)]
+    return [*exact_sum(pair[0] for pair in parts), *exact_sum(pair[1] for pair in parts)]
 
 
 def merge_sums(sums: Sequence[Sequence[float]]) -> list[float]:
@@ -439,7 +452,12 @@ def check_log(values: Any, numbers: Iterable[str] = ()) -> Mapping[str, Any]:
 
 def flatten_numbers(numbers: Mapping[str, Sequence[Number]]) -> list[Tensor | float]:
     """Return value and count of each part, in the order of names and micro-batches."""
-    return [each for parts in numbers.values() for part in parts for each in (part.value, part.count)]
+    return [
+        field_value
+        for numbers_of_name in numbers.values()
+        for number in numbers_of_name
+        for field_value in (number.value, number.count)
+    ]
 
 
 def fill_numbers(
@@ -452,7 +470,10 @@ def fill_numbers(
         read: the result of `flatten_numbers`, as floats.
     """
     values = iter(read)
-    return {name: [(next(values) * part.factor, next(values)) for part in parts] for name, parts in numbers.items()}
+    return {
+        name: [(next(values) * number.factor, next(values)) for number in numbers_of_name]
+        for name, numbers_of_name in numbers.items()
+    }
 
 
 def sum_and_count(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
@@ -460,9 +481,9 @@ def sum_and_count(value: Any, items: float, *, mean: bool) -> tuple[Any, Any]:
 
     A mean of no items is 0 of 0.
     """
-    part = number_of(value, items, items if mean else 1)
+    number = number_of(value, items, items if mean else 1)
     if not isinstance(value, tuple | list) and mean:
         if items:
-            return (part.value * items, items)
+            return (number.value * items, items)
         return (0.0, 0.0)
-    return part.value, part.count
+    return number.value, number.count

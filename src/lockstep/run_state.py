@@ -36,10 +36,12 @@ __all__ = [
     "TrainedSet",
 ]
 
-_ALWAYS = object()  # as `absent`: the field is always written
+# As `absent`: the field is always written.
+_ALWAYS = object()
 _WRITTEN: dict[str, Any] = {"absent": _ALWAYS}
 _FLAT: dict[str, Any] = {"flat": True}
-_LARGEST = 1 << 53  # a float holds integers below it exactly; sizes and counts are below
+# A float represents every integer below this exactly. Sizes and counts are below.
+_LARGEST = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,10 @@ class TrainedSet:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], file: str) -> Self:
-        """Read the result of `to_json`, from `file`. Raises CheckpointError for a value of a wrong type."""
+        """Read the result of `to_json`, from `file`.
+
+        Raises CheckpointError for a value of a wrong type.
+        """
         return _read(cls, data, file)
 
 
@@ -282,7 +287,10 @@ class StreamState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], file: str) -> Self:
-        """Read the result of `to_json`, from `file`. Raises CheckpointError for a value of a wrong type."""
+        """Read the result of `to_json`, from `file`.
+
+        Raises CheckpointError for a value of a wrong type.
+        """
         return _read(cls, data, file)
 
 
@@ -397,19 +405,20 @@ class RunState:
 # --- JSON
 
 _T = TypeVar("_T")
-_OTHERS = "others"  # the field of a part that keeps unknown keys
+# The field of a part that keeps unknown keys.
+_OTHERS = "others"
 
 
 def _encode_fields(part: Any) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    for name, each in _format_of(part.__class__).items():
+    for name, entry in _format_of(part.__class__).items():
         value = getattr(part, name)
         if name == _OTHERS:
             data |= value
-        elif each.flat:
+        elif entry.flat:
             data |= _encode_fields(value) if value is not None else {}
-        elif each.absent is _ALWAYS or value != each.absent:
-            data[each.key] = _encode(value)
+        elif entry.absent is _ALWAYS or value != entry.absent:
+            data[entry.key] = _encode(value)
     return data
 
 
@@ -417,7 +426,7 @@ def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return _encode_fields(value)
     if isinstance(value, list | tuple):
-        return [_encode(each) for each in value]
+        return [_encode(element) for element in value]
     return value
 
 
@@ -441,15 +450,16 @@ class _Key(NamedTuple):
 @functools.cache
 def _format_of(part: Hashable) -> dict[str, _Key]:
     """Return the JSON form of each field of a part."""
-    kinds = get_type_hints(part)
+    types_by_name = get_type_hints(part)
     keys = dict[str, _Key]()
-    for each in dataclasses.fields(part):  # type: ignore[arg-type]
-        kind = kinds[each.name]
-        metadata = each.metadata
-        # `Position | None`: Position
-        flat = (get_args(kind) or (kind,))[0] if metadata.get("flat") else None
-        required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-        keys[each.name] = _Key(metadata.get("key", each.name), kind, flat, metadata.get("absent"), required)
+    # mypy takes the cached argument for any hashable object; it is always a dataclass.
+    for spec in dataclasses.fields(part):  # type: ignore[arg-type]
+        field_type = types_by_name[spec.name]
+        metadata = spec.metadata
+        # The first argument of `Position | None` is Position.
+        flat = (get_args(field_type) or (field_type,))[0] if metadata.get("flat") else None
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        keys[spec.name] = _Key(metadata.get("key", spec.name), field_type, flat, metadata.get("absent"), required)
     return keys
 
 
@@ -480,20 +490,21 @@ def _decode_fields(part: Any, data: dict[str, Any], *, lenient: bool = False) ->
         _MismatchError: a value is missing or has a wrong type.
     """
     values: dict[str, Any] = {}
-    for name, each in _format_of(part).items():
+    for name, entry in _format_of(part).items():
         if name == _OTHERS:
             continue
-        if each.flat:
-            inner = _decode_fields(each.flat, data, lenient=lenient)
-            values |= {name: each.flat(**inner)} if inner else {}
-        elif each.key in data:
+        if entry.flat:
+            # A part whose keys are all absent stays at its default.
+            inner = _decode_fields(entry.flat, data, lenient=lenient)
+            values |= {name: entry.flat(**inner)} if inner else {}
+        elif entry.key in data:
             try:
-                values[name] = _decode(each.kind, data.pop(each.key), each.key)
+                values[name] = _decode(entry.kind, data.pop(entry.key), entry.key)
             except _MismatchError:
                 if not lenient:
                     raise
-        elif each.required:
-            raise _MismatchError(each.key, None)
+        elif entry.required:
+            raise _MismatchError(entry.key, None)
     if _OTHERS in _format_of(part):
         values[_OTHERS] = data
     return values
@@ -508,27 +519,31 @@ def _decode(kind: Any, value: Any, key: str) -> Any:
     if origin is types.UnionType:
         return _decode_union(arguments, value, key)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        # mypy does not see that `kind` is a class.
         return kind(**_decode_fields(kind, dict(value)))  # type: ignore[operator]
     if origin is dict and isinstance(value, dict):
-        return {name: _decode(arguments[1], each, key) for name, each in value.items()}
+        return {name: _decode(arguments[1], element, key) for name, element in value.items()}
     if origin is list and isinstance(value, list):
-        return [_decode(arguments[0], each, key) for each in value]
+        return [_decode(arguments[0], element, key) for element in value]
     if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(_decode(kind, each, key) for kind, each in zip(arguments, value, strict=True))
+        return tuple(_decode(kind, element, key) for kind, element in zip(arguments, value, strict=True))
     if _is_plain(kind, value):
         return value
     raise _MismatchError(key, value)
 
 
 def _decode_union(kinds: tuple[Any, ...], value: Any, key: str) -> Any:
-    for kind in kinds:
+    for candidate in kinds:
         with contextlib.suppress(_MismatchError):
-            return _decode(kind, value, key)
+            return _decode(candidate, value, key)
     raise _MismatchError(key, value)
 
 
 def _is_plain(kind: Any, value: Any) -> bool:
-    """Whether a string, bool or number has this type; an integer is a float too, if exact."""
+    """Whether a string, bool or number has this type.
+
+    An integer is a float, too, if a float represents it exactly.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return kind in (int, float) and abs(value) < _LARGEST
     return kind in (str, bool, float) and type(value) is kind

@@ -34,6 +34,7 @@ def _root(seed: int, purpose: str) -> int:
     return state
 
 
+# splitmix64 (Steele, Lea and Flood, 2014): one call mixes all bits of the state.
 def _mix(state: int) -> int:
     state = (state + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

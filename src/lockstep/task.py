@@ -62,33 +62,43 @@ __all__ = [
 HALVES = (torch.float16, torch.bfloat16)
 _STEP = "_current_step"
 _REDUCTIONS = ("auto", "sum", "mean", "micro-batch")
-AVERAGED = ("mean", "micro-batch")  # losses of micro-batches are averaged, weighted by their items
-# Undeclared losses mean their value on the whole batch: "whole" if a step has one micro-batch, "total" if they are
-# proved to be sums, so that a step's loss is the sum of those of its micro-batches.
+# Losses of micro-batches are averaged, weighted by their items.
+AVERAGED = ("mean", "micro-batch")
+# An undeclared loss has its value on the whole batch. "whole": a step has one micro-batch. "total": the losses are
+# proved to be sums, so that a step's loss is the sum of its micro-batches' losses.
 UNDIVIDED = ("whole", "total")
 
 
 class Order(Protocol):
-    """The order of samples in the run's endless stream; its length, if any, is an epoch's."""
+    """The order of samples in the run's endless stream.
+
+    Its length, if it has one, is that of an epoch.
+    """
 
     def at(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the epochs and the sample indices of positions start .. stop - 1. int64 [stop - start] each"""
+        """Return the epochs and the sample indices of positions start .. stop - 1.
+
+        Two arrays, int64 [stop - start].
+        """
 
 
 class LiveRates(Protocol):
-    """Schedulers that write rates and momenta into the optimizer's groups, where the adapted library steps them.
+    """Schedulers of an adapted library, which write into the optimizer's groups.
 
-    lockstep then writes none, so that a value that somebody else sets holds until a scheduler writes again.
+    They write rates and momenta. lockstep then writes none, so a user's value stays until a scheduler writes again.
     """
 
     def check(self, steps: int) -> None:
-        """Step them over a plan of `steps`, and restore them. Raises ConfigError for one that fails."""
+        """Step them over a plan of `steps`, and restore them.
+
+        Raises ConfigError for a scheduler that fails.
+        """
 
     def drive_to(self, done: int) -> None:
         """Step them as after `done` updates."""
 
     def replay(self, watched: list[list[Any]], done: int) -> None:
-        """Begin again, and step them as after `done` updates.
+        """Restart them, and step them as after `done` updates.
 
         Args:
             watched: the values that some of them followed so far, as the hooks' state stores them.
@@ -112,7 +122,10 @@ class DataFacts(NamedTuple):
 
 
 class _CurrentStep:
-    """The step in which a task's `loss` is called; a user's own attribute of that name goes before it."""
+    """The step in which a task's `loss` is called.
+
+    A user's own attribute of that name takes precedence.
+    """
 
     def __get__(self, task: Any, kind: type[Any]) -> int:
         if task is not None:
@@ -145,7 +158,7 @@ class Task(ABC):
             faster without a mask, and wrong with one, see `lockstep.transforms.attention`.
         fixed_models: models that the loss reads and no step changes, by name, such as a teacher; compared between the
             ranks before step 1.
-        sample_state: names of buffers, and keys of `state_dict()`, of which each sample or stream has rows of its own:
+        sample_state: names of buffers, and keys of `state_dict()`, that have rows by sample or stream:
             a hidden state, a memory bank. Each micro-batch reads their values from before the step, and writes rows.
         step: the present step, 0-based, the same on every rank; set by the run before each step. A class that has an
             attribute `step` of its own keeps it.
@@ -165,18 +178,31 @@ class Task(ABC):
     sample_state: Sequence[str] = ()
     step = _CurrentStep()
     # For adapters and wrappers around a task; users do not set these.
-    framework = ""  # the adapted library, whose batches are micro-batches
-    gathers = False  # `loss` calls collectives, to log
-    autocast_scope = "loss"  # all that computes; or "forward", or "float32 outputs": it alone, see `task_in_precision`
-    is_compared = False  # its training is compared between world sizes
-    data_facts = cast("DataFacts | None", None)  # of the built-in language models
-    switches_modes = True  # the optimizer's eval() and train() are called around an evaluation
-    live_rates = cast("LiveRates | None", None)  # schedulers of the adapted library, which write into the groups
-    scheduler: Mapping[str, Any] = {}  # class and settings of one that the user made; a resume with another is refused
-    evaluates_loss = True  # else the loss of an evaluation is nan, and absent from records
+    # The adapted library, whose batches are micro-batches.
+    framework = ""
+    # `loss` calls collectives to log numbers.
+    gathers = False
+    # "loss": everything that computes runs in autocast. "forward" and "float32 outputs": the forward alone does; see
+    # `task_in_precision`.
+    autocast_scope = "loss"
+    # Its training is compared between world sizes.
+    is_compared = False
+    # Of the built-in language models.
+    data_facts = cast("DataFacts | None", None)
+    # The optimizer's eval() and train() are called around an evaluation.
+    switches_modes = True
+    # Schedulers of the adapted library, which write into the groups.
+    live_rates = cast("LiveRates | None", None)
+    # Class and settings of a scheduler that the user made; a resume with another one is refused.
+    scheduler: Mapping[str, Any] = {}
+    # Otherwise the loss of an evaluation is NaN, and absent from records.
+    evaluates_loss = True
 
     def metric_name(self, set_name: str, name: str) -> str:
-        """Return the name of a number of one of several evaluation sets, as in records and `best_metric`."""
+        """Return the name of a number of one of several evaluation sets.
+
+        It is used in records and in `best_metric`.
+        """
         return f"{set_name}/{name}"
 
     @abstractmethod
@@ -192,11 +218,12 @@ class Task(ABC):
             the documentation; for "evaluation" also a dict of several sets, by name, or None for no evaluation.
         """
 
-    def start_epoch(self, dataset: Any, epoch: int) -> None:  # noqa: B027  nothing to do for most
+    # B027, here and below: an empty method of an abstract class, since most tasks have nothing to do.
+    def start_epoch(self, dataset: Any, epoch: int) -> None:  # noqa: B027
         """Change the training set before the first sample of an epoch is loaded.
 
         Called on every rank with the same seed, which depends on the epoch alone; after a resume in the middle of an
-        epoch too, and once more before the first step. So set all that the epoch needs from its number. The length of
+        epoch too, and again before the first step. So set all that the epoch needs from its number. The length of
         the set must stay.
 
         Args:
@@ -205,7 +232,9 @@ class Task(ABC):
         """
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        """Compute the loss of a batch: the sum or mean over its items, or any loss of a step that is not cut.
+        """Compute the loss of a batch: the sum or mean over its items.
+
+        If a step is not cut, any loss is allowed.
 
         Items are what `count` counts. `model` is the engine's: call it, and nothing inside it. If the loss covers all
         samples of a step together, write `outputs` and `step_loss` instead.
@@ -319,8 +348,11 @@ class Task(ABC):
         """Return the factor of the base rates in `step` (0-based) of `steps`; None: of --optim.schedule."""
         return None
 
-    def set_groups(self, groups: list[dict[str, Any]], step: int, steps: int) -> None:  # noqa: B027  most set nothing
-        """Set what the optimizer's groups have in `step` (0-based) of `steps`: rates, weight decay, any other key.
+    # B027: as above; most tasks set nothing.
+    def set_groups(self, groups: list[dict[str, Any]], step: int, steps: int) -> None:  # noqa: B027
+        """Set the optimizer's groups for `step` (0-based) of `steps`.
+
+        Rates, weight decay, or any other key.
 
         Called on every rank just before the update, when the schedule's rates are in the groups. A function of the
         step alone, so that a resume continues it.
@@ -341,12 +373,14 @@ class Task(ABC):
     def untrained(self) -> Sequence[str]:
         """Return names or patterns of a pretrained model's new modules, such as a head.
 
-        With --lora.rank they are trained in full, besides the adapters.
+        With --lora.rank they are trained in full, alongside the adapters.
         """
         return ()
 
     def sample(self, model: nn.Module, device: torch.device) -> str:
-        """Return a text that shows what the model learned, at the end of a run; "": nothing.
+        """Return a text that shows what the model learned, for the end of a run.
+
+        "": nothing.
 
         Called on every rank.
         """
@@ -356,7 +390,8 @@ class Task(ABC):
         """Return the task's own tensors, not copies, to store in checkpoints: a queue, an average."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027  nothing to do for most
+    # B027: as above.
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Called on a resume, after the tensors of `state_dict()` were filled in place."""
 
 
@@ -368,7 +403,7 @@ _REQUIRED = {
 METHODS = tuple(name for name, value in vars(Task).items() if callable(value) and not name.startswith("_"))
 VALUES = tuple(Task.__annotations__)
 
-# Names in other libraries -> the method here.
+# Names in other libraries -> the method of Task.
 _FOREIGN_NAMES = {
     "training_step": "loss",
     "compute_loss": "loss",
@@ -409,7 +444,9 @@ class _WrappedTask(Task):
 
 
 class _TaskInContext:
-    """A task whose computing methods run in a context; all else is read from it and written to it.
+    """A task whose computing methods run in a context.
+
+    Everything else is read from the inner task and written to it.
 
     It passes for the task (`isinstance`), and is pickled and copied as the task itself, which keeps no trace.
 
@@ -426,8 +463,9 @@ class _TaskInContext:
         for name, value in (("_inner", inner), ("_context", context), ("_report", report)):
             object.__setattr__(self, name, value)
 
+    # mypy does not allow a property for `__class__`. With it isinstance takes this object for the task.
     @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # by which isinstance takes it for the task
+    def __class__(self) -> type[Any]:
         return type(self._inner)
 
     def __getattr__(self, name: str) -> Any:
@@ -452,7 +490,7 @@ class _TaskInContext:
         return self._loss(self._inner.step_loss_rows, own, whole, first)
 
     def penalty(self, model: nn.Module) -> Any:
-        # A term of the loss, so a plain loop has it in the same context
+        # The penalty is a term of the loss, so a plain loop computes it in the same context.
         return self._loss(self._inner.penalty, model)
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
@@ -490,9 +528,9 @@ def _in_float32(value: Any) -> Any:
             return value.float()
         return value
     if type(value) is dict:
-        return {key: _in_float32(each) for key, each in value.items()}
+        return {key: _in_float32(element) for key, element in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_in_float32(each) for each in value)
+        return type(value)(_in_float32(element) for element in value)
     return value
 
 
@@ -520,7 +558,7 @@ def _inner(task: Any) -> Any:
 
 
 def check_class(kind: type[Any]) -> None:
-    """Check that a class lacks no method that would keep it from being made. Raises ConfigError."""
+    """Raise ConfigError for a missing method without which the class cannot be instantiated."""
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
     if missing:
         _check_names(kind)
@@ -543,7 +581,7 @@ def as_task(task: Any) -> Task:
         if method != "loss" and not callable(getattr(task, method, None)):
             raise ConfigError(f"the task {name} has no method `{method}`: {purpose}")
     result = task if isinstance(task, Task) else _WrappedTask(task)
-    # An earlier run detected it, perhaps with another micro-batch size
+    # An earlier run has detected the reduction, perhaps with another micro-batch size.
     if "_reduction_before" in vars(result):
         result.reduction = vars(result).pop("_reduction_before")
     set_step(result, 0)
@@ -609,20 +647,24 @@ def set_detected(task: Task, reduction: str, gradients: bool) -> None:
     """
     if reduction:
         vars(task).setdefault("_reduction_before", task.reduction)
+        # mypy does not see that `reduction` is one of the allowed strings.
         task.reduction = reduction  # type: ignore[assignment]
     vars(task)["_takes_gradients"] = gradients
 
 
 def set_step(task: Task, step: int) -> None:
-    """Set the present step, 0-based, of a task and of the object that it wraps, unless that has its own."""
+    """Set the present step, 0-based, of a task and of the object that it wraps.
+
+    An object with its own attribute `step` keeps it.
+    """
     inner = inner_task(task)
     vars(task)[_STEP] = vars(inner)[_STEP] = step
-    own = user_task(inner)
-    if own is not inner and (not hasattr(own, "step") or hasattr(own, _STEP)):
-        # An object with slots has no room for it
+    user_object = user_task(inner)
+    if user_object is not inner and (not hasattr(user_object, "step") or hasattr(user_object, _STEP)):
+        # An object with slots has no room for the attribute.
         with contextlib.suppress(AttributeError):
-            setattr(own, _STEP, step)
-            own.step = step
+            setattr(user_object, _STEP, step)
+            user_object.step = step
 
 
 def current_step(task: Task) -> int:
@@ -663,9 +705,11 @@ def items_of_a_sample(task: Task) -> int | None:
 
 def _check_names(kind: type[Any]) -> None:
     """Check for methods that resemble one of Task and are never called. Raises ConfigError."""
-    own = [name for base in kind.__mro__ if base is not Task for name in vars(base) if callable(vars(base)[name])]
+    methods_of_class = [
+        name for base in kind.__mro__ if base is not Task for name in vars(base) if callable(vars(base)[name])
+    ]
     missing = [name for name in METHODS if getattr(kind, name, None) in (None, getattr(Task, name))]
-    for name in own:
+    for name in methods_of_class:
         if name.startswith("_") or name in METHODS:
             continue
         close = difflib.get_close_matches(name, missing, n=1, cutoff=0.75)

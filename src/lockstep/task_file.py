@@ -35,25 +35,25 @@ def import_class(name: str, flag: str, methods: Iterable[str] = _METHODS) -> Cal
     if not file or not path.is_file():
         raise ConfigError(f"{flag} '{name}': no such file; give FILE.py:Class")
     module = _import_file(name, path, flag)
-    kind: Callable[[], Any] | None = getattr(module, class_name, None) if class_name else None
-    if kind is None:
+    named_class: Callable[[], Any] | None = getattr(module, class_name, None) if class_name else None
+    if named_class is None:
         if class_name:
             problem = f"the file has no class {class_name}"
         else:
             problem = "no class is named"
-        own = [key for key, value in vars(module).items() if _has_all(value, module, methods)]
-        close = difflib.get_close_matches(class_name, own, n=1)
+        candidates = [key for key, value in vars(module).items() if _has_all(value, module, methods)]
+        close = difflib.get_close_matches(class_name, candidates, n=1)
         if close:
             hint = f"did you mean {file}:{close[0]}?"
         else:
-            hint = f"give {' or '.join(f'{file}:{key}' for key in own)}"
+            hint = f"give {' or '.join(f'{file}:{key}' for key in candidates)}"
         if flag == "--task":
             example = "a subclass of lockstep.Task that the file defines"
         else:
             example = "a class of the file"
-        hint = hint if own else f"give {file}:CLASS, {example}"
+        hint = hint if candidates else f"give {file}:CLASS, {example}"
         raise ConfigError(f"{flag} '{name}': {problem}; {hint}")
-    return kind
+    return named_class
 
 
 def _import_file(name: str, path: Path, flag: str) -> ModuleType:
@@ -63,10 +63,11 @@ def _import_file(name: str, path: Path, flag: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{flag} '{name}' is not a Python file; give FILE.py:Class")
     module = importlib.util.module_from_spec(spec)
-    # So that its classes can be pickled for loader processes
+    # Loader processes unpickle classes of the file by this name.
     sys.modules[module_name] = module
     folder = str(path.resolve().parent)
-    if folder not in sys.path:  # the file may import its neighbours
+    # The file may import its neighbours.
+    if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
@@ -78,5 +79,5 @@ def _import_file(name: str, path: Path, flag: str) -> ModuleType:
 
 def _has_all(value: Any, module: ModuleType, methods: Iterable[str]) -> bool:
     """Whether `value` is a class defined in the file, with these methods."""
-    own = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
-    return own and all(callable(getattr(value, method, None)) for method in methods)
+    is_defined_here = isinstance(value, type) and value.__module__ == module.__name__ and not inspect.isabstract(value)
+    return is_defined_here and all(callable(getattr(value, method, None)) for method in methods)

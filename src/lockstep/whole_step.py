@@ -106,20 +106,21 @@ class WholeStep:
         leaves = []
         for index, weight, outputs in batches:
             leaves.append((index, weight, self._leaves(index, outputs)))
-        own = [(index, tensors) for index, weight, tensors in leaves if weight]
+        counted = [(index, tensors) for index, weight, tensors in leaves if weight]
+        # A rank without samples contributes columns of no rows, so that it can take part in the gather.
         columns = []
         for k in range(self._width):
-            columns.append(torch.cat([tensors[k] for _, tensors in own] or [leaves[0][2][k][:0]]))
+            columns.append(torch.cat([tensors[k] for _, tensors in counted] or [leaves[0][2][k][:0]]))
         whole, first = self._gather(columns)
         self.samples = len(whole[0])
         self.numbers = []
         with torch.set_grad_enabled(gradient):
             inputs = [_leaf(column, gradient) for column in whole]
             if self._step_loss:
-                losses, parts = self._at_once(inputs, own, first)
+                losses, row_gradients = self._at_once(inputs, counted, first)
             else:
-                losses, parts = self._in_parts(inputs, own, first)
-        self._gradients = dict(zip((index for index, _ in own), parts, strict=True))
+                losses, row_gradients = self._in_parts(inputs, counted, first)
+        self._gradients = dict(zip((index for index, _ in counted), row_gradients, strict=True))
         return losses
 
     def surrogate(self, index: int, outputs: Any) -> Tensor:
@@ -133,7 +134,7 @@ class WholeStep:
         """
         tensors = self._leaves(index, outputs)
         gradients = self._gradients.get(index)
-        # An empty slot: its backward runs, and counts nothing
+        # An empty slot has no gradient. Its backward runs with ones, and the engine multiplies it by weight 0.
         if gradients is None:
             gradients = []
             for tensor in tensors:
@@ -183,19 +184,21 @@ class WholeStep:
         size = len(columns[0])
         rank = self._world.rank
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._world.size)]
-        # As bytes: one collective for all dtypes, also those that a backend does not support.
+        # Send bytes: one collective for all dtypes, including those that the backend does not support.
         widths = [shape.numel() * dtype.itemsize for shape, dtype in self._first_form().rows]
+        # All ranks exchange their numbers of rows on the host first, since an all-gather needs equal sizes.
         collectives.all_gather(counts, torch.tensor([size]), group=self._world.control)  # collective
         sizes = [int(count) for count in counts]
         send = torch.zeros(max(sizes), sum(widths), dtype=torch.uint8, device=columns[0].device)
         if size:
-            parts = []
+            byte_columns = []
             for column, width in zip(columns, widths, strict=True):
-                parts.append(as_bytes(column).view(size, width))
-            send[:size] = torch.cat(parts, dim=1)
+                byte_columns.append(as_bytes(column).view(size, width))
+            send[:size] = torch.cat(byte_columns, dim=1)
         received = [torch.empty_like(send) for _ in sizes]
+        # All ranks gather the padded rows; the loss needs the outputs of all samples.
         collectives.all_gather(received, send)  # collective
-        packed = torch.cat([part[:count] for part, count in zip(received, sizes, strict=True)])
+        packed = torch.cat([rows_of_rank[:count] for rows_of_rank, count in zip(received, sizes, strict=True)])
         blocks = packed.split_with_sizes(widths, dim=1)
         whole = []
         for block, (shape, dtype) in zip(blocks, self._first_form().rows, strict=True):
@@ -206,6 +209,7 @@ class WholeStep:
         self, inputs: list[Tensor], own: list[tuple[int, list[Tensor]]], first: int
     ) -> tuple[list[Tensor], list[list[Tensor | None]]]:
         """Compute the loss on every rank; the rank that has the first sample reports it."""
+        # Every rank computes the same loss, so no second exchange is needed. Only one rank may count it.
         assert self._step_loss is not None
         loss, numbers = split_loss(self._step_loss(self._tree(inputs)), "step_loss")
         gradients = _gradients(loss, inputs)
@@ -237,6 +241,7 @@ class WholeStep:
                 sums.append(_flatten(gradients[len(rows) :], inputs))
         if not gradient:
             return losses, row_gradients
+        # Every part depends on all rows, so each rank has a gradient for every other rank's rows.
         total = self._sum(sums, inputs)
         shared = _unflatten(total, inputs)
         both = []
@@ -247,34 +252,37 @@ class WholeStep:
 
     def _keep_numbers(self, index: int, numbers: Mapping[str, Any], samples: int, *, counts: bool) -> None:
         """Store the numbers of the loss, or of a part of it, weighted by samples."""
-        parts = {}
+        numbers_by_name = {}
         for name, value in numbers.items():
-            parts[name] = number_of(value, samples, self.samples)
-        self.numbers.append((index, parts, counts))
+            numbers_by_name[name] = number_of(value, samples, self.samples)
+        self.numbers.append((index, numbers_by_name, counts))
 
     def _sum(self, vectors: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        """Sum over all micro-batches in the fixed tree, with the same bits on any ranks. Collective."""
+        """Sum over all micro-batches in the fixed tree, bitwise identical at any world size. Collective."""
         if self._sharing:
             shares = self._sharing.now
         else:
             shares = equal_shares(self._micro_batches, self._world.size)
-        parts = Subtrees(self._micro_batches, self._world, shares)
+        subtrees = Subtrees(self._micro_batches, self._world, shares)
         ranks = self._world.size
         length = sum(tensor.numel() for tensor in inputs if tensor.requires_grad)
+        # Pad to a multiple of the ranks, so that each rank sums a piece of equal length.
         padded = length + -length % ranks
         like = next((vector for vector in vectors), None)
         like = _flatten([None] * len(inputs), inputs) if like is None else like
         sums: Subtotals[Tensor] = Subtotals(self._micro_batches, Tensor.add_)
-        for place in range(parts.mine.start, parts.mine.stop):
+        for micro_batch in range(subtrees.mine.start, subtrees.mine.stop):
             vector = like.new_zeros(padded)
             if vectors:
                 vector[:length] = vectors.pop(0)
-            sums.push(TreeSpan(place, place + 1), vector)
+            sums.push(TreeSpan(micro_batch, micro_batch + 1), vector)
         if ranks == 1:
             (total,) = sums.taken()
             return total[:length]
-        piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), parts)
+        # One all-to-all per round of the tree, on all ranks.
+        piece = piece_of_sum(sums.taken(), lambda pieces: like.new_empty(pieces, padded // ranks), subtrees)
         total = like.new_empty(padded)
+        # Every rank needs the whole sum, because its own rows are somewhere in it.
         collectives.all_gather(list(total.view(ranks, -1).unbind()), piece)  # collective
         return total[:length]
 
@@ -306,12 +314,12 @@ class WholeStepPasses(Passes):
                 return self._whole.surrogate(batch.index, self._task.outputs(model, batch.data)), None
 
             self._backwards(step, micro, surrogate, SURROGATE, counts=counts)
-        # Since the record divides by the items
+        # A record divides the loss by the items; this loss is not a sum over items.
         return [loss.double() * items for loss in losses]
 
     def _collect_numbers(self, step: int, counts: bool) -> None:
-        for index, parts, counted in self._whole.numbers if counts else ():
-            self._numbers.add(step, index, parts, counts=counted)
+        for index, numbers, counted in self._whole.numbers if counts else ():
+            self._numbers.add(step, index, numbers, counts=counted)
 
     def _forward(self, step: int, batch: MicroBatch) -> Any:
         """Compute the outputs of a micro-batch without changing buffers; pass 2 changes them."""
@@ -341,7 +349,7 @@ class WholeStepPasses(Passes):
         return losses
 
     def _losses(self, step: int, batches: Sequence[tuple[int, float, Any]]) -> list[Tensor]:
-        # The same on every rank, whatever it drew before
+        # Seed as for a micro-batch of its own, so that every rank draws the same numbers in the loss.
         self._control.seed(step, WHOLE_LOSS)
         return self._whole(batches)
 
@@ -360,7 +368,7 @@ def check_outputs(outputs: Any) -> Any:
         ConfigError: they are not.
     """
     tensors = pytree.tree_leaves(outputs)
-    odd = [each for each in tensors if not isinstance(each, Tensor) or not each.ndim]
+    odd = [value for value in tensors if not isinstance(value, Tensor) or not value.ndim]
     if odd or not tensors:
         problem = describe_value(odd[0]) if odd else "no tensor"
         raise ConfigError(

@@ -22,8 +22,10 @@ from lockstep.errors import ConfigError
 
 __all__ = ["ArrowShards"]
 
-_MAGIC = b"ARROW1"  # of the file format
-_ROWS = 1000  # of a batch in a converted file
+# The first bytes of Arrow's file format.
+_MAGIC = b"ARROW1"
+# Rows of a batch in a converted file.
+_ROWS = 1000
 ROW_FORMATS = ("torch", "numpy", "python")
 
 
@@ -80,6 +82,7 @@ class ArrowShards(ShardFormat):
             reader = self._arrow.ipc.open_stream(source)
             before = self._arrow.total_allocated_bytes()
             batch = next(iter(reader), None)
+            # A mapped batch takes no memory; a compressed one takes about its size.
             return batch is not None and self._arrow.total_allocated_bytes() - before > batch.nbytes // 2
 
     def count(self, path: Path) -> ShardSummary:
@@ -98,11 +101,14 @@ class ArrowShards(ShardFormat):
         return _ArrowShard(self._datasets.Dataset.from_file(str(path)), self._row_format)
 
     def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
-        """Return samples of several shards, all converted at once, which is faster than a shard at a time."""
+        """Return samples of several shards, all converted at once.
+
+        Converting each shard by itself takes longer.
+        """
         shards = [shard for shard, _ in parts if isinstance(shard, _ArrowShard)]
         rows = []
-        for shard, (_, own) in zip(shards, parts, strict=True):
-            rows.extend(shard.slices(own))
+        for shard, (_, rows_of_shard) in zip(shards, parts, strict=True):
+            rows.extend(shard.slices(rows_of_shard))
         return shards[0].convert(rows)
 
 
@@ -135,7 +141,7 @@ class _ArrowShard(OpenShard):
 
 
 def _columns(schema: Any) -> str:
-    """Return a line for each column: its name, its type, and whether it may lack values."""
+    """Return a line for each column: its name, its type, and whether it is nullable."""
     return "\n".join(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in schema)
 
 

@@ -43,7 +43,8 @@ __all__ = [
 ]
 
 
-_SEARCH_STEPS = 16  # steps searched for a micro-batch with items
+# Number of steps that are searched for a micro-batch with items.
+_SEARCH_STEPS = 16
 
 
 @dataclass(slots=True)
@@ -114,9 +115,9 @@ def slots(shares: Shares, rank: int, present: int) -> list[Slot]:
     slots, so that every rank still owns the same part of the exact tree.
     """
     start, _ = shares.runs[rank]
-    each = shares.slots[rank]
-    last = present - 1
-    return [Slot(min(place, last), float(place <= last)) for place in range(start, start + each)]
+    count = shares.slots[rank]
+    last_present = present - 1
+    return [Slot(min(micro, last_present), float(micro <= last_present)) for micro in range(start, start + count)]
 
 
 class Origin(NamedTuple):
@@ -136,7 +137,7 @@ START = Origin(0, 0)
 class StepPlan:
     """Cuts the stream of positions into steps and micro-batches.
 
-    Each step has `size` samples, in micro-batches of `micro_size`, of which the last may be shorter. Only the run's
+    Each step has `size` samples, in micro-batches of `micro_size`, where the last may be shorter. Only the run's
     last step can be shorter: it ends at `total`. Steps before `origin` were cut differently; their positions are
     undefined here.
     """
@@ -153,11 +154,11 @@ class StepPlan:
 
     def start(self, step: int) -> int:
         """Return the position of the first sample of `step`; `total` past the last one."""
-        first, position = self.origin
-        place = position + (step - first) * self.size
-        if 0 <= place <= self.total:
-            return place
-        if place < 0:
+        first_step, position = self.origin
+        start = position + (step - first_step) * self.size
+        if 0 <= start <= self.total:
+            return start
+        if start < 0:
             return 0
         return self.total
 
@@ -202,10 +203,13 @@ class EpochStarts(NamedTuple):
         return plan.start(step) // self.samples
 
     def end(self, plan: StepPlan, step: int) -> int:
-        """Return the first step of the next epoch after that of `step`; at most the plan's number of steps."""
-        first, position = plan.origin
+        """Return the first step of the next epoch; at most the plan's number of steps.
+
+        The next one after the epoch of `step`.
+        """
+        first_step, position = plan.origin
         boundary = (self.epoch(plan, step) + 1) * self.samples
-        return min(first - (position - boundary) // plan.size, plan.steps)
+        return min(first_step - (position - boundary) // plan.size, plan.steps)
 
 
 @runtime_checkable
@@ -244,7 +248,7 @@ class Batches:
     ) -> None:
         self._order = order
         self.size = len(dataset)
-        # Asked once: it is slow
+        # Asked once: `isinstance` of a protocol is slow.
         self._mixture = order if isinstance(order, Sharing) else None
         fetch = Fetch(dataset, task, seed, world.rank)
         self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
@@ -273,7 +277,10 @@ class Batches:
         self.loader = Loader(fetch, loading, world.rank, world.device.type == "cuda")
 
     def shares(self, first: int, last: int) -> dict[str, float]:
-        """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
+        """Return each source's share of the samples of some steps, by name.
+
+        Of steps first .. last - 1; {} without a mixture.
+        """
         start = self.step_plan.start(max(first, self.step_plan.origin.step))
         if self._mixture:
             return self._mixture.shares(start, self.step_plan.start(last))
@@ -294,8 +301,8 @@ class Batches:
     @property
     def slots_in_all(self) -> int:
         """This rank's forwards in all steps, with empty slots; for fixed shares."""
-        first = self.step_plan.origin.step
-        return self.slots_of(first) * (self.step_plan.steps - first)
+        first_step = self.step_plan.origin.step
+        return self.slots_of(first_step) * (self.step_plan.steps - first_step)
 
     def from_step(self, start: int) -> "StepLoader":
         """Iterate over (step, this rank's micro-batches) from step `start` on."""
@@ -308,7 +315,7 @@ class Batches:
                 yield key.step, self._micro_batch(key, data, items)
 
     def start_epoch(self, step: int) -> int:
-        """Call what the epoch of a step begins with, and return the first step of the next one."""
+        """Call `epoch_starts` for the epoch of a step; return the next epoch's first step."""
         if self.epoch_starts is None:
             return self.step_plan.steps
         self.epoch_starts.call(self.epoch_starts.epoch(self.step_plan, step))
@@ -323,6 +330,7 @@ class Batches:
         """
         spare: Any = None
         replaces = has_mean_loss(self.task)
+        # Loader processes read ahead of this generator, so the keys themselves must end at `stop`.
         keys = takewhile(lambda key: key.step < stop, self._keys(start))
         with closing(self.loader.stream(keys)) as stream:
             for key, data, items in stream:
@@ -359,24 +367,30 @@ class Batches:
         Raises:
             DataError: the order names a sample that is not in the dataset.
         """
-        first = self._first_key(step)
-        start, _ = self.step_plan.positions(step, first.micro)
+        first_key = self._first_key(step)
+        start, _ = self.step_plan.positions(step, first_key.micro)
         keys = []
         for a, b in cuts:
-            epochs, samples = (each.tolist() for each in self._order.at(start + a, start + b))
-            keys.append(first._replace(weight=1.0, epochs=epochs, samples=samples))
+            epochs, samples = (array.tolist() for array in self._order.at(start + a, start + b))
+            keys.append(first_key._replace(weight=1.0, epochs=epochs, samples=samples))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
         return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(keys))]
 
     def read_apart(self, wrap: Callable[[Fetching], Fetching]) -> Generator[tuple[Key, Any, float], None, None]:
-        """Yield (key, batch, items) from step 0 on, as one loader process makes them through a wrapped fetch."""
+        """Yield (key, batch, items) from step 0 on, through a wrapped fetch.
+
+        One loader process makes them.
+        """
         return Loader(wrap(self._fetch), Loading(1), self.rank, False).stream(self._keys(0))
 
     def _first_key(self, step: int) -> Key:
         return self._key(step, slots(self.sharing.at(step), self.rank, self.step_plan.present(step))[0].micro)
 
     def known_items(self, each: int | None) -> Callable[[int], int] | None:
-        """Return the items of any step over all ranks, if all samples have `each`; None: they must be counted."""
+        """Return a function for the items of any step over all ranks.
+
+        It needs `each` items in all samples. None: they must be counted.
+        """
         return None if not each else lambda step: each * self.step_plan.samples(step)
 
     def describe(self) -> list[str]:
@@ -388,7 +402,10 @@ class Batches:
         return place
 
     def stream_state(self, done: int, world: World) -> StreamState | None:
-        """Return the place in a stream after `done` steps; None: not a stream. Collective for a stream."""
+        """Return the position in a stream after `done` steps. Collective for a stream.
+
+        None: not a stream.
+        """
         return None
 
     def runs_of(self, step: int) -> tuple[tuple[int, int], ...]:
@@ -403,11 +420,11 @@ class Batches:
 
         Loads like all others: if there are loader processes, in one of its own, a micro-batch ahead.
         """
-        # A process would keep the dataset as it was when the process started.
+        # `epoch_starts` may change the dataset, and a loader process would keep it as it was when the process started.
         workers = 0 if self.epoch_starts else min(self._loading.workers, 1)
         loading = Loading(workers, 1, self._loading.retries)
         loader = Loader(self._fetch, loading, self.rank, False)
-        with closing(loader.stream(self._key(*place) for place in places)) as stream:
+        with closing(loader.stream(self._key(*micro_batch) for micro_batch in places)) as stream:
             for key, data, items in stream:
                 yield key.step, self._micro_batch(key, data, items)
 
@@ -425,15 +442,15 @@ class Batches:
         Raises:
             DataError: there is none.
         """
-        last = min(step + _SEARCH_STEPS, self.step_plan.steps)
-        for near in range(step, last):
+        last_step = min(step + _SEARCH_STEPS, self.step_plan.steps)
+        for near in range(step, last_step):
             for micro in range(self.step_plan.present(near)):
                 data, items = self._fetch[self._key(near, micro)]
                 if items:
                     return data
         raise DataError(
-            f"no micro-batch of steps {step + 1} to {last} has an item to train on; check the labels and the task's "
-            "`count`"
+            f"no micro-batch of steps {step + 1} to {last_step} has an item to train on; check the labels and the "
+            "task's `count`"
         )
 
     def _key(self, step: int, micro: int) -> Key:
@@ -447,30 +464,33 @@ class Batches:
         """
         step_plan = self.step_plan
         size = self.step_plan.micro_size
+        # One look-up of at least 4096 samples: numpy's overhead per call is then negligible.
         block = max(1, 4096 // step_plan.size)
         shares = None
         full = list[Slot]()
-        for first in range(start, step_plan.steps, block):
-            last = min(first + block, step_plan.steps)
-            origin = step_plan.start(first)
-            epochs, samples = self._order.at(origin, step_plan.start(last))
+        for first_step in range(start, step_plan.steps, block):
+            end_step = min(first_step + block, step_plan.steps)
+            origin = step_plan.start(first_step)
+            epochs, samples = self._order.at(origin, step_plan.start(end_step))
             end = origin
-            for step in range(first, last):
+            for step in range(first_step, end_step):
                 begin = end
                 end = step_plan.start(step + 1)
-                if (now := self.sharing.at(step)) is not shares:
-                    shares = now
-                    full = slots(now, self.rank, step_plan.micro_batches)
+                # Shares rarely change, so the slots of a full step are computed once.
+                if (current_shares := self.sharing.at(step)) is not shares:
+                    shares = current_shares
+                    full = slots(current_shares, self.rank, step_plan.micro_batches)
                 short = end - begin < step_plan.size
-                own = slots(now, self.rank, step_plan.present(step)) if short else full
-                if not own:
+                own_slots = slots(current_shares, self.rank, step_plan.present(step)) if short else full
+                if not own_slots:
                     continue
-                stop = min(begin + (own[-1].micro + 1) * size, end)
-                run = slice(begin - origin + own[0].micro * size, stop - origin)
+                stop = min(begin + (own_slots[-1].micro + 1) * size, end)
+                run = slice(begin - origin + own_slots[0].micro * size, stop - origin)
                 own_epochs = epochs[run].tolist()
                 own_samples = samples[run].tolist()
-                for micro, weight in own:
-                    a = (micro - own[0].micro) * size
+                for micro, weight in own_slots:
+                    # The samples of a rank are consecutive, so each slot takes a slice.
+                    a = (micro - own_slots[0].micro) * size
                     yield Key(step, micro, weight, own_epochs[a : a + size], own_samples[a : a + size])
 
 
@@ -484,7 +504,8 @@ class StepLoader:
     def __init__(self, batches: Batches, start: int) -> None:
         self._source = batches
         self._stream = batches.trained(start, start)
-        self._stream_end = start  # the step before which its data end
+        # The step before which the current stream of batches ends.
+        self._stream_end = start
         self._steps = batches.step_plan.steps
         self._slots_of = batches.slots_of
         self._sharing = batches.sharing
@@ -515,7 +536,10 @@ class StepLoader:
 
     @property
     def readable_before(self) -> Callable[[int], int] | None:
-        """Step -> the later step whose data must not be read before it is reached; None: there is none."""
+        """Map a step to a later one whose data must not be read before.
+
+        None: there is no such step.
+        """
         starts = self._source.epoch_starts
         if starts is None:
             return None
@@ -549,7 +573,7 @@ class StepLoader:
         if step >= self._steps:
             return False
         if step >= self._stream_end:
-            # Its processes have the dataset of the epoch before
+            # The running loader processes have the dataset as it was in the epoch before.
             self._stream.close()
             self._stream_end = self._source.start_epoch(step)
             self._stream = self._source.trained(step, self._stream_end)
@@ -565,13 +589,15 @@ class StepLoader:
             self._present[-1].lead_to(self._ready[0][0])
 
 
-_CACHED_STEPS = 256  # steps
-_LOOKUP_SAMPLES = 4096  # samples at a time: a lone look-up is slow
+# Number of steps whose costs are kept.
+_CACHED_STEPS = 256
+# Number of samples that are looked up at a time, since a single look-up is slow.
+_LOOKUP_SAMPLES = 4096
 
 
 @final
 class MicroBatchCosts:
-    """Estimated costs: step -> the work of each of its M micro-batches.
+    """Estimated costs: step -> the work of its M micro-batches.
 
     Empty slots repeat the last micro-batch with samples.
 
@@ -591,29 +617,33 @@ class MicroBatchCosts:
 
     def known(self) -> bool:
         """Whether the task estimates costs, by its first micro-batch. Raises what `work` raises."""
-        first = self._plan.origin.step
-        a, b = self._plan.positions(first, 0)
-        return self._estimate(self._order.at(a, b)[1].tolist(), first) is not None
+        first_step = self._plan.origin.step
+        a, b = self._plan.positions(first_step, 0)
+        return self._estimate(self._order.at(a, b)[1].tolist(), first_step) is not None
 
     def __call__(self, step: int) -> tuple[float, ...]:
-        """Return the costs of a step. Raises DataError if `work` fails or is not above 0."""
+        """Return the costs of a step.
+
+        Raises DataError if `work` fails or is not above 0.
+        """
         if step not in self._cache:
             self._look_up(step)
         return self._cache[step]
 
     def _look_up(self, first: int) -> None:
         plan = self._plan
-        last = max(first + 1, min(first + _LOOKUP_SAMPLES // plan.size, plan.steps))
+        end_step = max(first + 1, min(first + _LOOKUP_SAMPLES // plan.size, plan.steps))
         origin = plan.start(first)
-        samples = self._order.at(origin, plan.start(last))[1].tolist()
-        for step in range(first, last):
+        samples = self._order.at(origin, plan.start(end_step))[1].tolist()
+        for step in range(first, end_step):
             costs = []
             for micro in range(plan.present(step)):
                 a, b = plan.positions(step, micro)
                 costs.append(self._cost(samples[a - origin : b - origin], step))
             costs += [costs[-1]] * (plan.micro_batches - len(costs))
             self._cache[step] = tuple(costs)
-        for step in sorted(self._cache)[: max(0, len(self._cache) - max(_CACHED_STEPS, last - first))]:
+        # Drop the oldest steps: the schedule of shares asks for steps in ascending order.
+        for step in sorted(self._cache)[: max(0, len(self._cache) - max(_CACHED_STEPS, end_step - first))]:
             if step != first:
                 del self._cache[step]
 

@@ -1,11 +1,11 @@
-"""Give each loader process its own place in the files that were open before the fork.
+"""Give each loader process its own offsets in the files open before the fork.
 
     files = open_files()                # before the fork
     reopen(files)                       # in the forked process
     check_connections({"dataset": dataset})
 
-A forked process shares the offset of each open file with its parent and its siblings: what one reads, the others pass
-over. A descriptor's number stays as it is, so that every object above it (buffers, archives, libraries in C) stays
+A forked process shares the offset of each open file with its parent and its siblings: a read of one moves the offset
+of all. A descriptor's number stays as it is, so that every object above it (buffers, archives, libraries in C) stays
 valid. Linux alone; processes that are not forked inherit no descriptors.
 """
 
@@ -31,57 +31,62 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def open_files() -> dict[int, int]:
-    """Return the descriptors of regular files that this process may read, and where each of them stands."""
-    found: dict[int, int] = {}
+    """Return the readable descriptors of regular files, and their offsets."""
+    offsets: dict[int, int] = {}
     if not _DESCRIPTORS.exists():
-        return found
+        return offsets
     for name in os.listdir(_DESCRIPTORS):
         descriptor = int(name)
         try:
             if stat.S_ISREG(os.fstat(descriptor).st_mode) and _reads(descriptor):
-                found[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
-        except OSError:  # closed since, such as that of the listing itself
+                offsets[descriptor] = os.lseek(descriptor, 0, os.SEEK_CUR)
+        except OSError:
+            # The descriptor was closed since, such as that of the listing itself.
             continue
-    return found
+    return offsets
 
 
 def _reads(descriptor: int) -> bool:
-    """Whether a descriptor is for reading; one that appends has no place of its own."""
+    """Whether a descriptor is for reading; one that appends has no offset of its own."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     return flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_APPEND
 
 
 def reopen(files: Mapping[int, int]) -> None:
-    """Open the files of these descriptors anew, under the same numbers and at the same places.
+    """Reopen the files of these descriptors under the same numbers, at the same offsets.
 
     Args:
         files: of `open_files`, called before the fork: another process may have moved the offset since.
     """
-    for descriptor, place in files.items():
+    for descriptor, offset in files.items():
         try:
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
-            # The same file, even where its name is gone
-            own = os.open(_DESCRIPTORS / str(descriptor), flags)
-        except OSError:  # closed at the fork, or its rights have changed
+            # Through /proc it is the same file, even if its name is gone.
+            descriptor_here = os.open(_DESCRIPTORS / str(descriptor), flags)
+        except OSError:
+            # The descriptor was closed at the fork, or its rights have changed.
             continue
         try:
-            os.lseek(own, place, os.SEEK_SET)
-            os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
+            os.lseek(descriptor_here, offset, os.SEEK_SET)
+            os.dup2(descriptor_here, descriptor, inheritable=os.get_inheritable(descriptor))
         finally:
-            os.close(own)
+            os.close(descriptor_here)
 
 
 # --- connections
 
 _PACKAGE = f"{__name__.partition('.')[0]}."
 _WRAPPED = ("_inner", "_dataset", "dataset", "inner", "sources")
-_MAX_OBJECTS = 20_000  # that are looked at
-_MAX_ELEMENTS = 1_000  # of a container; a longer one holds samples
-# Module and class of connections that a forked process must not use, by their libraries' documents.
+# Most objects that are examined.
+_MAX_OBJECTS = 20_000
+# Most elements of a container that is examined; a longer one holds samples.
+_MAX_ELEMENTS = 1_000
+# Module and class of connections that a forked process must not use, according to their libraries' documents.
 _CONNECTIONS = {
     ("socket", "socket"): "socket",
     ("sqlite3", "Connection"): "connection to SQLite",
-    ("builtins", "Environment"): "environment of LMDB",  # a type written in C, which names no module
+    # A type written in C, which names no module.
+    ("builtins", "Environment"): "environment of LMDB",
     ("lmdb", "Environment"): "environment of LMDB",
     ("duckdb", "DuckDBPyConnection"): "connection to DuckDB",
     ("psycopg", "Connection"): "connection to PostgreSQL",
@@ -101,11 +106,11 @@ def check_connections(roots: Mapping[str, Any]) -> None:
     """
     for path, owner in reachable(roots):
         owner_type: Any = type(owner)
-        kind = _connection(owner_type)
-        if kind and not (isinstance(owner, socket.socket) and socket.socket.fileno(owner) < 0):
+        connection = _connection(owner_type)
+        if connection and not (isinstance(owner, socket.socket) and socket.socket.fileno(owner) < 0):
             raise DataError(
-                f"{path} is an open {kind}, which forked loader processes would share; open it in `__getitem__` (or "
-                "`iter`) when a process first needs it, or load in the training process with --data.workers 0"
+                f"{path} is an open {connection}, which forked loader processes would share; open it in `__getitem__` "
+                "(or `iter`) when a process first needs it, or load in the training process with --data.workers 0"
             )
 
 
@@ -120,7 +125,10 @@ def _connection(kind: type) -> str:
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) of all that hangs on the roots, the nearest first; calls no method of a user's object."""
+    """Yield (path, object) of everything reachable from the roots, the nearest first.
+
+    Calls no method of a user's object.
+    """
     waiting = deque(roots.items())
     seen = set[int]()
     while waiting and len(seen) < _MAX_OBJECTS:
@@ -138,14 +146,14 @@ def _parts(path: str, owner: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}[{key!r}]", value) for key, value in dict.items(owner))
     elif isinstance(owner, list | tuple | set | frozenset | deque):
         if len(owner) <= _MAX_ELEMENTS:
-            yield from ((f"{path}[{place}]", value) for place, value in enumerate(tuple(owner)))
+            yield from ((f"{path}[{index}]", value) for index, value in enumerate(tuple(owner)))
     elif isinstance(owner, types.MethodType):
         yield path, owner.__self__
     elif isinstance(owner, types.FunctionType):
         yield from ((path, cell.cell_contents) for cell in owner.__closure__ or () if _is_filled(cell))
     elif isinstance(owner, functools.partial):
         yield from ((path, each) for each in (owner.func, *owner.args, *owner.keywords.values()))
-    # A wrapper of lockstep: only what it wraps
+    # In a wrapper of lockstep only the wrapped object is the user's.
     if str(type(owner).__module__).startswith(_PACKAGE):
         yield from ((path, value) for name, value in _attributes(owner).items() if name in _WRAPPED)
         return
@@ -173,7 +181,8 @@ def _read(owner: Any, name: str) -> Any:
         if isinstance(member, types.MemberDescriptorType):
             return member.__get__(owner, type(owner))
         return None
-    except AttributeError:  # empty
+    except AttributeError:
+        # The slot is empty.
         return None
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 __all__ = ["AHEAD", "SideStream", "mover"]
 
-AHEAD = 8  # batches
+# Number of batches that the host may be ahead of the device.
+AHEAD = 8
 Move = Callable[[Any], Any]
 
 
@@ -37,7 +38,7 @@ def mover(device: torch.device) -> Move | None:
         return value.to(device, non_blocking=True)
 
     def movable(value: Any) -> Any:
-        # `to` may change the object: keep the one on the host
+        # `to` may change the object, so copy it: the one on the host must stay.
         copied = copy.copy(value)
         result = copied.to(device)
         if result is None:
@@ -64,7 +65,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        # Events at the start of each batch's computation
+        # Events at the start of each batch's computation.
         self._marks: deque[torch.cuda.Event] = deque()
 
     def __call__(self, batch: Any) -> Any:
@@ -76,11 +77,12 @@ class SideStream:
         Call it once, on the stream that computes.
         """
         if self._stream is None:
+            # torch gives the constructors and methods of streams and events no types, here and below.
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         computing, copies = torch.cuda.current_stream(self._device), list[Tensor]()
 
         def tensor(value: Tensor) -> Tensor:
-            # Cannot be pinned
+            # Such a tensor cannot be pinned.
             if value.device.type != "cpu" or value.layout is not torch.strided:
                 with torch.cuda.stream(computing):
                     return value.to(self._device, non_blocking=True)
@@ -89,27 +91,31 @@ class SideStream:
             return copies[-1]
 
         def movable(value: Any) -> Any:
-            with torch.cuda.stream(computing):  # it allocates on its own terms
+            # Its own `to` allocates memory as it likes, so let it use the computing stream.
+            with torch.cuda.stream(computing):
                 return _move_object(value, self._device)
 
         with torch.cuda.stream(self._stream):
             data = _move_nested(batch, tensor, movable)
+            # As above: no types.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
 
         def finish() -> Any:
             present = torch.cuda.current_stream(self._device)
             present.wait_event(event)
-            for each in copies:
-                # Its memory belongs to the side stream, and must outlive the computation
-                each.record_stream(present)
+            for copied in copies:
+                # The memory belongs to the side stream's pool, and must not be reused before the computation has ended.
+                copied.record_stream(present)
+            # As above: no types.
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
             mark.record(present)
             self._marks.append(mark)
+            # A query does not wait.
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
             if len(self._marks) > AHEAD:
-                # Waits for the device, AHEAD batches behind
+                # Waits for the device, AHEAD batches behind, so that copies do not fill its memory.
                 self._marks.popleft().synchronize()
             return data
 
@@ -118,7 +124,7 @@ class SideStream:
 
 def _move_object(value: Any, device: torch.device) -> Any:
     """Move an object by its own `to`, if possible from pinned memory and without waiting."""
-    # `to` may change the object: keep the one on the host
+    # `to` may change the object, so copy it: the one on the host must stay.
     copied = copy.copy(value)
     if callable(getattr(copied, "pin_memory", None)):
         pinned = copied.pin_memory()
@@ -128,7 +134,7 @@ def _move_object(value: Any, device: torch.device) -> Any:
             if isinstance(item, Tensor) and item.device.type == "cpu" and item.layout is torch.strided:
                 copied[key] = item.pin_memory()
     non_blocking = _accepts_non_blocking(getattr(type(copied), "to", None))
-    # waits for the device
+    # Without `non_blocking` this waits for the device.
     if non_blocking:
         result = copied.to(device, non_blocking=True)
     else:
@@ -145,7 +151,7 @@ def _accepts_non_blocking(to: Any) -> bool:
         parameters = inspect.signature(to).parameters.values()
     except (TypeError, ValueError):
         return False
-    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(parameter.name == "non_blocking" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _move_nested(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) -> Any:
@@ -172,7 +178,10 @@ def _move_nested(value: Any, tensor: Callable[[Tensor], Tensor], movable: Move) 
 
 
 def _like_dict(value: dict[Any, Any], entries: dict[Any, Any]) -> Any:
-    """Put `entries` into a dict of the same type: an OrderedDict, a defaultdict, a user's class."""
+    """Put `entries` into a dict of the same type.
+
+    An OrderedDict, a defaultdict, or a user's class.
+    """
     if type(value) is dict:
         return entries
     result = copy.copy(value)

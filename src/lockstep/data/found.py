@@ -1,4 +1,6 @@
-"""Account for the files of a folder, and read compressed ones: each file is read, or left out by name with a reason.
+"""Account for the files of a folder, and read compressed ones.
+
+Each file is read, or left out by name with a reason.
 
     found = FoundFiles("--dataset-name crawl")
     found.add(812)                                  # bytes of a file that is read
@@ -29,16 +31,19 @@ from lockstep.errors import ConfigError, DataError, error_line
 
 __all__ = ["LIMIT", "FoundFiles", "inner_suffix", "is_about", "is_compressed", "open_plain", "unpack"]
 
-LIMIT = 0.01  # share of the files, or of their bytes, that may be left out without a word from the user
-_SHOWN = 3  # names for each reason
-_ABOUT = ("readme", "license", "licence", "thumbs.db", "desktop.ini", "_success")  # begin names of files without data
+# Share of the files, or of their bytes, that may be left out unless the user allows more.
+LIMIT = 0.01
+# Number of names that are shown for each reason.
+_SHOWN = 3
+# Names of files without data begin with these.
+_ABOUT = ("readme", "license", "licence", "thumbs.db", "desktop.ini", "_success")
 
 Say = Callable[[str], None]
 
 
 @final
 class FoundFiles:
-    """The files that were found at a place: those that are read, and those that are left out.
+    """The files that were found: those that are read, and those left out.
 
     Args:
         label: the start of messages.
@@ -52,7 +57,7 @@ class FoundFiles:
         self._kind = kind
         self._read = 0
         self._read_bytes = 0
-        # Reason -> (name, bytes)
+        # Reason -> (name, bytes) of each file that is left out.
         self._left: dict[str, list[tuple[str, int]]] = {}
 
     def add(self, size: int = 0) -> None:
@@ -67,17 +72,20 @@ class FoundFiles:
 
     @property
     def share(self) -> float:
-        """The share that is left out, of the files or of their bytes, whichever is more."""
-        left = []
+        """The share that is left out: the larger of those of files and bytes."""
+        left_out = []
         for files in self._left.values():
-            left.extend(files)
-        size = sum(bytes_of for _, bytes_of in left)
-        by_number = len(left) / max(1, len(left) + self._read)
+            left_out.extend(files)
+        size = sum(bytes_of for _, bytes_of in left_out)
+        by_number = len(left_out) / max(1, len(left_out) + self._read)
         return max(by_number, size / max(1, size + self._read_bytes))
 
     @property
     def note(self) -> str:
-        """One line about the files left out: numbers, reasons and the first names; "" for none."""
+        """One line about the files left out; "" for none.
+
+        It has numbers, reasons and the first names.
+        """
         if not self._left:
             return ""
         count = sum(map(len, self._left.values()))
@@ -85,7 +93,7 @@ class FoundFiles:
         return f"{count} of {count + self._read} {self._kind} left out, {100 * self.share:.2g}% of the data: {reasons}"
 
     def check(self, limit: float, say: Say) -> None:
-        """Say what is left out.
+        """Report what is left out.
 
         Raises:
             DataError: it is more than the share `limit`.
@@ -134,7 +142,9 @@ def inner_suffix(path: Path) -> str:
 
 @contextmanager
 def open_plain(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, uncompressed. Seeks in a compressed one read up to the place.
+    """Open a file for reading, uncompressed.
+
+    A seek in a compressed file reads up to the target.
 
     Raises:
         ConfigError: the package that reads its compression is missing.
@@ -144,7 +154,8 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
         with path.open("rb") as plain:
             yield plain
         return
-    path.open("rb").close()  # a file that cannot be opened is no damage
+    # A file that cannot be opened is not damaged: let that error pass.
+    path.open("rb").close()
     try:
         with _OPEN[path.suffix.lower()](path) as file:
             yield cast(BinaryIO, file)
@@ -155,7 +166,9 @@ def open_plain(path: Path) -> Iterator[BinaryIO]:
 
 
 def unpack(path: Path, folder: Path, name: str) -> Path:
-    """Write the uncompressed content of a file into a folder, unless it is there, and return its path.
+    """Write the uncompressed content of a file into a folder; return its path.
+
+    A file that is there already is not written again.
 
     Any number of processes may do so at a time.
 
@@ -166,26 +179,26 @@ def unpack(path: Path, folder: Path, name: str) -> Path:
     if target.is_file():
         return target
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{name}.tmp-{token_hex(8)}"
+    unfinished = folder / f".{name}.tmp-{token_hex(8)}"
     try:
-        with part.open("wb") as out:
+        with unfinished.open("wb") as out:
             for block in _blocks(path):
                 out.write(block)
-        part.replace(target)
+        unfinished.replace(target)
     finally:
-        part.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return target
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    # Around the reading alone: an error of a full disk is another one
+    # Around the reading alone, so that an error of a full disk is not taken for a damaged file.
     with open_plain(path) as file:
         while block := file.read(1 << 20):
             yield block
 
 
 class _Forward(io.RawIOBase):
-    """A Zstandard file that can be read from any place: from its start, up to there."""
+    """A Zstandard file with seeks, each of which reads from the start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._place = path, _zstandard(path), 0
@@ -215,12 +228,14 @@ class _Forward(io.RawIOBase):
         return self._place
 
     def close(self) -> None:
-        with suppress(AttributeError):  # it could not be opened
+        # The file could not be opened.
+        with suppress(AttributeError):
             self._file.close()
         super().close()
 
 
 def _zstandard(path: Path) -> Any:
+    # Python has Zstandard from 3.14 on.
     with suppress(ImportError):
         return importlib.import_module("compression.zstd").open(path, "rb")
     try:

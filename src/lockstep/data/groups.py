@@ -1,4 +1,6 @@
-"""Group samples of like length into micro-batches of at most so many tokens, or as a batch sampler does.
+"""Group samples of similar length into micro-batches with a bound on their tokens.
+
+Or as a batch sampler does.
 
     groups = TokenGroups(lengths, bound=16384, seed=0)      # --micro-batch-tokens 16384
     epochs, numbers = groups.at(start, stop)                # a position is a micro-batch
@@ -7,7 +9,7 @@
 A run with groups counts its positions in micro-batches: a step is M of them, whatever number of samples each has. The
 samples are sorted by length, rounded up to 5 significant bits, and cut so that the longest times the number of samples
 stays within the bound. Samples of one rounded length change places in each epoch, and the groups are shuffled: an epoch
-always has the same number of groups, and each sample once. Apart from one sorted list of the samples all is arithmetic.
+always has the same number of groups, and each sample once. Except for one sorted list of the samples all is arithmetic.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +41,8 @@ from lockstep.task import Task, has_own
 
 __all__ = ["FirstGroups", "GroupBatches", "GroupOrder", "SampledGroups", "TokenGroups", "grouped_order", "padding"]
 
-_BITS = 5  # significant bits of a rounded length: at most 1/16 longer, and half of that on average
+# Significant bits of a rounded length: at most 1/16 longer, and half of that on average.
+_BITS = 5
 
 
 @runtime_checkable
@@ -55,7 +58,10 @@ class GroupOrder(Protocol):
         """Description of a micro-batch, for the log."""
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
+        """Return epochs and numbers of the micro-batches at these positions.
+
+        At start .. stop - 1. Two arrays, int64 [stop - start].
+        """
 
     def samples(self, epoch: int, number: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of a micro-batch: int64 [samples] each."""
@@ -99,7 +105,7 @@ class TokenGroups:
         self._sorted = np.argsort(-rounded, kind="stable")
         descending = rounded[self._sorted]
         changes = np.flatnonzero(np.diff(descending)) + 1
-        # Where each rounded length begins
+        # The position at which each rounded length begins.
         self._classes = np.concatenate([[0], changes, [len(lengths)]])
         self._cuts = _cut(descending, bound)
         self.size, self.smallest = len(self._cuts) - 1, int(np.diff(self._cuts).min())
@@ -108,19 +114,24 @@ class TokenGroups:
         self._order = Shuffled(self.size, seed)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
+        """Return epochs and numbers of the micro-batches at these positions.
+
+        As `GroupOrder.at`.
+        """
         return self._order.at(start, stop)
 
     def samples(self, epoch: int, number: int) -> tuple[Indices, Indices]:
         """Return epochs and samples of a micro-batch, the longest first: int64 [samples] each."""
-        places = np.arange(self._cuts[number], self._cuts[number + 1])
-        classes = np.searchsorted(self._classes, places, side="right") - 1
-        for each in np.unique(classes).tolist():
-            begin = int(self._classes[each])
-            size = int(self._classes[each + 1] - self._classes[each])
-            own = classes == each
-            places[own] = begin + permute(places[own] - begin, size, derive(self._seed, "group", epoch, each))
-        return np.full(len(places), epoch), self._sorted[places]
+        positions = np.arange(self._cuts[number], self._cuts[number + 1])
+        classes = np.searchsorted(self._classes, positions, side="right") - 1
+        for length_class in np.unique(classes).tolist():
+            begin = int(self._classes[length_class])
+            size = int(self._classes[length_class + 1] - self._classes[length_class])
+            in_class = classes == length_class
+            positions[in_class] = begin + permute(
+                positions[in_class] - begin, size, derive(self._seed, "group", epoch, length_class)
+            )
+        return np.full(len(positions), epoch), self._sorted[positions]
 
 
 @final
@@ -150,16 +161,23 @@ class SampledGroups:
         self._epochs: dict[int, _Lists] = {}
         self.description = f"the samples that {type(sampler).__name__} lists"
         self.size = sampler_length(sampler, lists=True)
-        first = self._draw(0)
-        again = self._draw(0)
-        if not (np.array_equal(first.indices, again.indices) and np.array_equal(first.starts, again.starts)):
+        # Drawn twice: the lists must depend on the seed alone.
+        first_draw = self._draw(0)
+        second_draw = self._draw(0)
+        if not (
+            np.array_equal(first_draw.indices, second_draw.indices)
+            and np.array_equal(first_draw.starts, second_draw.starts)
+        ):
             raise DataError(
                 f"the batch sampler {type(sampler).__name__} of `order` yields other lists under the same seed; draw "
                 "from torch's default generator, numpy's or random's, or from its attribute `generator` on the CPU"
             )
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
+        """Return epochs and numbers of the micro-batches at these positions.
+
+        As `GroupOrder.at`.
+        """
         return Sequential(self.size).at(start, stop)
 
     def samples(self, epoch: int, number: int) -> tuple[Indices, Indices]:
@@ -181,19 +199,22 @@ class SampledGroups:
                 f"the batch sampler {name} of `order` yields {lengths} in epoch {epoch}, but its length is "
                 f"{self.size}; yield as many in every epoch as `__len__` returns, each with a sample"
             )
-        indices = np.array([index for each in lists for index in each], dtype=np.int64)
+        indices = np.array([index for indices_of_list in lists for index in indices_of_list], dtype=np.int64)
         check_indices(indices, self._samples, f"epoch {epoch} of `order`")
         starts = np.cumsum([0, *map(len, lists)])
         return _Lists(starts, indices, number_repeats(np.full(len(indices), epoch), indices, self._samples))
 
 
 def _copy_lists(sampler: Any) -> list[list[int]]:
-    # A sampler may fill one list again and again
+    # A sampler may fill one list again and again.
     return [list(each) for each in sampler]
 
 
 class _Lists(NamedTuple):
-    """An epoch of a batch sampler: where each list starts, and the samples and their epochs."""
+    """An epoch of a batch sampler.
+
+    The start of each list, and all samples with their epochs.
+    """
 
     starts: Indices
     indices: Indices
@@ -208,7 +229,10 @@ def round_up(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _cut(descending: NDArray[np.int64], bound: int) -> NDArray[np.int64]:
-    """Cut lengths in descending order into groups within the bound; return the start of each, and the end."""
+    """Cut descending lengths into groups within the bound.
+
+    Returns the start of each group, and the end.
+    """
     cuts = [0]
     while cuts[-1] < len(descending):
         most = max(1, bound // int(descending[cuts[-1]]))
@@ -219,14 +243,18 @@ def _cut(descending: NDArray[np.int64], bound: int) -> NDArray[np.int64]:
 def padding(groups: TokenGroups, lengths: NDArray[Any]) -> float:
     """Return the share of padding in an epoch's tokens."""
     lengths = np.asarray(lengths, dtype=np.int64)
-    own = [lengths[groups.samples(0, number)[1]] for number in range(groups.size)]
-    return 1.0 - float(lengths.sum()) / sum(int(each.max()) * len(each) for each in own)
+    lengths_by_group = [lengths[groups.samples(0, number)[1]] for number in range(groups.size)]
+    return 1.0 - float(lengths.sum()) / sum(
+        int(group_lengths.max()) * len(group_lengths) for group_lengths in lengths_by_group
+    )
 
 
 def grouped_order(
     task: Task, dataset: Any, seed: int, bound: int, shuffle_shards: int = 0
 ) -> TokenGroups | SampledGroups | None:
-    """Create the order of a training set in groups; None: its samples have an order of their own.
+    """Create the order of a training set in groups.
+
+    None: its samples have another order.
 
     Args:
         bound: tokens of a micro-batch, of --micro-batch-tokens; 0: the task's `order` decides.
@@ -265,7 +293,9 @@ def _lists(order: Any, seed: int) -> bool:
 
 
 def lengths_of(task: Task, dataset: Any) -> NDArray[np.int64]:
-    """Return the tokens of each sample: the dataset's `lengths`, else what the task's `work` says of each.
+    """Return the tokens of each sample.
+
+    The dataset's `lengths`, else the result of the task's `work` for each.
 
     Raises:
         ConfigError: neither is known.
@@ -302,7 +332,10 @@ class FirstGroups:
         self.samples = groups.samples
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and numbers of the micro-batches at the positions start .. stop - 1. int64 [stop - start]"""
+        """Return epochs and numbers of the micro-batches at these positions.
+
+        As `GroupOrder.at`.
+        """
         return self._begun.at(start, stop)
 
 
@@ -329,13 +362,14 @@ class GroupBatches(Batches):
 
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
         """Load slices of samples; see `Batches.parts`. They end with the plan."""
-        first = self._first_key(step)
-        keys = [first]
-        ends = len(first.samples)
-        place = step * self.step_plan.micro_batches + first.micro
-        while ends < max(b for _, b in cuts) and place + 1 < self.step_plan.steps * self.step_plan.micro_batches:
-            place += 1
-            keys.append(self._key(*divmod(place, self.step_plan.micro_batches)))
+        first_key = self._first_key(step)
+        keys = [first_key]
+        ends = len(first_key.samples)
+        micro_batch = step * self.step_plan.micro_batches + first_key.micro
+        # A cut may go past the micro-batch, so collect as many as the cuts need.
+        while ends < max(b for _, b in cuts) and micro_batch + 1 < self.step_plan.steps * self.step_plan.micro_batches:
+            micro_batch += 1
+            keys.append(self._key(*divmod(micro_batch, self.step_plan.micro_batches)))
             ends += len(keys[-1].samples)
         epochs = []
         for key in keys:
@@ -343,11 +377,13 @@ class GroupBatches(Batches):
         samples = []
         for key in keys:
             samples.extend(key.samples)
-        own = []
+        cut_keys = []
         for a, b in cuts:
-            own.append(first._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]))
+            cut_keys.append(first_key._replace(weight=1.0, epochs=epochs[a:b], samples=samples[a:b]))
         loader = Loader(Drawing(self._fetch), Loading(min(self._loading.workers, 1)), self.rank, False)
-        return [(self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(own))]
+        return [
+            (self._micro_batch(key, data, items), drew) for key, (data, drew), items in loader.stream(iter(cut_keys))
+        ]
 
     def _key(self, step: int, micro: int) -> Key:
         start, stop = self.step_plan.positions(step, micro)

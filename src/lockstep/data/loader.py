@@ -63,7 +63,8 @@ __all__ = [
     "seeded_alike",
 ]
 
-_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # read by Hugging Face's tokenizers at each call
+# Read by Hugging Face's tokenizers at each call.
+_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class Key(NamedTuple):
@@ -100,7 +101,10 @@ def draws(dataset: Any) -> bool:
 
 
 def collate_draws(dataset: Any) -> bool:
-    """Whether the collate function of a dataset may draw random numbers: unless the dataset declares that none does."""
+    """Whether the collate function of a dataset may draw random numbers.
+
+    It may unless the dataset declares that none does.
+    """
     declared = getattr(dataset, "collation_draws", getattr(dataset, "draws_random", None))
     if declared is None and type(dataset) is Subset:
         return collate_draws(dataset.dataset)
@@ -118,7 +122,7 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         name: of the set, if the split has several.
     """
     source = f"the task's dataset('{split}')" + (f"['{name}']" if name else "")
-    kind = type(dataset).__name__
+    type_name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise DataError(
             f"{source} returned a DataLoader; return its dataset, loader.dataset: --batch-size and --micro-batch-size "
@@ -130,7 +134,7 @@ def check_dataset(dataset: Any, split: str, name: str = "") -> None:
         missing = ["__len__", "__getitem__"]
     if missing:
         raise DataError(
-            f"{source} returned {kind}, which has no {' and no '.join(missing)}; samples are loaded by index, "
+            f"{source} returned {type_name}, which has no {' and no '.join(missing)}; samples are loaded by index, "
             "dataset[i] for i below len(dataset): give a small one as list(...), or write it to files and index them"
         )
 
@@ -186,17 +190,17 @@ class Fetch:
         if self._draws:
             return [self._load_drawn(epoch, sample) for epoch, sample in zip(key.epochs, key.samples, strict=True)]
         if self._rows:
-            # A sample cannot be read: the way below retries, skips or names it
+            # A sample cannot be read: the code below retries, skips or names it.
             with suppress(Exception):
                 if not self._collates and (batch := self._rows.batch(key.samples)) is not None:
                     return _Batch(batch)
-                if self._collates and (found := self._rows.samples(key.samples)) is not None:
-                    return found
+                if self._collates and (rows := self._rows.samples(key.samples)) is not None:
+                    return rows
         if self._many:
             samples = self._many(key.samples)
         else:
             samples = [self._dataset[sample] for sample in key.samples]
-        # The task's own `collate` may accept a whole batch
+        # The task's own `collate` may accept a whole batch instead of a list of samples.
         if not self._collates and len(samples) != len(key.samples):
             raise DataError(
                 f"the dataset's `__getitems__` returned {len(samples)} samples for {len(key.samples)} indices, at "
@@ -226,28 +230,30 @@ class Fetch:
 
     def _items(self, data: Any, samples: list[Any], count: int, key: Key) -> float:
         """Count the items of this micro-batch; the loss is divided by them."""
-        each = self._each
+        per_sample = self._each
         if self._counts:
             items = self._count_items(data, key)
-            if each is not None and items != each * count:
+            if per_sample is not None and items != per_sample * count:
                 raise self._items_error(f"`count` returned {items} for {count} samples", key)
             return items
-        if not self._collates:  # torch's own keeps every sample
-            return (each or 1) * count
+        # torch's own collation keeps every sample.
+        if not self._collates:
+            return (per_sample or 1) * count
         size = samples_in(data, samples, count)
         if size == 0 or data is None:
             raise DataError(
                 f"the task's `collate` returned {'None' if data is None else 'an empty batch'} for {count} samples, "
                 f"at {self._location(key)}; drop fewer samples, or raise --micro-batch-size"
             )
-        if each is None and size is None:
+        if per_sample is None and size is None:
             raise DataError(
                 f"cannot count the samples of a batch that the task's `collate` returned ({type(data).__name__}), at "
                 f"{self._location(key)}; define `count(batch)`, or set the task's items_per_sample = 1 if it drops none"
             )
-        if each is not None and size not in (None, count):
+        if per_sample is not None and size not in (None, count):
             raise self._items_error(f"`collate` kept {size} of {count} samples", key)
-        return count * each if size is None and each else size * (each or 1)  # type: ignore[operator]
+        # mypy does not see that `per_sample` is set where `size` is None.
+        return count * per_sample if size is None and per_sample else size * (per_sample or 1)  # type: ignore[operator]
 
     def _items_error(self, reason: str, key: Key) -> DataError:
         return DataError(
@@ -291,6 +297,7 @@ class Drawing:
 
     def __getitem__(self, key: Key) -> tuple[Any, float]:
         loaded = self._fetch.load(key)
+        # Only a dataset that may draw needs the comparison, which copies all states.
         before = generator_states() if self._fetch.draws else None
         data, items = self._fetch.finish(loaded, key)
         return (data, before is not None and before != generator_states()), items
@@ -316,7 +323,7 @@ def failure(error: Exception) -> str:
 
 def seed_everything(key: int) -> None:
     """Seed the CPU generators that datasets draw from: torch's default one, numpy's and random's."""
-    # torch.manual_seed costs a hundred times as much
+    # `torch.manual_seed` takes a hundred times as long, since it seeds every device.
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -327,14 +334,14 @@ def generator_states() -> tuple[Any, ...]:
     numpy: Any = np.random.get_state(legacy=True)
     return (
         torch.default_generator.get_state().numpy().tobytes(),
-        tuple(np.asarray(part).tobytes() for part in numpy[1:]),
+        tuple(np.asarray(array).tobytes() for array in numpy[1:]),
         random.getstate(),
     )
 
 
 @contextmanager
 def seeded_alike(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random for a call of user code that makes data, and restore them afterwards.
+    """Seed torch, numpy and random for a call of user code; restore them afterwards.
 
     What it draws, such as a split into training and evaluation, is the same in each call, rank, start and resume.
     """
@@ -355,7 +362,8 @@ def generators_kept() -> Iterator[None]:
         random.setstate(states[2])
 
 
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Of linux/prctl.h: the signal that this process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 @contextlib.contextmanager
@@ -390,7 +398,7 @@ def _keep_inherited(collecting: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that it loads for ends, however that ends. Linux only.
+    """End this process when the process that it loads for ends. Linux only.
 
     A forked or spawned process is killed by the system; its "parent" is the thread that started it, which trains.
     Under a forkserver, Python's default from 3.14 on, the parent is the server, which lives as long as this process;
@@ -404,7 +412,7 @@ def _end_with_parent() -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent.pid:
-        # The parent ended before prctl was called
+        # The parent ended before prctl was called, so no signal will come.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -414,15 +422,20 @@ def _end_after(sentinel: int) -> None:
 
 
 _LOG = logging.getLogger("lockstep")
-_REAP_TIMEOUT = 1.0  # seconds for a process to end after it closed its pipe
-_KILL_TIMEOUT = 5.0  # seconds that a process may take to end before it is killed
-# Forking with other threads may leave a process that waits for a lock which is never released: on Python 3.11 while a
-# thread of gloo makes its thread state, and in whatever a library does after a fork.
-_START_TIMEOUT = 2.0  # seconds until a process counts as such a one; doubled in each further try
+# Seconds for a process to end after it closed its pipe.
+_REAP_TIMEOUT = 1.0
+# Seconds that a process may take to end before it is killed.
+_KILL_TIMEOUT = 5.0
+# A process forked while other threads run may wait for a lock that is never released: on Python 3.11 while a thread of
+# gloo makes its thread state, and in whatever a library does after a fork.
+# Seconds until a process is considered such a one; doubled in each further try.
+_START_TIMEOUT = 2.0
 _START_TRIES = 5
-_REPORT = 1000  # characters of a report: more would not be written at once
+# Characters of a report: a longer one might not be written to the pipe at once.
+_REPORT = 1000
 
-_TORCH_HANDLER = "torch.utils.data._utils.signal_handling"  # module of its SIGCHLD handler
+# The module of torch's SIGCHLD handler.
+_TORCH_HANDLER = "torch.utils.data._utils.signal_handling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,7 +498,7 @@ class Loader:
             for key in keys:
                 yield key, *self._fetch[key]
             return
-        # Sent to the processes, not delivered yet
+        # Keys that were sent to the processes and not delivered yet. A restart loads them again.
         pending: deque[Key] = deque()
         remaining: Iterator[Key] = keys
         tries = 1
@@ -500,7 +513,7 @@ class Loader:
                     self._record_timeout(tries)
                     tries += 1
                 except (RuntimeError, OSError, EOFError) as error:
-                    # The program's own error, from a live process
+                    # An error of the program itself, from a process that is alive.
                     if not processes.has_lost_one():
                         raise
                     self._record_death(pending[0].step if pending else 0, error, processes.reason())
@@ -508,7 +521,8 @@ class Loader:
             pending = deque()
 
     def _record_death(self, step: int, error: Exception, reason: str) -> None:
-        if reason:  # another process would meet it again
+        # Another process would meet the same reason again.
+        if reason:
             raise SampleError(f"{rank_label(self._rank)}, step {step + 1}: {reason}") from error
         if str(error):
             line = str(error).splitlines()[0]
@@ -585,9 +599,10 @@ class _Processes:
         self._pinned = pinned
         self._workers = loading.workers
         self._delivered = 0
-        self._started: dict[int, int] = {}  # pids by process number
+        # Process ids by number of the process.
+        self._started: dict[int, int] = {}
         self._reason = ""
-        # Only forked processes inherit locks; others first import torch, which has no time limit.
+        # Only forked processes inherit locks. Others first import torch, for which there is no time limit.
         forks = multiprocessing.get_start_method() == "fork"
         self._timeout = _timeout(tries) if forks else None
         if forks and isinstance(fetch, Inherited):
@@ -595,12 +610,12 @@ class _Processes:
         files = open_files() if forks else {}
         before = set(multiprocessing.active_children())
         self._handler = signal.getsignal(signal.SIGCHLD)
-        # Open here at both ends, or it would close when the processes that have reported end.
+        # Both ends stay open here: the pipe must not close when the processes that have reported end.
         self._reports, self._report = multiprocessing.Pipe(duplex=False)
-        # Else tokenizers warn in each process that is forked
+        # Otherwise tokenizers warn in each forked process.
         os.environ.setdefault(_TOKENIZER_THREADS, "true")
         with _collections_paused() as collecting, warnings.catch_warnings():
-            # See `_start`
+            # `_start` explains the error better.
             warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
             loader = DataLoader(
                 _KeyedDataset(fetch),
@@ -611,7 +626,8 @@ class _Processes:
                 prefetch_factor=loading.prefetch,
                 pin_memory=pinned,
                 worker_init_fn=partial(_init_worker, collecting, files, self._report),
-                generator=torch.Generator(),  # not this process's default one, which each start would draw from
+                # A generator of its own: each start would draw from this process's default one.
+                generator=torch.Generator(),
             )
             self._iterator: Any = _start(loader, fetch)
         self._children = [child for child in multiprocessing.active_children() if child not in before]
@@ -622,7 +638,8 @@ class _Processes:
 
     def __next__(self) -> tuple[Key, Any, float]:
         if self._delivered < self._workers and self._pending:
-            self._wait_for_start(self._delivered)  # they take turns
+            # The processes deliver in turns, so the next unstarted one has this number.
+            self._wait_for_start(self._delivered)
         key, data, items = next(self._iterator)
         self._delivered += 1
         if isinstance(data, _LoaderFailure):
@@ -647,7 +664,7 @@ class _Processes:
                 raise _StartTimeout
 
     def _kill_unstarted(self) -> None:
-        """Kill processes that never ran Python: no other signal ends them."""
+        """Kill processes that never ran Python: they do not handle other signals."""
         self._read_reports()
         for child in self._children:
             if child.pid not in self._started.values():
@@ -662,10 +679,13 @@ class _Processes:
                 self._reason = report
 
     def reason(self) -> str:
-        """Return why a process ended, if it said so or the system did; "" if unknown."""
+        """Return why a process ended, if it reported a reason or the system shows one.
+
+        "" if unknown.
+        """
         self._read_reports()
         if not self._reason and any(child.exitcode == -signal.SIGBUS for child in self._children):
-            # A page of a shared file that the system could not provide
+            # A page of a shared file that the system could not provide.
             return no_room()
         return self._reason
 
@@ -676,14 +696,14 @@ class _Processes:
     def close(self) -> None:
         """End the processes at once, and wait for them."""
         self._remove_torch_handler()
-        # A pinning thread must not wait for the rest of a truncated message
+        # With a pinning thread they must end in order: it must not wait for the rest of a truncated message.
         if not self._pinned:
             self._kill_unstarted()
             for child in self._children:
                 child.terminate()
         iterator = self._iterator
         self._iterator = iter(())
-        # Else dropping the iterator shuts them down
+        # Private to torch. If a version lacks it, dropping the iterator shuts the processes down.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
@@ -720,7 +740,10 @@ class _LoaderFailure:
 
 
 class _KeyedDataset(Dataset[tuple[Key, Any, float]]):
-    """Fetching as a torch Dataset. The key travels with the batch, so that they cannot be mismatched."""
+    """Fetching as a torch Dataset.
+
+    The key travels with the batch, so that they cannot be mismatched.
+    """
 
     def __init__(self, fetch: Fetching) -> None:
         self._fetch = fetch
@@ -754,29 +777,33 @@ def _as_is(value: Any) -> Any:
 
 
 def _end_unsent(report: Connection, number: int, error: Exception, _: Any) -> None:
-    """End this process, since a batch could not be sent: Python drops it, and the training would wait for it."""
+    """End this process, since a batch could not be sent.
+
+    Python drops such a batch, and the training would wait for it.
+    """
     unsent = f"a loader process cannot send its batch: {error_line(error)}; return another one from `collate`"
-    # One atomic write
+    # A report is short enough for one atomic write.
     report.send((number, (shortage(error) or unsent)[:_REPORT]))
     os._exit(1)
 
 
 def _init_worker(collecting: bool, files: dict[int, int], report: Connection, number: int) -> None:
-    """Set up a loader process: its own places in open files, and its libraries off the cores of other ranks."""
-    # A hook of Python's own, for errors in the thread that sends.
+    """Set up a loader process: its own file offsets, and one thread per library."""
+    # Private to Python: the only hook for errors in the thread that sends batches.
     multiprocessing.queues.Queue._on_queue_feeder_error = partial(_end_unsent, report, number)  # type: ignore
     try:
         _keep_inherited(collecting)
         reopen(files)
         _end_with_parent()
         torch.set_num_threads(1)
-        # Not "true", even where the user set it: a forked process would wait for the threads that only its parent has.
+        # Not "true", even if the user set it: a forked process would wait for threads that only its parent has.
         os.environ[_TOKENIZER_THREADS] = "false"
-        # BLAS and OpenMP of numpy and other loaded libraries
+        # BLAS and OpenMP of numpy and other loaded libraries.
         threadpoolctl.threadpool_limits(1)
         opencv = os.environ.setdefault(OPENCV_THREADS, "1")
-        # If not imported yet, it reads the variable later
+        # OpenCV reads the variable if it is imported later.
         if opencv == "1" and "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
-    finally:  # torch sends an error in place of the first micro-batch
-        report.send((number, os.getpid()))  # one atomic write
+    finally:
+        # Always report: torch sends an error in place of the first micro-batch.
+        report.send((number, os.getpid()))

@@ -36,7 +36,7 @@ def mixture(sources: Mapping[str, Any], weights: Weights | Points | None = None)
     """Mix datasets: each step has about the weights' shares of samples from each source.
 
     A source that is used up begins again, in a new order. An epoch of the mixture is as many samples as all sources
-    have together, whichever they come from; streams have no epoch.
+    have together, from any of them; streams have no epoch.
 
     Args:
         sources: map-style datasets by name, or streams.
@@ -91,7 +91,7 @@ def _points(
     steps = [step for step, _ in points]
     if not points or steps != sorted(set(steps)) or steps[0] < 0:
         raise ConfigError(f"lockstep.mixture: weights at the steps {steps}; give points of ascending steps, from 0 on")
-    return [(step, _millionths(list(sources), each, step)) for step, each in points]
+    return [(step, _millionths(list(sources), weights_at_step, step)) for step, weights_at_step in points]
 
 
 def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
@@ -110,14 +110,15 @@ def _millionths(names: list[str], weights: Weights, step: int) -> list[int]:
     if not (math.isfinite(total) and total > 0):
         raise ConfigError(f"{start} add up to {total}; give at least one above 0")
     exact = [weights.get(name, 0.0) / total * UNIT for name in names]
-    parts = [math.floor(value) for value in exact]
-    by_rest = sorted(range(len(names)), key=lambda place: parts[place] - exact[place])
-    for place in by_rest[: UNIT - sum(parts)]:
-        parts[place] += 1
-    small = [name for name, part in zip(names, parts, strict=True) if not part and weights.get(name)]
+    shares = [math.floor(value) for value in exact]
+    # The sources with the largest remainders get the missing millionths.
+    by_rest = sorted(range(len(names)), key=lambda place: shares[place] - exact[place])
+    for place in by_rest[: UNIT - sum(shares)]:
+        shares[place] += 1
+    small = [name for name, share in zip(names, shares, strict=True) if not share and weights.get(name)]
     if small:
         raise ConfigError(f"{start} give '{small[0]}' less than a millionth; give 0 or more than that")
-    return parts
+    return shares
 
 
 @final
@@ -135,8 +136,8 @@ class Mixture:
         self.sources = sources
         self.points = points
         self._datasets = list(sources.values())
-        self._starts = np.cumsum([0, *(len(each) for each in self._datasets)])
-        self._rows = [rows_of(each) for each in self._datasets]
+        self._starts = np.cumsum([0, *(len(dataset) for dataset in self._datasets)])
+        self._rows = [rows_of(dataset) for dataset in self._datasets]
         self.draws_random = any(map(draws, self._datasets))
         self.collation_draws = any(map(collate_draws, self._datasets))
 
@@ -154,30 +155,30 @@ class Mixture:
         samples: list[Any] = [None] * len(indices)
         which = np.searchsorted(self._starts, indices, side="right") - 1
         for source in np.unique(which).tolist():
-            places = np.flatnonzero(which == source).tolist()
+            positions = np.flatnonzero(which == source).tolist()
             dataset = self._datasets[source]
-            own = [indices[place] - int(self._starts[source]) for place in places]
+            local_indices = [indices[position] - int(self._starts[source]) for position in positions]
             known = self._rows[source]
-            many = getattr(dataset, "__getitems__", None)
-            loaded = known.samples(own) if known else None
+            get_items = getattr(dataset, "__getitems__", None)
+            loaded = known.samples(local_indices) if known else None
             if loaded is None:
-                loaded = many(own) if many else [dataset[index] for index in own]
-            for place, sample in zip(places, loaded, strict=True):
-                samples[place] = sample
+                loaded = get_items(local_indices) if get_items else [dataset[index] for index in local_indices]
+            for position, sample in zip(positions, loaded, strict=True):
+                samples[position] = sample
         return samples
 
     @property
     def fingerprint(self) -> str:
         """Hex; of the weights and the sources, for a resume."""
-        parts = []
-        for name, each in self.sources.items():
-            parts.append((name, len(each), getattr(each, "fingerprint", "")))
-        return xxhash.xxh3_64_hexdigest(repr((parts, self.points)).encode())
+        entries = []
+        for name, dataset in self.sources.items():
+            entries.append((name, len(dataset), getattr(dataset, "fingerprint", "")))
+        return xxhash.xxh3_64_hexdigest(repr((entries, self.points)).encode())
 
     @property
     def fetches(self) -> int:
         """Shards that this rank has fetched so far, of all sources."""
-        return sum(int(getattr(each, "fetches", 0)) for each in self._datasets)
+        return sum(int(getattr(dataset, "fetches", 0)) for dataset in self._datasets)
 
     def make_order(self, seed: int, shuffle_shards: int) -> "MixtureOrder":
         """Make the order that mixes the sources.
@@ -187,10 +188,10 @@ class Mixture:
             shuffle_shards: for a source with shards, their number in a group; 0: shuffle all its samples.
         """
         orders: list[Shuffled | ShardOrder] = []
-        for number, each in enumerate(self._datasets):
+        for number, dataset in enumerate(self._datasets):
             key = derive(seed, "source", number)
-            sizes = getattr(each, "shard_sizes", None) if shuffle_shards else None
-            orders.append(Shuffled(len(each), key) if sizes is None else ShardOrder(sizes, key, shuffle_shards))
+            sizes = getattr(dataset, "shard_sizes", None) if shuffle_shards else None
+            orders.append(Shuffled(len(dataset), key) if sizes is None else ShardOrder(sizes, key, shuffle_shards))
         return MixtureOrder(list(self.sources), orders, self.points, seed, in_lanes=bool(shuffle_shards))
 
 
@@ -237,7 +238,10 @@ class MixtureOrder:
         self._draws = Draws(seed)
 
     def placed(self, geometry: Geometry, size: int) -> "MixtureOrder":
-        """Return the order for steps of this geometry, with epochs of `size` samples; 0: those of all sources."""
+        """Return the order for steps of this geometry, with epochs of `size` samples.
+
+        0: those of all sources.
+        """
         orders = []
         for order in self._orders:
             if isinstance(order, PlacedOrder):
@@ -249,26 +253,32 @@ class MixtureOrder:
         )
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return the epochs of the sources, and the samples, of positions start .. stop - 1. int64 each"""
+        """Return the sources' epochs, and the samples, at positions start .. stop - 1.
+
+        Two int64 arrays.
+        """
         sources, numbers = self._draw(start, stop)
         epochs = np.empty_like(sources)
         samples = np.empty_like(sources)
         for source in np.unique(sources).tolist():
             mask = sources == source
-            epochs[mask], own = self._orders[source].of(numbers[mask])
-            samples[mask] = own + self._starts[source]
+            epochs[mask], source_samples = self._orders[source].of(numbers[mask])
+            samples[mask] = source_samples + self._starts[source]
         return epochs, samples
 
     def shares(self, start: int, stop: int) -> dict[str, float]:
         """Return each source's share of the positions start .. stop - 1, by name."""
         counts = np.zeros(len(self.names), dtype=np.int64)
-        for first in range(start, stop, _SHARES_AT_ONCE):
-            sources, _ = self._draw(first, min(first + _SHARES_AT_ONCE, stop))
+        for first_position in range(start, stop, _SHARES_AT_ONCE):
+            sources, _ = self._draw(first_position, min(first_position + _SHARES_AT_ONCE, stop))
             counts += np.bincount(sources, minlength=len(self.names))
         return {name: int(count) / max(1, stop - start) for name, count in zip(self.names, counts, strict=True)}
 
     def _draw(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return the source of each position, and the number of its sample in that source. int64 each"""
+        """Return the source of each position, and its sample's number in that source.
+
+        Two int64 arrays.
+        """
         positions = np.arange(start, stop, dtype=np.int64)
         if not self._in_lanes:
             return self._draws.at(0, self._schedule(self._geometry.size), positions)
@@ -277,14 +287,15 @@ class MixtureOrder:
         within = lanes.steps * lanes.width + lanes.within
         sources = np.empty_like(positions)
         drawn = np.empty_like(positions)
+        # One call for each lane, since each lane has its own blocks.
         by_lane = np.argsort(lanes.first, kind="stable")
         firsts, begins = np.unique(lanes.first[by_lane], return_index=True)
-        for first, own in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True):
-            schedule = self._schedule(min(micro_size, self._geometry.size - first))
-            sources[own], drawn[own] = self._draws.at(first, schedule, within[own])
-        steps, places = np.divmod(drawn, lanes.width)
-        # The same lane of the source's own order
-        return sources, steps * self._geometry.size + lanes.first + places
+        for lane_start, in_lane in zip(firsts.tolist(), np.split(by_lane, begins[1:]), strict=True):
+            schedule = self._schedule(min(micro_size, self._geometry.size - lane_start))
+            sources[in_lane], drawn[in_lane] = self._draws.at(lane_start, schedule, within[in_lane])
+        steps, offsets = np.divmod(drawn, lanes.width)
+        # Read the same lane of the source's own order.
+        return sources, steps * self._geometry.size + lanes.first + offsets
 
     def _schedule(self, width: int) -> Schedule:
         if width not in self._schedules:
@@ -292,4 +303,5 @@ class MixtureOrder:
         return self._schedules[width]
 
 
-_SHARES_AT_ONCE = 65_536  # positions
+# Positions that are looked up at a time, to bound the memory.
+_SHARES_AT_ONCE = 65_536

@@ -22,9 +22,12 @@ from lockstep.seeds import derive
 
 __all__ = ["UNIT", "Block", "Draws", "Schedule", "SourceBlock"]
 
-UNIT = 1_000_000  # weights are rounded to millionths, so that constant ones repeat after whole blocks
-_BLOCK = 1000  # positions
-_BLOCKS = 1000  # of all parts of a curriculum together, about
+# Weights are rounded to millionths, so that constant ones repeat after a whole number of blocks.
+UNIT = 1_000_000
+# Fewest positions of a block.
+_BLOCK = 1000
+# About the number of blocks of a curriculum.
+_BLOCKS = 1000
 
 
 class Block(NamedTuple):
@@ -43,7 +46,7 @@ class Block(NamedTuple):
 
 
 class _Part:
-    """A part of the schedule in which the weights are straight lines, or, at its end, constant.
+    """A part of the schedule with linear weights, or, at its end, constant ones.
 
     Args:
         start: its first position.
@@ -59,11 +62,13 @@ class _Part:
         self.start = start
         self.length = length
         self._before = before
-        if not length:  # after so many blocks all counts are whole
+        # The last part repeats. After this many positions all counts are whole numbers.
+        if not length:
             length = _BLOCK * (UNIT // _BLOCK // math.gcd(UNIT // _BLOCK, *first))
         size = max(_BLOCK, -(-length // blocks))
         self._bounds = [*range(0, length, size), length]
-        # The integral of the weights at each bound, in units of 1 / (2 * UNIT * length): Python integers.
+        # The integral of the weights at each bound, in units of 1 / (2 * UNIT * length). Python integers do not
+        # overflow.
         targets = np.array(
             [
                 [2 * length * a * bound + (b - a) * bound * bound for a, b in zip(first, last, strict=True)]
@@ -76,22 +81,27 @@ class _Part:
 
     @property
     def after(self) -> Indices:
-        """Samples of each source at its end, or at that of its first period. int64 [sources]"""
+        """Samples of each source at its end, or at the end of its first period.
+
+        int64 [sources]
+        """
         counts: Indices = self._before + self._counts[-1]
         return counts
 
     def block(self, position: int) -> Block:
         """Return the block of a position."""
-        periods, place = divmod(position - self.start, self._bounds[-1])
-        number = bisect_right(self._bounds, place) - 1
-        start = position - place + self._bounds[number]
+        periods, offset = divmod(position - self.start, self._bounds[-1])
+        number = bisect_right(self._bounds, offset) - 1
+        start = position - offset + self._bounds[number]
         before = self._before + periods * self._counts[-1] + self._counts[number]
         counts = self._counts[number + 1] - self._counts[number]
         return Block(start, start + self._bounds[number + 1] - self._bounds[number], before, counts)
 
 
 def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> Indices:
-    """Round the sources' counts at each bound to integers that never fall, and add up to the bound.
+    """Round the sources' counts at each bound to integers.
+
+    They never fall, and add up to the bound.
 
     A count stays between floor and ceiling of its exact value. Of the sources that may get one more, the one whose
     floor demands it first gets it: with this rule, earliest deadline first, none comes too late (Liu and Layland, 1973;
@@ -108,12 +118,12 @@ def _round(bounds: list[int], floors: NDArray[Any], ceilings: NDArray[Any]) -> I
     high = ceilings.astype(np.int64)
     counts = np.zeros_like(low)
     for number in range(1, len(bounds)):
-        now = np.maximum(counts[number - 1], low[number])
-        missing = bounds[number] - int(now.sum())
-        may = np.flatnonzero(now < high[number]).tolist()
-        due = {source: int(np.searchsorted(low[:, source], now[source] + 1)) for source in may}
-        now[sorted(may, key=lambda source: due[source])[:missing]] += 1
-        counts[number] = now
+        current = np.maximum(counts[number - 1], low[number])
+        missing = bounds[number] - int(current.sum())
+        may = np.flatnonzero(current < high[number]).tolist()
+        due = {source: int(np.searchsorted(low[:, source], current[source] + 1)) for source in may}
+        current[sorted(may, key=lambda source: due[source])[:missing]] += 1
+        counts[number] = current
     return counts
 
 
@@ -129,13 +139,13 @@ class Schedule:
         points = [(0, points[0][1]), *points]
         blocks = max(10, _BLOCKS // len(points))
         self._parts: list[_Part] = []
-        for (start, first), (following, last) in pairwise(points):
+        for (start, first_shares), (following, last_shares) in pairwise(points):
             if start < following:
-                self._parts.append(_Part(start, following - start, first, last, before, blocks))
+                self._parts.append(_Part(start, following - start, first_shares, last_shares, before, blocks))
                 before = self._parts[-1].after
-        start, last = points[-1]
-        self._parts.append(_Part(start, 0, last, last, before))
-        self._starts = [part.start for part in self._parts]
+        start, last_shares = points[-1]
+        self._parts.append(_Part(start, 0, last_shares, last_shares, before))
+        self._starts = [schedule_part.start for schedule_part in self._parts]
 
     def block(self, position: int) -> Block:
         """Return the block of a position."""
@@ -180,7 +190,9 @@ class Draws:
         return known
 
     def at(self, lane: int, schedule: Schedule, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the source of each position of a lane, and the number of its sample in that source. int64 each
+        """Return the source of each position of a lane, and its sample's number there.
+
+        Two int64 arrays.
 
         Args:
             positions: ascending.

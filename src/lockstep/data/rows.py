@@ -4,8 +4,8 @@
     batch = rows.batch([3, 1, 4])           # as default_collate([dataset[3], dataset[1], dataset[4]]), to the bit
     samples = rows.samples([3, 1, 4])       # [dataset[3], dataset[1], dataset[4]]
 
-Known are `TensorDataset`, Hugging Face's `Dataset` in its torch format, and `Subset` of either. A subclass may read in
-another way, so only these exact types count.
+Supported are `TensorDataset`, Hugging Face's `Dataset` in its torch format, and `Subset` of either. A subclass may
+read in another way, so only these exact types are used.
 """
 
 import sys
@@ -22,7 +22,10 @@ __all__ = ["Rows", "is_hub_dataset", "never_draws", "rows_of"]
 
 
 class Rows(Protocol):
-    """Samples of a known kind of dataset. Both methods raise where indexing each sample would; then name it so."""
+    """Samples of a known type of dataset.
+
+    Both methods raise where indexing each sample would; the caller then indexes each to name it.
+    """
 
     def batch(self, indices: Sequence[int]) -> Any:
         """Return the samples as torch's `default_collate` combines them; None: combine `samples`."""
@@ -32,7 +35,10 @@ class Rows(Protocol):
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """Return a dataset's rows; None: its kind is not known. A wrapper of lockstep's has them as `known_rows`."""
+    """Return a dataset's rows; None: its type is not known.
+
+    A wrapper of lockstep's has them as `known_rows`.
+    """
     known: Rows | None = getattr(dataset, "known_rows", None)
     if known is not None:
         return known
@@ -51,16 +57,16 @@ def rows_of(dataset: Any) -> Rows | None:
 
 
 def never_draws(dataset: Any) -> bool:
-    """Whether a dataset is of a kind whose samples are known to draw no random numbers."""
+    """Whether the samples of a dataset are known to draw no random numbers."""
     if type(dataset) in (TensorDataset, list, tuple):
         return True
-    # "custom" calls a function of the user's
+    # The format "custom" calls a function of the user's.
     return is_hub_dataset(dataset) and dataset.format["type"] != "custom"
 
 
 def is_hub_dataset(dataset: Any) -> bool:
     """Whether it is exactly a `datasets.Dataset`."""
-    # imported, if there is one
+    # An object of the class exists only if its module was imported.
     module = sys.modules.get("datasets.arrow_dataset")
     return module is not None and type(dataset) is module.Dataset
 
@@ -71,18 +77,19 @@ class _TensorRows:
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
-        self._tensors: tuple[Tensor, ...] = ()  # those that the flags are about
+        # The tensors that the two flags describe.
+        self._tensors: tuple[Tensor, ...] = ()
         self._plain = self._on_host = False
 
     def batch(self, indices: Sequence[int]) -> list[Tensor] | None:
         tensors = self._dataset.tensors
-        # The caller may replace them between two steps
+        # The caller may replace the dataset's tensors between two steps.
         if tensors is not self._tensors:
             self._tensors, self._plain = tensors, all(map(_is_plain, tensors))
             self._on_host = all(tensor.is_cpu for tensor in tensors)
         if not self._plain:
             return None
-        # A fifth of the time of torch.tensor(indices)
+        # Takes a fifth of the time of torch.tensor(indices).
         rows = torch.from_numpy(np.array(indices, np.int64))
         if self._on_host:
             return [tensor.index_select(0, rows) for tensor in tensors]
@@ -97,7 +104,10 @@ class _TensorRows:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the selected rows have the bits, the strides and the type of the stack of each."""
+    """Whether selected rows are bitwise the stack of the single samples.
+
+    With the same strides and type.
+    """
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -107,14 +117,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _check_range(indices: Sequence[int], size: int) -> None:
-    """Raise IndexError for an index that a device would answer by ending the process's CUDA context."""
+    """Raise IndexError for an index outside the tensor.
+
+    A device would answer such an index by ending the process's CUDA context.
+    """
     if indices and not (min(indices) >= 0 and max(indices) < size):
         raise IndexError(f"an index is not in 0 .. {size - 1}")
 
 
 @final
 class _HubRows:
-    """Rows of a Hugging Face `Dataset`, which reads a list of them in one look-up of its table."""
+    """Rows of a Hugging Face `Dataset`, read in one look-up of its table."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -124,7 +137,7 @@ class _HubRows:
         if not self._even or self._dataset.format["type"] != "torch":
             return None
         columns = self._dataset[list(indices)]
-        # Strings, and rows of unequal length, are a list: torch's collation decides what becomes of them.
+        # Strings, and rows of unequal length, are a list there. torch's collation decides about these.
         self._even = all(type(column) is Tensor and column.is_contiguous() for column in columns.values())
         if self._even:
             return dict(columns)
@@ -155,7 +168,7 @@ class _SubsetRows:
         return self._rows.samples(self._inner(indices))
 
     def _inner(self, indices: Sequence[int]) -> Sequence[int]:
-        for each in self._maps:
-            own = each.indices
-            indices = [whole(own[index]) for index in indices]
+        for subset in self._maps:
+            positions = subset.indices
+            indices = [whole(positions[index]) for index in indices]
         return indices

@@ -50,11 +50,16 @@ Indices: TypeAlias = NDArray[np.int64]
 _Words: TypeAlias = NDArray[np.uint64]
 _T = TypeVar("_T")
 
-_ROUNDS = 8  # four rounds pass the tests of uniformity; eight cost little more
-_SMALL = 64  # a Feistel network of fewer values has visible structure
-_SMALL_HALF = 64  # halves of which all images are computed, for a few values too
-_CHECKED_POSITIONS = 256  # positions of an order that are checked
-_MAX_SIZE = 2**62  # the halves and the positions stay inside 64 bits
+# Four rounds pass the tests of uniformity; eight cost little more.
+_ROUNDS = 8
+# A Feistel network of fewer values has visible structure.
+_SMALL = 64
+# Halves of up to this many values get a table of all images, even for a few indices.
+_SMALL_HALF = 64
+# Number of positions of an order that are checked.
+_CHECKED_POSITIONS = 256
+# Halves and positions stay within 64 bits.
+_MAX_SIZE = 2**62
 
 
 @final
@@ -83,21 +88,22 @@ class Shuffled:
             ValueError: start is negative, or stop is before start.
         """
         epochs, samples = _places(self.size, start, stop)
-        first = 0
-        while first < stop - start:  # one turn per epoch that the range touches
-            epoch, place = divmod(start + first, self.size)
-            last = min(first + self.size - place, stop - start)
-            samples[first:last] = permute(samples[first:last], self.size, derive(self.seed, "order", epoch))
-            first = last
+        offset = 0
+        # One pass per epoch that the range touches.
+        while offset < stop - start:
+            epoch, position = divmod(start + offset, self.size)
+            end = min(offset + self.size - position, stop - start)
+            samples[offset:end] = permute(samples[offset:end], self.size, derive(self.seed, "order", epoch))
+            offset = end
         return epochs, samples
 
     def of(self, positions: Indices) -> tuple[Indices, Indices]:
         """Return epochs and samples of any positions. int64 [positions] each"""
-        epochs, places = np.divmod(positions, self.size)
-        samples = np.empty_like(places)
+        epochs, positions_in_epoch = np.divmod(positions, self.size)
+        samples = np.empty_like(positions_in_epoch)
         for epoch in np.unique(epochs).tolist():
             mask = epochs == epoch
-            samples[mask] = permute(places[mask], self.size, derive(self.seed, "order", epoch))
+            samples[mask] = permute(positions_in_epoch[mask], self.size, derive(self.seed, "order", epoch))
         return epochs, samples
 
 
@@ -148,11 +154,11 @@ class Begun:
         epochs = np.empty(stop - start, np.int64)
         samples = np.empty(stop - start, np.int64)
         offset = 0
-        # One turn per epoch that the range touches
+        # One pass per epoch that the range touches.
         while offset < stop - start:
-            epoch, place = divmod(start + offset, self.size)
-            end = min(offset + self.size - place, stop - start)
-            begin = epoch * self._whole + place
+            epoch, position = divmod(start + offset, self.size)
+            end = min(offset + self.size - position, stop - start)
+            begin = epoch * self._whole + position
             epochs[offset:end], samples[offset:end] = self._order.at(begin, begin + end - offset)
             offset = end
         return epochs, samples
@@ -178,7 +184,7 @@ def _check_order(order: Order, samples: int) -> None:
 
 
 def permute(indices: Indices, size: int, key: int) -> Indices:
-    """Map indices by the permutation of 0 .. size - 1 that the 64-bit `key` selects.
+    """Map indices by the permutation of 0 .. size - 1 that `key` selects.
 
     Uses a few temporary arrays of the length of `indices`, for any size.
 
@@ -196,7 +202,8 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
     keys = _stream(_ROUNDS, key)
     images = _feistel(indices.astype(np.uint64), half, keys)
     outside = np.flatnonzero(images >= size)
-    # The domain is less than four times the size: a short walk
+    # The network's domain is less than four times the size: repeating it leads back inside after a few steps (cycle
+    # walking).
     while outside.size:
         walked = _feistel(images[outside], half, keys)
         images[outside] = walked
@@ -205,7 +212,9 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
 
 
 def permute_groups(indices: Indices, groups: Indices, sizes: Sequence[int], keys: Sequence[int]) -> Indices:
-    """Map indices by a permutation for each group, as `permute` does for one: all groups at once.
+    """Map indices by a permutation for each group, all groups at once.
+
+    Each group is permuted as by `permute`.
 
     Args:
         indices: int64, each below the size of its group.
@@ -242,16 +251,16 @@ def _feistel(values: _Words, half: int | _Words, keys: _Words) -> _Words:
     """Apply a bijection of the integers of 2 * half bits, one round per key."""
     shift = np.uint64(half) if isinstance(half, int) else half
     mask = (np.uint64(1) << shift) - np.uint64(1)
-    left = values >> shift
-    right = values & mask
-    # Fewer halves than values: look them up
+    upper = values >> shift
+    lower = values & mask
+    # There are fewer halves than values, so look their images up.
     if isinstance(half, int) and 1 << half <= max(_SMALL_HALF, len(values)):
         for images in _mix(np.arange(1 << half, dtype=np.uint64) ^ keys[:, None]) & mask:
-            left, right = right, left ^ images[right]
-        return (left << shift) | right
+            upper, lower = lower, upper ^ images[lower]
+        return (upper << shift) | lower
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return (left << shift) | right
+        upper, lower = lower, upper ^ (_mix(lower ^ key) & mask)
+    return (upper << shift) | lower
 
 
 def _table(size: int, key: int) -> Indices:
@@ -264,6 +273,7 @@ def _table(size: int, key: int) -> Indices:
 
 def _stream(count: int, key: int) -> _Words:
     """Return the first `count` words of splitmix64 started at `key`."""
+    # The constants below are those of splitmix64 (Steele, Lea and Flood, 2014).
     counters = np.arange(1, count + 1, dtype=np.uint64)
     return _mix(counters * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & (2**64 - 1)))
 
@@ -277,19 +287,24 @@ def _mix(words: _Words) -> _Words:
 def _places(size: int, start: int, stop: int) -> tuple[Indices, Indices]:
     if not 0 <= start <= stop:
         raise ValueError(f"positions {start} to {stop}: a range starts at 0 or later and does not end before its start")
-    epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), size)
-    return epochs, places
+    epochs, positions = np.divmod(np.arange(start, stop, dtype=np.int64), size)
+    return epochs, positions
 
 
 def check_size(size: int) -> int:
-    """Return the number of samples of a dataset. Raises DataError if it is 0 or above 2**62."""
+    """Return the number of samples of a dataset.
+
+    Raises DataError if it is 0 or above 2**62.
+    """
     if not 0 < size <= _MAX_SIZE:
         raise DataError(f"--dataset-name: the dataset has {size} samples; it must have 1 to 2**62")
     return size
 
 
-CACHED_EPOCHS = 2  # epochs: a step may span two
-_REPEAT = 32  # bits of an epoch's number; the higher bits count the draws of a sample
+# A step may span two epochs.
+CACHED_EPOCHS = 2
+# Bits of an epoch's number; the higher bits count the repeats of a sample.
+_REPEAT = 32
 
 
 class SizedOrder(Order, Protocol):
@@ -330,14 +345,14 @@ class EpochOrder(ABC):
         Raises:
             DataError: an epoch cannot be drawn, or is invalid.
         """
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self._size)
-        samples = np.empty_like(places)
+        epochs, positions = np.divmod(np.arange(start, stop, dtype=np.int64), self._size)
+        samples = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             mask = epochs == epoch
             indices, repeats = self._cached_epoch(epoch)
-            samples[mask] = indices[places[mask]]
+            samples[mask] = indices[positions[mask]]
             if repeats.size:
-                epochs[mask] = epoch + (repeats[places[mask]] << _REPEAT)
+                epochs[mask] = epoch + (repeats[positions[mask]] << _REPEAT)
         return epochs, samples
 
     def _cached_epoch(self, epoch: int) -> tuple[Indices, Indices]:
@@ -404,17 +419,17 @@ def draw_seeded(sampler: Any, seed: int, epoch: int, read: Callable[[Any], _T]) 
     Raises:
         DataError: reading it fails.
     """
-    generators = [each for each in map(_generator, within(sampler)) if each is not None]
-    states = [each.get_state() for each in generators]
+    generators = [wrapped for wrapped in map(_generator, within(sampler)) if wrapped is not None]
+    states = [wrapped.get_state() for wrapped in generators]
     key = derive(seed, "order", epoch)
     try:
         with generators_kept():
             seed_everything(key)
             for generator in generators:
                 generator.manual_seed(key)
-            for each in within(sampler):
-                if callable(getattr(each, "set_epoch", None)):
-                    each.set_epoch(epoch)
+            for wrapped in within(sampler):
+                if callable(getattr(wrapped, "set_epoch", None)):
+                    wrapped.set_epoch(epoch)
             return read(sampler)
     except LockstepError:
         raise
@@ -464,7 +479,7 @@ class CheckedOrder:
             raise DataError(
                 f"`at` of `order` returned {_type_name(result)} for {span}; return two arrays, the epochs and samples"
             )
-        epochs, samples = (_integers(each, stop - start, span) for each in result)
+        epochs, samples = (_integers(array, stop - start, span) for array in result)
         check_indices(samples, self._samples, f"`at` of `order` for {span}")
         return epochs, samples
 
@@ -549,7 +564,7 @@ def sampler_length(sampler: Any, *, lists: bool = False) -> int:
         )
     if isinstance(sampler, DataLoader):
         raise ConfigError(f"{start}: return its sampler alone, loader.sampler")
-    if any(isinstance(each, DistributedSampler) or hasattr(each, "num_replicas") for each in within(sampler)):
+    if any(isinstance(wrapped, DistributedSampler) or hasattr(wrapped, "num_replicas") for wrapped in within(sampler)):
         raise ConfigError(
             f"{start}, which draws one rank's share, but lockstep itself splits the samples among ranks; return the "
             "sampler of one process, or None for a shuffle in each epoch"
@@ -592,15 +607,18 @@ def _repeats(indices: Indices, samples: int) -> Indices:
         return np.empty(0, np.int64)
     by_sample = np.argsort(indices, kind="stable")
     ordered = indices[by_sample]
-    # Where the run of a sample begins
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    # The position at which each sample's run begins.
+    run_starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     repeats = np.empty_like(indices)
-    repeats[by_sample] = np.arange(len(indices)) - np.repeat(first, np.diff(np.r_[first, len(indices)]))
+    repeats[by_sample] = np.arange(len(indices)) - np.repeat(run_starts, np.diff(np.r_[run_starts, len(indices)]))
     return repeats
 
 
 def number_repeats(epochs: Indices, indices: Indices, samples: int) -> Indices:
-    """Give each further occurrence of a sample in an epoch its own epoch number; see `EpochOrder.at`."""
+    """Give each further occurrence of a sample in an epoch its own epoch number.
+
+    See `EpochOrder.at`.
+    """
     repeats = _repeats(indices, samples)
     if repeats.size:
         return epochs + (repeats << _REPEAT)

@@ -1,9 +1,9 @@
-"""Fetch files from a store into a bounded folder that the processes of a machine share.
+"""Fetch files from a store into a bounded folder that all processes share.
 
     cache = ShardCache(Path("~/.cache/lockstep/shards"), limit=64 << 30, label="s3://bucket/train")
     path = cache.get("0a1b.tar", size, lambda part: store.fetch(file, part))        # made once, whatever asks for it
 
-A file is written under another name, checked, and renamed: whoever finds it has all of it. Its time of modification
+A file is written under another name, checked, and renamed, so it is complete once it exists. Its modification time
 depends on its name and size, so that one changed later is known, and made again. The least recently used files are
 removed before the folder grows past its limit. A process that still reads a removed file keeps it until it
 closes it. This file alone fetches shards by fsspec.
@@ -32,13 +32,18 @@ from lockstep.files import bytes_text, import_fsspec, limit_s3_tries
 __all__ = ["ShardCache", "ShardFile", "Store", "digest_of"]
 
 _LOG = logging.getLogger("lockstep")
-_PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
-_SILENCE = 60.0  # seconds without a byte from an HTTP server
-_PIECE = 1 << 22  # bytes
-_POLL = 0.05  # seconds
+# Seconds before each retry.
+_PAUSES = (1.0, 4.0, 15.0)
+# Seconds without a byte from an HTTP server, after which a request fails.
+_SILENCE = 60.0
+# Bytes that are read at a time: 4 MiB.
+_PIECE = 1 << 22
+# Seconds between two attempts to get room in the cache.
+_POLL = 0.05
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY = frozenset({errno.EPERM, errno.EACCES, errno.EROFS})
-_STAMPS = ("ETag", "etag", "LastModified", "last_modified", "updated", "generation", "mtime")  # of fsspec's `info`
+# Keys of fsspec's `info` that identify a version of a file, by store.
+_STAMPS = ("ETag", "etag", "LastModified", "last_modified", "updated", "generation", "mtime")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,10 @@ class ShardFile:
             )
 
     def check_samples(self, count: int) -> None:
-        """Raise DataError if the shard's own count, -1 for none, is not that of its index."""
+        """Raise DataError if the shard's own count differs from that of its index.
+
+        A count of -1 means that the shard has none.
+        """
         if count not in (-1, self.samples):
             raise DataError(
                 f"the shard {self.label} has {count} samples, and its index says {self.samples}: some would be left "
@@ -100,9 +108,9 @@ class ShardFile:
     def check_content(self, path: Path) -> None:
         """Raise DataError if the content of `path` has another checksum."""
         algorithm, _, wanted = self.checksum.partition(":")
-        if wanted and (found := digest_of(path, algorithm)) != wanted:
+        if wanted and (digest := digest_of(path, algorithm)) != wanted:
             raise DataError(
-                f"the shard {self.label} is damaged: its {algorithm} is {found} instead of {wanted}; restore it"
+                f"the shard {self.label} is damaged: its {algorithm} is {digest} instead of {wanted}; restore it"
             )
 
 
@@ -143,7 +151,9 @@ class Store:
 
     @property
     def system(self) -> Any:
-        """The file system of fsspec, made anew in each process: its connections do not survive a fork.
+        """The file system of fsspec, made again in each process.
+
+        Connections do not survive a fork.
 
         Raises:
             ConfigError: fsspec does not know the URL's scheme, or a package is missing.
@@ -181,10 +191,10 @@ class Store:
             DataError: it is missing.
             StorageError: the store does not answer.
         """
-        # Or the answer is the listing of the start
+        # Otherwise fsspec would answer from the listing of the start.
         self.system.invalidate_cache()
-        found = self.reach(path, lambda: self.system.info(path))
-        return int(found.get("size") or 0), stamp_of(found, local=self.is_local)
+        info = self.reach(path, lambda: self.system.info(path))
+        return int(info.get("size") or 0), stamp_of(info, local=self.is_local)
 
     def read(self, path: str) -> bytes | None:
         """Return the content of a small file; None if it is missing."""
@@ -203,7 +213,8 @@ class Store:
             StorageError: the store does not answer.
         """
         size, stamp = self.info(file.path)
-        if size:  # some servers do not tell
+        # Some servers do not report a size.
+        if size:
             file.check_size(size, " there")
         file.check_stamp(stamp)
         for pause in (*_PAUSES, None):
@@ -244,7 +255,7 @@ class Store:
             except LockstepError:
                 raise
             except Exception as error:
-                # Of the cache's disk, see `ShardCache.get`
+                # An error of the cache's own disk; see `ShardCache.get`.
                 if isinstance(error, OSError) and error.errno in _FULL:
                     raise
                 if _is_final(error):
@@ -265,8 +276,8 @@ def _label(path: str) -> str:
 def _describe(path: str, error: Exception, what: str) -> str:
     reason = (str(error).strip().splitlines() or [""])[0]
     status = _status_of(error)
-    kind = f"{type(error).__name__}{f' {status}' if status else ''}"
-    return f"the store of {_label(path)} {what} ({kind}: {printable(mask(reason))})"
+    error_name = f"{type(error).__name__}{f' {status}' if status else ''}"
+    return f"the store of {_label(path)} {what} ({error_name}: {printable(mask(reason))})"
 
 
 def _is_final(error: BaseException) -> bool:
@@ -287,7 +298,7 @@ def _status_of(error: BaseException | None) -> int:
     """Return the HTTP status of an error or its cause; 0: none."""
     while error is not None:
         response = getattr(error, "response", None)
-        # botocore
+        # Errors of botocore have the status in a dict.
         if isinstance(response, dict):
             answer = response.get("ResponseMetadata", {})
         else:
@@ -343,6 +354,7 @@ class ShardCache:
             return path
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Many processes may need the file at once: one makes it, and the others wait for the lock.
             with _held(self.folder / f".{name}.making"):
                 if not _use(path):
                     if path.exists():
@@ -356,24 +368,25 @@ class ShardCache:
         return path
 
     def _fill(self, path: Path, size: int, make: Callable[[Path], None], made: Callable[[], None] | None) -> None:
-        part = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
+        unfinished = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
         try:
             with self._room(path.name, size):
-                make(part)
-                actual = part.stat().st_size
+                make(unfinished)
+                actual = unfinished.stat().st_size
                 if actual <= size:
-                    self._publish(part, path, made)
-            # With the first room given back: two that both need more would wait for each other
+                    self._publish(unfinished, path, made)
+            # Give the first room back before: two processes that both need more would wait for each other.
             if actual > size:
                 with self._room(path.name, actual):
-                    self._publish(part, path, made)
+                    self._publish(unfinished, path, made)
         finally:
-            part.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
     def _publish(self, part: Path, path: Path, made: Callable[[], None] | None) -> None:
         os.utime(part, (time.time(), _sealed_time(path.name, part.stat().st_size)))
         os.replace(part, path)
         if made:
+            # Under the lock, since `made` adds to a count that processes share.
             with self._lock():
                 made()
 
@@ -382,9 +395,9 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _room(self, name: str, size: int) -> Iterator[None]:
-        """Hold `size` bytes for a file; the least recently used files are removed until they fit.
+        """Hold `size` bytes for a file; remove the least recently used files until they fit.
 
-        Waits for room that others hold for files in the making. Who waits holds none, so nobody waits for ever.
+        Waits for room that others hold for files in the making. A waiting process holds none, so nobody waits for ever.
 
         Raises:
             ConfigError: the limit is below `size`.
@@ -394,14 +407,14 @@ class ShardCache:
                 f"lockstep.shards: the cache of {self._label} may have {bytes_text(self._limit)}, and a shard takes "
                 f"{bytes_text(size)}; raise `cache_size`"
             )
-        # Freed if its holder dies
+        # The system frees the lock if its holder dies.
         claim = FileLock(self.folder / f".{name}.{size}.claim", timeout=0)
         while not self._claim(claim, name, size):
             time.sleep(_POLL)
         try:
             yield
         finally:
-            # Or who looks at the claims would take this process for dead
+            # Under the lock: a process that examines the claims would otherwise take this one for dead.
             with self._lock():
                 Path(claim.lock_file).unlink(missing_ok=True)
                 claim.release()
@@ -410,12 +423,12 @@ class ShardCache:
         """Make room and lock the claim on it; False if others hold too much."""
         with self._lock():
             files = sorted(self._files())
-            free = self._limit - sum(each for _, each, _ in files) - sum(self._claims(name))
-            for _, each, path in files:
+            free = self._limit - sum(bytes_of for _, bytes_of, _ in files) - sum(self._claims(name))
+            for _, bytes_of, path in files:
                 if size <= free:
                     break
                 path.unlink(missing_ok=True)
-                free += each
+                free += bytes_of
             if size <= free:
                 with contextlib.suppress(Timeout):
                     claim.acquire()
@@ -436,9 +449,10 @@ class ShardCache:
             if not entry.name.endswith(".claim") or name == f".{own}":
                 continue
             try:
+                # A claim that can be locked has lost its process.
                 with FileLock(entry.path, timeout=0):
-                    for part in self.folder.glob(f"{name}.tmp-*"):
-                        part.unlink(missing_ok=True)
+                    for leftover in self.folder.glob(f"{name}.tmp-*"):
+                        leftover.unlink(missing_ok=True)
                     Path(entry.path).unlink(missing_ok=True)
             except Timeout:
                 yield int(size)
@@ -455,23 +469,27 @@ def _held(path: Path) -> Iterator[None]:
 
 
 def _sealed_time(name: str, size: int) -> int:
-    """Return the time of modification, in seconds, that a whole file of the cache has: any write changes it."""
-    # even, as some file systems need
+    """Return the modification time, in seconds, that marks a complete file of the cache.
+
+    Any later write changes it.
+    """
+    # Even, since some file systems store times in units of two seconds.
     return xxhash.xxh3_64_intdigest(f"{name} {size}".encode()) % (1 << 29) * 2
 
 
 def _use(path: Path) -> bool:
-    """Mark a file as used now; return whether it is there and as it was made."""
+    """Mark a file as used now; return whether it is there and unchanged."""
     try:
         status = os.stat(path)
-    except OSError:  # a path that is no folder is named where the file is written
+    except OSError:
+        # A path that is no folder is reported where the file is written.
         return False
     if status.st_mtime_ns != _sealed_time(path.name, status.st_size) * 1_000_000_000:
         return False
     try:
         os.utime(path, ns=(time.time_ns(), status.st_mtime_ns))
     except OSError as error:
-        # Another user's cache, or a mount without writes
+        # Another user's cache, or a file system that is mounted read-only.
         if error.errno not in _READ_ONLY:
             return False
     return True

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 class ShardError(ValueError):
-    """A fault in a shard's content; its text says what to do."""
+    """A fault in a shard's content; its text has the way out."""
 
 
 class ShardSummary(NamedTuple):
@@ -83,7 +83,7 @@ class ShardFormat(ABC):
     Attributes:
         name: as the user gives it.
         suffix: of a file that `prepare` writes; "": none.
-        replaces: that file replaces the shard, such as an uncompressed copy; else it is kept beside it.
+        replaces: that file replaces the shard, such as an uncompressed copy; else both are kept.
         has_header: the first bytes of a shard have the number of its samples.
     """
 
@@ -102,19 +102,28 @@ class ShardFormat(ABC):
 
     @abstractmethod
     def count(self, path: Path) -> ShardSummary:
-        """Count the samples of a prepared shard. Raises an error for one that is not whole."""
+        """Count the samples of a prepared shard.
+
+        Raises an error for one that is not complete.
+        """
 
     def count_from_size(self, size: int) -> int:
-        """Return the number of samples of a file of `size` bytes; -1: it does not follow from that."""
+        """Return the number of samples of a file of `size` bytes.
+
+        -1: the size alone does not decide it.
+        """
         return -1
 
     def peek(self, file: Any) -> ShardSummary:
-        """Count the samples of an open file of a store, if a small part of it says how many."""
+        """Count the samples of an open file of a store.
+
+        Only if a small part of the file has the number; else -1.
+        """
         return ShardSummary(-1)
 
     @abstractmethod
     def open(self, path: Path, beside: Path | None) -> OpenShard:
-        """Open a shard, with the file that `prepare` wrote beside it."""
+        """Open a shard, with the file that `prepare` wrote."""
 
     def read(self, parts: Sequence[tuple[OpenShard, list[int]]]) -> list[Any]:
         """Return these samples of open shards, those of the first one first."""
@@ -128,20 +137,25 @@ class ShardFormat(ABC):
 # --- tokens
 
 
-_SEEN = 4096  # numbers at the start of a file that show its type
-_MAX_TOKEN = 1 << 24  # above any vocabulary
+# Number of tokens at the start of a file that are checked against its type.
+_SEEN = 4096
+# Above any vocabulary.
+_MAX_TOKEN = 1 << 24
+# The first bytes of files that are often mistaken for plain numbers.
 _MAGIC = {b"\x93NUMPY": "a .npy file", b"\x1f\x8b\x08": "compressed by gzip", b"\x28\xb5\x2f\xfd": "compressed by zstd"}
 
 
 @final
 class TokenShards(ShardFormat):
-    """Files of nothing but token numbers, little-endian; a sample is a window of seq_len + 1 at a stride of seq_len.
+    """Files of token numbers alone, little-endian; a sample is a window of them.
+
+    The windows have seq_len + 1 tokens, at a stride of seq_len.
 
     A sample is {"input_ids": int64 [seq_len], "labels": int64 [seq_len]}. The rest of each file is left out.
 
     Args:
         seq_len: tokens of a sample.
-        dtype: of the numbers, which a file of nothing but numbers does not say.
+        dtype: of the numbers, which a file of numbers alone does not contain.
         vocab_size: a number that is not below it is an error; 0: unknown.
     """
 
@@ -175,7 +189,7 @@ class TokenShards(ShardFormat):
 
 
 def _check_tokens(path: Path, kind: np.dtype[Any]) -> None:
-    """Raise ShardError for a file of something else, or of numbers of another type, by its beginning."""
+    """Raise ShardError if a file's beginning shows another content or number type."""
     with path.open("rb") as file:
         begin = file.read(_SEEN * kind.itemsize)
     if what := next((what for magic, what in _MAGIC.items() if begin.startswith(magic)), ""):
@@ -201,8 +215,8 @@ class _TokenShard(OpenShard):
         self._seq_len, self._row, self._vocab_size = seq_len, np.arange(seq_len + 1), vocab_size
 
     def read(self, rows: list[int]) -> list[Any]:
-        places = np.asarray(rows)[:, None] * self._seq_len + self._row
-        windows = torch.from_numpy(self._tokens[places].astype(np.int64))
+        token_indices = np.asarray(rows)[:, None] * self._seq_len + self._row
+        windows = torch.from_numpy(self._tokens[token_indices].astype(np.int64))
         if self._vocab_size and rows and int(windows.max()) >= self._vocab_size:
             raise ShardError(
                 f"it has the token {int(windows.max())}, and vocab_size is {self._vocab_size}: give another dtype"
@@ -216,15 +230,19 @@ class _TokenShard(OpenShard):
 # --- webdataset
 
 
-_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")  # key.extension, as webdataset splits it
+# key.extension, as webdataset splits it.
+_NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]*)")
+# Entries of a tar that webdataset skips too.
 _META = re.compile(r"__[^/]*__(?:$|/)")
-_BLOCK = 512  # bytes
-_ZEROS = 1 << 16  # bytes that are read at a time behind the last member
+# The block size of the tar format, in bytes.
+_BLOCK = 512
+# Bytes that are read at a time behind the last member.
+_ZEROS = 1 << 16
 
 
 @final
 class TarShards(ShardFormat):
-    """Tars as webdataset writes them: the files of a sample have one key, and follow one another.
+    """Tars as webdataset writes them: consecutive files with one key are a sample.
 
     A sample is {"__key__": key, EXTENSION: bytes, ...}.
     """
@@ -233,26 +251,26 @@ class TarShards(ShardFormat):
     suffix = ".tar-index.npz"
 
     def prepare(self, file: ShardFile, path: Path, target: Path) -> None:
-        """Write the key of each sample, and the extension, offset and size of each of its files.
+        """Write each sample's key, and the extension, offset and size of its files.
 
         Raises:
-            DataError: the tar is compressed, cut or damaged; a file is in it twice, or apart from its sample's others.
+            DataError: the tar is compressed, cut or damaged; a file is in it twice, or far from its sample's others.
         """
         keys = list[str]()
         extensions = dict[str, int]()
         starts = list[int]()
         members: list[tuple[int, int, int]] = []
-        # keys of the tar, and extensions of the last sample
+        # All keys of the tar so far, and the extensions of its last sample.
         seen = set[str]()
-        own = set[str]()
-        found = FoundFiles(f"the shard {file.label}", flag="", kind="members")
+        extensions_of_sample = set[str]()
+        accounted = FoundFiles(f"the shard {file.label}", flag="", kind="members")
         for name, offset, size in _members(path, file.label):
             match = _NAME.fullmatch(name)
             if _META.match(name):
                 continue
             if not match:
                 if not os.path.basename(name).startswith("."):
-                    found.leave_out(name, size, "without an extension")
+                    accounted.leave_out(name, size, "without an extension")
                 continue
             key = match[1]
             extension = match[2].lower()
@@ -264,14 +282,14 @@ class TarShards(ShardFormat):
                     )
                 keys.append(key)
                 seen.add(key)
-                own.clear()
+                extensions_of_sample.clear()
                 starts.append(len(members))
-            if extension in own:
+            if extension in extensions_of_sample:
                 raise DataError(f"the shard {file.label} has {printable(name)} twice; remove one of the two")
-            own.add(extension)
-            found.add(size)
+            extensions_of_sample.add(extension)
+            accounted.add(size)
             members.append((extensions.setdefault(extension, len(extensions)), offset, size))
-        found.check(LIMIT, _LOG.warning)
+        accounted.check(LIMIT, _LOG.warning)
         with target.open("wb") as out:
             np.savez(
                 out,
@@ -291,7 +309,9 @@ class TarShards(ShardFormat):
 
 
 def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, offset of the content, bytes) of each file in a tar, or in several that were concatenated.
+    """Yield (name, offset of the content, bytes) of each file in a tar.
+
+    Also of several tars that were concatenated.
 
     Raises:
         DataError: it is compressed, cut, damaged or no tar, or has links or sparse files.
@@ -305,16 +325,18 @@ def _members(path: Path, label: str) -> Iterator[tuple[str, int, int]]:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     for member in tar:
                         if member.issym() or member.islnk() or member.issparse():
-                            kind = "a sparse file" if member.issparse() else "a link"
+                            member_type = "a sparse file" if member.issparse() else "a link"
                             raise DataError(
-                                f"the shard {label}: {printable(member.name)} is {kind}; write it as a file"
+                                f"the shard {label}: {printable(member.name)} is {member_type}; write it as a file"
                             )
                         if member.isreg():
                             yield member.name, member.offset_data, member.size
-                        tar.members = []  # type: ignore[attr-defined]  # or it would keep all of them
-                    end = tar.offset  # of what follows the last member
+                        # tarfile would keep all members in memory otherwise. Its types lack the attribute.
+                        tar.members = []  # type: ignore[attr-defined]
+                    # Where the data behind the last member begin.
+                    end = tar.offset
                 begin = _after_zeros(file, end)
-                # Neither the zeros that end a tar, nor the header of a member
+                # Neither the zeros that end a tar nor the header of another member.
                 if begin == end:
                     what = "it is cut" if end >= size else f"it is damaged at byte {end}"
                     raise DataError(f"the shard {label} has no end mark of a tar: {what}; restore it")
@@ -351,6 +373,7 @@ class _TarShard(OpenShard):
             self._file.close()
 
     def read(self, rows: list[int]) -> list[Any]:
+        # `pread` has no offset of its own, so forked processes do not disturb each other.
         handle = self._file.fileno()
         samples = []
         for row in rows:
@@ -370,8 +393,10 @@ class _TarShard(OpenShard):
 
 _NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _VALUES = {name: np.dtype(name) for name in _NUMBERS}
-_ARRAY_TYPES = dict(zip((8, 16, 32, 64, 9, 17, 33, 65, 18, 34, 66), _NUMBERS, strict=True))  # by their numbers in MDS
-_COMPRESSIONS = {"gz": "gzip", "br": "brotli", "zstd": "zstd", "snappy": "snappy"}  # pyarrow's names
+# By their numbers in MDS.
+_ARRAY_TYPES = dict(zip((8, 16, 32, 64, 9, 17, 33, 65, 18, 34, 66), _NUMBERS, strict=True))
+# pyarrow's names of the compressions.
+_COMPRESSIONS = {"gz": "gzip", "br": "brotli", "zstd": "zstd", "snappy": "snappy"}
 
 Decode = Callable[[bytes], Any]
 
@@ -431,14 +456,16 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
     files = []
     try:
         shards = json.loads(data)["shards"]
-        first = shards[0]
-        columns = list(zip(first["column_names"], first["column_encodings"], first["column_sizes"], strict=True))
-        for each in shards:
-            same = list(zip(each["column_names"], each["column_encodings"], each["column_sizes"], strict=True))
-            if (each["format"], each["version"]) != ("mds", 2) or same != columns:
+        first_shard = shards[0]
+        columns = list(
+            zip(first_shard["column_names"], first_shard["column_encodings"], first_shard["column_sizes"], strict=True)
+        )
+        for shard in shards:
+            same = list(zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True))
+            if (shard["format"], shard["version"]) != ("mds", 2) or same != columns:
                 raise DataError(f"{label}: its shards differ in columns, format or version; only MDS version 2 is read")
-            raw = each["raw_data"]
-            packed = each.get("zip_data")
+            raw = shard["raw_data"]
+            packed = shard.get("zip_data")
             stored = packed or raw
             hashes = stored["hashes"]
             algorithm = next((name for name in ("xxh3_64", *hashes) if name in hashes), "")
@@ -446,9 +473,9 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
                 ShardFile(
                     stored["basename"],
                     stored["bytes"],
-                    each["samples"],
+                    shard["samples"],
                     f"{algorithm}:{hashes[algorithm]}" if algorithm else "",
-                    compression=each["compression"] or "" if packed else "",
+                    compression=shard["compression"] or "" if packed else "",
                     unpacked=raw["bytes"],
                 )
             )
@@ -460,6 +487,7 @@ def read_mds_index(data: bytes, label: str) -> tuple[MdsShards, list[ShardFile]]
 class _MdsShard(OpenShard):
     def __init__(self, path: Path, columns: list[tuple[str, Decode, int]]) -> None:
         self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).data
+        # The layout of MDS: the number of samples, their offsets, then the samples.
         self.samples = int.from_bytes(self._data[:4], "little")
         self._offsets: NDArray[Any] = np.frombuffer(self._data, "<u4", self.samples + 1, 4)
         self._columns = columns
@@ -471,20 +499,23 @@ class _MdsShard(OpenShard):
     def _decode(self, begin: int, end: int) -> dict[str, Any]:
         """Decode a sample: the sizes of columns without a fixed one, then all columns."""
         data = self._data[begin:end].tobytes()
-        place = 4 * self._free
-        size_place = 0
+        offset = 4 * self._free
+        size_offset = 0
         sample = dict[str, Any]()
         for name, decode, size in self._columns:
             if not size:
-                size = int.from_bytes(data[size_place : size_place + 4], "little")
-                size_place += 4
-            sample[name] = decode(data[place : place + size])
-            place += size
+                size = int.from_bytes(data[size_offset : size_offset + 4], "little")
+                size_offset += 4
+            sample[name] = decode(data[offset : offset + size])
+            offset += size
         return sample
 
 
 def _decoder(column: str, encoding: str, label: str) -> Decode:
-    """Return the function that decodes a column. Raises DataError for an encoding that is not read."""
+    """Return the function that decodes a column.
+
+    Raises DataError for an encoding that is not supported.
+    """
     plain: dict[str, Decode] = {
         "bytes": bytes,
         "str": bytes.decode,
@@ -500,8 +531,8 @@ def _decoder(column: str, encoding: str, label: str) -> Decode:
     if encoding in plain:
         return plain[encoding]
     if encoding in _VALUES:
-        kind = _VALUES[encoding]
-        return lambda data: np.frombuffer(data, kind)[0]
+        dtype = _VALUES[encoding]
+        return lambda data: np.frombuffer(data, dtype)[0]
     name, _, rest = encoding.partition(":")
     if name == "ndarray":
         kind_name, _, shape = rest.partition(":")
@@ -516,17 +547,18 @@ def _decoder(column: str, encoding: str, label: str) -> Decode:
 
 def _array(kind: str, shape: tuple[int, ...] | None, data: bytes) -> NDArray[Any]:
     """Decode an array; its type and shape come first unless they are fixed."""
-    place = 0
+    offset = 0
     if not kind:
         kind = _ARRAY_TYPES[data[0]]
-        place = 1
+        offset = 1
     if shape is None:
-        dims = data[place] >> 2
-        width = 1 << data[place] % 4
-        numbers = np.frombuffer(data, f"<u{width}", dims, place + 1)
+        # The first byte has the number of dimensions and, in its lowest two bits, the width of each size.
+        dims = data[offset] >> 2
+        width = 1 << data[offset] % 4
+        numbers = np.frombuffer(data, f"<u{width}", dims, offset + 1)
         shape = tuple(numbers.tolist())
-        place = place + 1 + dims * width
-    return np.frombuffer(data, kind, offset=place).reshape(shape).copy()
+        offset = offset + 1 + dims * width
+    return np.frombuffer(data, kind, offset=offset).reshape(shape).copy()
 
 
 def _raw_image(data: bytes) -> Any:

@@ -1,12 +1,14 @@
-"""Permute shards, then samples within groups of shards, so that a rank reads few shards at a time.
+"""Permute shards, then samples within groups of shards.
+
+So a rank reads few shards at a time.
 
     order = ShardOrder(dataset.shard_sizes, seed=0, group=4).placed(Geometry(batch_size, micro_batch_size), 0)
     epochs, samples = order.at(start, stop)
 
 An epoch lays its permuted shards end to end (the tape), and permutes the samples within each group of `group` shards.
 The tape is cut into lanes, one for each micro-batch of a step: micro-batch m of every step reads on in lane m. A rank
-computes a run of micro-batches, so it reads a stretch of the tape. All is arithmetic on positions: a sample is found at
-once, and no list is as long as the data.
+computes a run of micro-batches, so it reads a stretch of the tape. Everything is arithmetic on positions: a sample is
+found at once, and no list is as long as the data.
 """
 
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
@@ -48,11 +50,16 @@ class PlacedOrder(SizedOrder, Protocol):
     """An order that depends on how steps are cut."""
 
     def placed(self, geometry: Geometry, size: int) -> SizedOrder:
-        """Return the order for steps of this geometry, with epochs of `size` samples; 0: of all."""
+        """Return the order for steps of this geometry, with epochs of `size` samples.
+
+        0: of all samples.
+        """
 
 
 class Lanes(NamedTuple):
-    """The places of positions in the lanes of their micro-batches. int64 arrays, all of one shape
+    """The positions of samples in the lanes of their micro-batches.
+
+    int64 arrays, all of one shape.
 
     Attributes:
         steps: numbers of steps, if all have the geometry's size.
@@ -69,9 +76,9 @@ class Lanes(NamedTuple):
 
 def lanes_of(positions: Indices, geometry: Geometry) -> Lanes:
     """Return the lanes of positions: one for each micro-batch of a step."""
-    steps, places = np.divmod(positions, geometry.size)
-    first = places // geometry.micro_size * geometry.micro_size
-    return Lanes(steps, first, places - first, np.minimum(geometry.micro_size, geometry.size - first))
+    steps, offsets = np.divmod(positions, geometry.size)
+    first = offsets // geometry.micro_size * geometry.micro_size
+    return Lanes(steps, first, offsets - first, np.minimum(geometry.micro_size, geometry.size - first))
 
 
 class _Tape(NamedTuple):
@@ -88,7 +95,8 @@ class _Tape(NamedTuple):
     group_ends: Indices
 
 
-_CACHED_EPOCHS = 2  # a step may span two
+# A step may span two epochs.
+_CACHED_EPOCHS = 2
 
 
 @final
@@ -123,11 +131,17 @@ class ShardOrder:
         self._tapes: dict[int, _Tape] = {}
 
     def placed(self, geometry: Geometry, size: int) -> "ShardOrder":
-        """Return the order for steps of this geometry, with epochs of `size` samples; 0: of all."""
+        """Return the order for steps of this geometry, with epochs of `size` samples.
+
+        0: of all samples.
+        """
         return ShardOrder(self._sizes, self._seed, self._group, geometry, size)
 
     def at(self, start: int, stop: int) -> tuple[Indices, Indices]:
-        """Return epochs and samples of the positions start .. stop - 1. int64 [stop - start] each"""
+        """Return epochs and samples of the positions start .. stop - 1.
+
+        Two arrays, int64 [stop - start].
+        """
         return self.of(np.arange(start, stop, dtype=np.int64))
 
     def of(self, positions: Indices) -> tuple[Indices, Indices]:
@@ -146,12 +160,14 @@ class ShardOrder:
         epoch may start and end within a step; its ends are Python integers, which do not overflow.
         """
         (first_step, begin), (last_step, end) = (
-            divmod(each * self.size, self._geometry.size) for each in (epoch, epoch + 1)
+            divmod(epoch_number * self.size, self._geometry.size) for epoch_number in (epoch, epoch + 1)
         )
         lanes = lanes_of(positions, self._geometry)
         before = (last_step - first_step) * lanes.first + np.minimum(end, lanes.first) - np.minimum(begin, lanes.first)
-        own = (lanes.steps - first_step) * lanes.width + lanes.within - np.clip(begin - lanes.first, 0, lanes.width)
-        return before + own
+        read_by_lane = (
+            (lanes.steps - first_step) * lanes.width + lanes.within - np.clip(begin - lanes.first, 0, lanes.width)
+        )
+        return before + read_by_lane
 
     def _samples(self, epoch: int, places: Indices) -> Indices:
         """Return the samples at these places of an epoch's tape."""
@@ -160,6 +176,7 @@ class ShardOrder:
         ends = tape.group_ends[numbers]
         begins = np.where(numbers > 0, tape.group_ends[numbers - 1], 0)
         keys = [derive(self._seed, "shard", epoch, number) for number in numbers.tolist()]
+        # All groups in one call: a Python loop over groups would take longer than the arithmetic.
         permuted = permute_groups(places - begins[groups], groups, (ends - begins).tolist(), keys)
         places = permuted + begins[groups]
         which = np.searchsorted(tape.ends, places, side="right")
@@ -213,7 +230,9 @@ def own_order(dataset: Any, seed: int, shuffle_shards: int) -> SizedOrder | None
 
 
 def training_order(task: Task, dataset: Any, samples: int, seed: int, shuffle_shards: int) -> SizedOrder:
-    """Make the order of a task's training set: the task's own, the dataset's, or a shuffle.
+    """Make the order of a task's training set.
+
+    The task's own, the dataset's, or a shuffle.
 
     Args:
         samples: of the training set.
@@ -223,10 +242,10 @@ def training_order(task: Task, dataset: Any, samples: int, seed: int, shuffle_sh
         ConfigError: both have one, or the dataset has no shards; and as `order_of`.
         DataError: as `order_of`.
     """
-    own = own_order(dataset, seed, shuffle_shards)
+    order_of_dataset = own_order(dataset, seed, shuffle_shards)
     default = order_of(task, samples, seed)
-    if own is None or isinstance(default, Shuffled):
-        return own or default
+    if order_of_dataset is None or isinstance(default, Shuffled):
+        return order_of_dataset or default
     if shuffle_shards:
         asks = f"--data.shuffle-shards {shuffle_shards}"
     else:
@@ -235,7 +254,10 @@ def training_order(task: Task, dataset: Any, samples: int, seed: int, shuffle_sh
 
 
 def place_order(order: SizedOrder, geometry: Geometry, size: int) -> SizedOrder:
-    """Return an order for steps of this geometry, whose epochs have only the first `size` samples of each."""
+    """Return an order for steps of this geometry.
+
+    Its epochs have only the first `size` samples of each.
+    """
     if isinstance(order, PlacedOrder):
         return order.placed(geometry, size)
     if size < order.size:

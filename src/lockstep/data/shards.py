@@ -1,4 +1,4 @@
-"""Open a dataset that lies in shards, on a disk or in a store, and read its samples by index.
+"""Open a dataset in shards, on disk or in a store, and index its samples.
 
     data = lockstep.shards("s3://bucket/train/*.parquet")           # len(data), data[5], data.shard_sizes
     data = lockstep.shards("data/images-{0000..0063}.tar", transform=decode)
@@ -48,19 +48,24 @@ __all__ = ["Shards", "index_shards", "shards"]
 
 _LOG = logging.getLogger("lockstep")
 
-INDEX = "lockstep-index.json"  # beside the shards, if somebody wrote it
+# Next to the shards, if somebody wrote it.
+INDEX = "lockstep-index.json"
 _MDS_INDEX = "index.json"
 _BESIDE = (INDEX, _MDS_INDEX, "state.json", "dataset_info.json", "dataset_infos.json", "sizes.json")
 _SUFFIXES = {".parquet": "parquet", ".arrow": "arrow", ".tar": "tar", ".bin": "tokens"}
 FORMATS = ("arrow", "parquet", "mds", "tar", "tokens")
-_OPEN = 128  # shards that a process keeps open
-_THREADS = 8  # that count the samples of a store's shards
+# Number of shards that a process keeps open.
+_OPEN = 128
+# Number of threads that count the samples of a store's shards.
+_THREADS = 8
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_UNPACKED = 3  # times its size that a Parquet file takes, about
+# About how much larger a Parquet file is when it is unpacked.
+_UNPACKED = 3
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+# PLR0913: a function for users, who name the arguments that they need.
 def shards(  # noqa: PLR0913
     source: Source,
     format: str | None = None,
@@ -97,14 +102,15 @@ def shards(  # noqa: PLR0913
     if cache_size < 1:
         raise ConfigError(f"lockstep.shards: cache_size is {cache_size} bytes: it must be at least 1")
     sources = []
-    for each in [source] if isinstance(source, str | os.PathLike) else source:
-        sources.append(os.fspath(each))
+    for path in [source] if isinstance(source, str | os.PathLike) else source:
+        sources.append(os.fspath(path))
     if not sources:
         raise ConfigError("lockstep.shards: the source is an empty list")
     store = Store(sources[0])
-    if any(Store(each).is_local != store.is_local for each in sources):
+    if any(Store(path).is_local != store.is_local for path in sources):
         raise ConfigError("lockstep.shards: the source mixes local paths and URLs; copy one of them")
     label = sources[0] if len(sources) == 1 else f"{sources[0]}, ..."
+    # E731: a def would need the types of all of its arguments again.
     make_format = lambda name, kind="": _make_format(name, (seq_len, kind or dtype, vocab_size), row_format)  # noqa: E731
     form, files = _list_shards(sources, format, store, make_format)
     if cache:
@@ -135,13 +141,13 @@ def index_shards(
     path.unlink(missing_ok=True)
     dataset = shards(folder, format, **options)
     rows = []
-    for each in dataset.files:
+    for file in dataset.files:
         rows.append(
             {
-                "file": os.path.relpath(each.path, folder),
-                "size": each.size,
-                "samples": each.samples,
-                "checksum": each.checksum or f"xxh3_64:{digest_of(Path(each.path))}",
+                "file": os.path.relpath(file.path, folder),
+                "size": file.size,
+                "samples": file.samples,
+                "checksum": file.checksum or f"xxh3_64:{digest_of(Path(file.path))}",
             }
         )
     dtype = {"dtype": options["dtype"]} if "dtype" in options else {}
@@ -172,18 +178,18 @@ def _list_shards(
         folder = sources[0].rstrip("/")
         if name in (None, "mds") and (data := store.read(f"{folder}/{_MDS_INDEX}")) is not None:
             form, listed = read_mds_index(data, f"{folder}/{_MDS_INDEX}")
-            _check_listed(folder, [each.path for each in listed], ".mds", store)
-            return form, [dataclasses.replace(each, path=f"{folder}/{each.path}") for each in listed]
+            _check_listed(folder, [entry.path for entry in listed], ".mds", store)
+            return form, [dataclasses.replace(entry, path=f"{folder}/{entry.path}") for entry in listed]
         if name != "mds" and (data := store.read(f"{folder}/{INDEX}")) is not None:
             return _read_index(data, folder, name, store, make_format)
     if name == "mds":
         raise DataError(f"{sources[0]} has no {_MDS_INDEX}, the index of MDS; give its folder")
-    files = [file for each in sources for file in _expand(each, store)]
-    found = {kind for file in files if (kind := _suffix(file.path))}
+    files = [file for entry in sources for file in _expand(entry, store)]
+    formats = {kind for file in files if (kind := _suffix(file.path))}
     unknown = next((file for file in files if not _suffix(file.path)), None)
-    if found and unknown and not name:
+    if formats and unknown and not name:
         raise DataError(f"{unknown.label} has no suffix of a shard, unlike others of {sources[0]}; give `format`")
-    name = name or min(found, default=None)
+    name = name or min(formats, default=None)
     if name is None:
         raise DataError(
             f"{sources[0]} has no shards: no file of .parquet, .arrow, .tar or .bin, and no {_MDS_INDEX} of MDS; give "
@@ -201,9 +207,12 @@ def _suffix(path: str) -> str | None:
 
 
 def _is_pattern(path: str, store: Store) -> bool:
-    """Whether a path has the signs of a pattern; "?" begins the query of an address of the web."""
+    """Whether a path has the signs of a pattern.
+
+    "?" begins the query of a web address.
+    """
     signs = "*{" if path.startswith(("http://", "https://")) else "*{?["
-    return any(each in path for each in signs) and not (store.is_local and os.path.exists(path))
+    return any(sign in path for sign in signs) and not (store.is_local and os.path.exists(path))
 
 
 def _expand(path: str, store: Store) -> Iterator[ShardFile]:
@@ -214,33 +223,34 @@ def _expand(path: str, store: Store) -> Iterator[ShardFile]:
     """
     is_pattern = _is_pattern(path, store)
     if is_pattern and (match := _RANGE.search(path)):
-        first, last = match.groups()
-        for number in range(int(first), int(last) + 1):
-            yield from _expand(f"{path[: match.start()]}{number:0{len(first)}d}{path[match.end() :]}", store)
+        first_number, last_number = match.groups()
+        for number in range(int(first_number), int(last_number) + 1):
+            yield from _expand(f"{path[: match.start()]}{number:0{len(first_number)}d}{path[match.end() :]}", store)
         return
     if is_pattern:
-        found = list(store.reach(path, lambda: store.system.glob(path, detail=True)).values())
-        if not found:
+        entries = list(store.reach(path, lambda: store.system.glob(path, detail=True)).values())
+        if not entries:
             raise DataError(f"{printable(mask(path))} fits no file; correct the pattern, or leave it out")
-        others = [each for each in found if each["type"] != "file" and "**" not in path]
+        others = [each for each in entries if each["type"] != "file" and "**" not in path]
     else:
         info = store.reach(path, lambda: store.system.info(path))
         is_folder = info["type"] == "directory"
         if is_folder:
-            found = store.reach(path, lambda: store.system.ls(path, detail=True))
+            entries = store.reach(path, lambda: store.system.ls(path, detail=True))
         else:
-            found = [info]
-        found = [each for each in found if not is_folder or not _is_beside(each["name"])]
-        others = [each for each in found if is_folder and (each["type"] != "file" or not _suffix(each["name"]))]
-    if others and len(others) < len(found):
+            entries = [info]
+        entries = [each for each in entries if not is_folder or not _is_beside(each["name"])]
+        others = [each for each in entries if is_folder and (each["type"] != "file" or not _suffix(each["name"]))]
+    # A folder with other files besides shards is an error: a part of the data would silently be left out.
+    if others and len(others) < len(entries):
         listing = ", ".join(sorted(printable(os.path.basename(each["name"].rstrip("/"))) for each in others)[:3])
-        shard = next((each["name"] for each in found if _suffix(each["name"])), "")
+        shard = next((each["name"] for each in entries if _suffix(each["name"])), "")
         pattern = f"{printable(mask(path.rstrip('/*')))}/*{os.path.splitext(shard)[1]}"
         raise DataError(
             f"{printable(mask(path))} has {len(others)} entries that are no shards ({listing}); move, unpack or "
             f"convert them, or name the shards by a pattern such as {pattern}"
         )
-    for each in sorted(found, key=lambda each: str(each["name"])):
+    for each in sorted(entries, key=lambda each: str(each["name"])):
         if each["type"] == "file" and each not in others:
             if store.is_local:
                 name = each["name"]
@@ -250,13 +260,18 @@ def _expand(path: str, store: Store) -> Iterator[ShardFile]:
 
 
 def _is_beside(path: str) -> bool:
-    """Whether a file of a folder only describes shards: an index, a README, or what is hidden."""
+    """Whether a file of a folder only describes shards.
+
+    An index, a README, or a hidden file.
+    """
     name = os.path.basename(path.rstrip("/"))
     return name.startswith((".", "_")) or name in _BESIDE or is_about(name)
 
 
 def _check_listed(folder: str, listed: list[str], suffix: str, store: Store) -> None:
-    """Raise DataError if a local folder has a shard that its index lacks: it was written later.
+    """Raise DataError if a local folder has a shard that its index lacks.
+
+    Such a shard was written later.
 
     Args:
         listed: file names of the index.
@@ -283,8 +298,8 @@ def _read_index(
     try:
         content = json.loads(data)
         rows = []
-        for each in content["shards"]:
-            rows.append((each["file"], each["size"], each["samples"], each["checksum"]))
+        for entry in content["shards"]:
+            rows.append((entry["file"], entry["size"], entry["samples"], entry["checksum"]))
         form = make_format(name or content["format"], content.get("dtype", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder}/{INDEX} is damaged ({type(error).__name__}: {error}); write it again") from error
@@ -314,7 +329,7 @@ class _Access:
         self.fetches: Tensor = shared_zeros(1)
 
     def local(self, file: ShardFile) -> tuple[Path, Path | None]:
-        """Return the path of a shard, ready to be opened, and of the file that its format keeps beside it.
+        """Return the paths of a shard, ready to be opened, and of its extra file.
 
         Raises:
             DataError: the shard is missing, was changed or is damaged.
@@ -338,7 +353,10 @@ class _Access:
         return path, self.cache.get(f"{file.key}{form.suffix}", 1, lambda part: form.prepare(file, path, part))
 
     def check(self, file: ShardFile) -> None:
-        """Raise DataError if a local shard is not as it was: one that is mapped must not become shorter."""
+        """Raise DataError if a local shard has changed.
+
+        A mapped shard must not become shorter.
+        """
         try:
             status = os.stat(file.path)
         except FileNotFoundError as error:
@@ -349,7 +367,8 @@ class _Access:
     def _check_local(self, file: ShardFile) -> Path:
         self.check(file)
         path = Path(file.path)
-        if file.checksum:  # once on this machine
+        # Verified once on this machine; a file in the cache records it.
+        if file.checksum:
             key = xxhash.xxh3_128_hexdigest(f"{path.absolute()} {file.key} {path.stat().st_mtime_ns}".encode())
 
             def verify(part: Path) -> None:
@@ -378,14 +397,17 @@ class _Access:
         self.fetches += 1
 
     def count(self, file: ShardFile) -> ShardSummary:
-        """Count the samples of a shard. A local one is opened for it, and so is seen to be whole."""
+        """Count the samples of a shard.
+
+        A local shard is opened for it, and so is checked for completeness.
+        """
         if not self.store.is_local:
             if (samples := self.form.count_from_size(file.size)) >= 0:
                 return ShardSummary(samples)
             with self.explained(file), self.store.system.open(file.path, "rb") as remote:
-                found = self.form.peek(remote)
-            if found.samples >= 0:
-                return found
+                summary = self.form.peek(remote)
+            if summary.samples >= 0:
+                return summary
         path, beside = self.local(file)
         with self.explained(file):
             return self.form.count(beside or path)
@@ -397,7 +419,8 @@ class _Access:
             with self.explained(file):
                 try:
                     shard = self.form.open(path, beside)
-                except FileNotFoundError:  # another process removed it from the cache for one of its own
+                except FileNotFoundError:
+                    # Another process has removed it from the cache to make room.
                     continue
                 file.check_samples(shard.samples)
                 return shard
@@ -434,25 +457,28 @@ class _Explained:
 
 
 def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[ShardFile]:
-    """Return the shards with the numbers of their samples, from the index in the cache if there is one.
+    """Return the shards with their numbers of samples.
+
+    From the index in the cache, if there is one.
 
     Raises:
         DataError: there are no samples.
     """
     if any(file.samples < 0 for file in files):
-        parts = [access.form.name, sorted(access.form.options().items()), [file.key for file in files]]
-        key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+        options = [access.form.name, sorted(access.form.options().items()), [file.key for file in files]]
+        key = xxhash.xxh3_128_hexdigest(json.dumps(options).encode())
 
         def make(part: Path) -> None:
             _LOG.info("counting the samples of %d shards of %s", len(files), label)
             with ThreadPoolExecutor(1 if access.store.is_local else _THREADS) as pool:
                 counted = list(pool.map(access.count, files))
             _check_schemas(files, counted)
-            part.write_text(json.dumps([found.samples for found in counted]))
+            part.write_text(json.dumps([summary.samples for summary in counted]))
 
         counts = json.loads(access.cache.get(f"{key}.index.json", 0, make).read_bytes())
         files = [dataclasses.replace(file, samples=count) for file, count in zip(files, counts, strict=True)]
-    elif access.store.is_local and access.form.has_header:  # an index gave the numbers
+    elif access.store.is_local and access.form.has_header:
+        # The numbers came from an index, and may not belong to these files.
         for file in files:
             if not access.form.prepared(file, None):
                 with access.explained(file):
@@ -464,15 +490,15 @@ def _with_counts(files: list[ShardFile], access: _Access, label: str) -> list[Sh
 
 def _check_schemas(files: list[ShardFile], counted: list[ShardSummary]) -> None:
     """Raise DataError unless all shards with samples have one schema."""
-    with_samples = [(file, found.schema) for file, found in zip(files, counted, strict=True) if found.samples]
+    with_samples = [(file, summary.schema) for file, summary in zip(files, counted, strict=True) if summary.samples]
     for file, schema in with_samples[1:]:
-        first, wanted = with_samples[0]
+        first_file, wanted = with_samples[0]
         if schema != wanted:
-            theirs, own = (each.split("\n") for each in (wanted, schema))
-            ours = ", ".join(line for line in own if line not in theirs) or "the same in another order"
-            lacking = ", ".join(line for line in theirs if line not in own) or "the same in another order"
+            theirs, own_lines = (schema_text.split("\n") for schema_text in (wanted, schema))
+            ours = ", ".join(line for line in own_lines if line not in theirs) or "the same in another order"
+            lacking = ", ".join(line for line in theirs if line not in own_lines) or "the same in another order"
             raise DataError(
-                f"the shards have several schemas: {file.label} has the columns {ours}, and {first.label} has "
+                f"the shards have several schemas: {file.label} has the columns {ours}, and {first_file.label} has "
                 f"{lacking}; convert them to one"
             )
 
@@ -500,10 +526,11 @@ class Shards:
         self._ends: NDArray[np.int64] = np.cumsum(self.shard_sizes)
         self._count = int(self._ends[-1])
         self.draws_random = transform is not None and bool(getattr(transform, "draws_random", True))
-        # The most recently used one is last
+        # In the order of use: the most recently used shard is last.
         self._open: dict[int, OpenShard] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        # Open files are not sent to another process.
         return self.__dict__ | {"_open": {}}
 
     def __len__(self) -> int:
@@ -520,23 +547,23 @@ class Shards:
         """Return the samples of a batch in order, those of each shard at once."""
         if indices and not (min(indices) >= 0 and max(indices) < self._count):
             raise IndexError(f"samples {min(indices)} to {max(indices)} of {self._count}")
-        places = np.asarray(indices, dtype=np.int64)
-        which = np.searchsorted(self._ends, places, side="right")
-        rows = (places - self._ends[which] + self.shard_sizes[which]).tolist()
+        samples_wanted = np.asarray(indices, dtype=np.int64)
+        which = np.searchsorted(self._ends, samples_wanted, side="right")
+        rows = (samples_wanted - self._ends[which] + self.shard_sizes[which]).tolist()
         by_shard: dict[int, list[int]] = {}
-        for place, shard in enumerate(which.tolist()):
-            by_shard.setdefault(shard, []).append(place)
+        for index, shard in enumerate(which.tolist()):
+            by_shard.setdefault(shard, []).append(index)
         samples: list[Any] = [None] * len(rows)
-        read = self._read({shard: [rows[place] for place in members] for shard, members in by_shard.items()})
-        for place, sample in zip(chain.from_iterable(by_shard.values()), read, strict=True):
-            samples[place] = sample
+        read = self._read({shard: [rows[index] for index in members] for shard, members in by_shard.items()})
+        for index, sample in zip(chain.from_iterable(by_shard.values()), read, strict=True):
+            samples[index] = sample
         return samples
 
     def _read(self, rows: dict[int, list[int]]) -> list[Any]:
         """Return these rows of shards, those of the first shard first."""
-        parts = [(self._opened(shard), own) for shard, own in rows.items()]
+        rows_by_shard = [(self._opened(shard), rows_of_shard) for shard, rows_of_shard in rows.items()]
         with self._access.explained(*(self.files[shard] for shard in rows)):
-            samples = self._access.form.read(parts)
+            samples = self._access.form.read(rows_by_shard)
         if self._transform is None:
             return samples
         return [self._transform(sample) for sample in samples]
@@ -567,6 +594,6 @@ class Shards:
     def fingerprint(self) -> str:
         """Hex; of the shards' names, sizes, samples and checksums, for a resume."""
         rows = []
-        for each in self.files:
-            rows.append((os.path.basename(each.path), each.size, each.samples, each.checksum))
+        for file in self.files:
+            rows.append((os.path.basename(file.path), file.size, file.samples, file.checksum))
         return xxhash.xxh3_64_hexdigest(json.dumps([self.format, rows]).encode())

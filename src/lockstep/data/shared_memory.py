@@ -1,9 +1,9 @@
-"""Name /dev/shm where it has no room for what loader processes share.
+"""Detect that /dev/shm has no room for what loader processes share.
 
     counts = shared_zeros(2)        # written by loader processes, read here; needs no /dev/shm
     shortage(error)                 # "/dev/shm ... has too little room", or "" for an error of another kind
 
-Loader processes send batches through /dev/shm, of which a container has 64 MiB unless told otherwise.
+Loader processes send batches through /dev/shm, whose size in a container is 64 MiB by default.
 """
 
 import errno
@@ -18,8 +18,10 @@ from lockstep.errors import error_origin
 __all__ = ["no_room", "shared_zeros", "shortage"]
 
 _FOLDER = "/dev/shm"
-_TORCH = ("_new_shared", "_share_fd_cpu_", "_share_filename_cpu_")  # functions of torch.storage, since torch 2.0
-_ITEM = 8  # bytes of a number
+# Private functions of torch.storage, since torch 2.0, that raise when /dev/shm is full.
+_TORCH = ("_new_shared", "_share_fd_cpu_", "_share_filename_cpu_")
+# Bytes of an int64.
+_ITEM = 8
 
 
 def shared_zeros(size: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""Open the parts of other libraries' streams: torch, Hugging Face datasets, webdataset, and a user's own.
+"""Open the parts of other libraries' streams, and of a user's own.
+
+Of torch, Hugging Face datasets and webdataset.
 
     if is_stream(dataset):
         source = source_of(dataset)
@@ -17,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+
+# Private to torch: the type that `get_worker_info()` returns.
 from torch.utils.data._utils.worker import WorkerInfo
 
 from lockstep.data.stream_mixture import MixtureSource
@@ -43,7 +47,7 @@ def source_of(dataset: Any) -> StreamSource | MixtureSource:
     """
     if isinstance(dataset, StreamMixture):
         return MixtureSource(
-            list(dataset.sources), [_source_of(each) for each in dataset.sources.values()], dataset.points
+            list(dataset.sources), [_source_of(stream) for stream in dataset.sources.values()], dataset.points
         )
     return _source_of(dataset)
 
@@ -69,10 +73,13 @@ def _source_of(dataset: Any) -> StreamSource:
 
 
 def _refuse(dataset: Any) -> None:
-    """Refuse what divides its samples between ranks or processes itself, with the line to write in its place."""
+    """Refuse a dataset that divides its samples between ranks or processes itself.
+
+    The error has the line to write in its place.
+    """
     refuse_divided(dataset, "the task's dataset('train')")
-    first = next(iter(getattr(dataset, "pipeline", None) or []), None)
-    if isinstance(first, DataLoader):
+    first_stage = next(iter(getattr(dataset, "pipeline", None) or []), None)
+    if isinstance(first_stage, DataLoader):
         raise DataError(
             f"the task's dataset('train') returned {type(dataset).__name__}, a pipeline around a DataLoader; return "
             "the data set inside: --data.workers starts loader processes, --micro-batch-size makes batches"
@@ -80,7 +87,10 @@ def _refuse(dataset: Any) -> None:
 
 
 def _is_own(dataset: Any) -> bool:
-    """Whether the object has `parts` and `iter`; a Hugging Face dataset has an `iter` of batches, and no `parts`."""
+    """Whether the object has `parts` and `iter`.
+
+    A Hugging Face dataset has an `iter` of batches, and no `parts`.
+    """
     return hasattr(dataset, "parts") and callable(getattr(dataset, "iter", None))
 
 
@@ -124,23 +134,23 @@ class IterableSource(StreamSource):
         self.carries = self.has_state and parts == 1
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
-        own = self._copied() if self.has_state else self.inner
-        if callable(set_epoch := getattr(own, "set_epoch", None)):
+        instance = self._copied() if self.has_state else self.inner
+        if callable(set_epoch := getattr(instance, "set_epoch", None)):
             set_epoch(epoch)
         if not self.has_state:
-            return Opened(iter(own), 0)
+            return Opened(iter(instance), 0)
         if state is not None:
-            own.load_state_dict(_unpacked(state["dataset"]))
-        opened = _Stateful(own)
+            instance.load_state_dict(_unpacked(state["dataset"]))
+        opened = _Stateful(instance)
         if state is not None and "iterator" in state:
             opened.iterator.load_state_dict(_unpacked(state["iterator"]))
         return Opened(opened, start if state is not None else 0)
 
     def state(self, opened: Any) -> Any:
-        found = {"dataset": _packed(opened.dataset.state_dict())}
+        state = {"dataset": _packed(opened.dataset.state_dict())}
         if opened.iterator is not opened.dataset and _is_stateful(opened.iterator):
-            found["iterator"] = _packed(opened.iterator.state_dict())
-        return found
+            state["iterator"] = _packed(opened.iterator.state_dict())
+        return state
 
     def worker_info(self, part: int) -> Any:
         if self._splits:
@@ -179,7 +189,7 @@ class _Stateful:
             close()
 
 
-# A state as JSON: what JSON lacks is a dict with one key, the name of its kind.
+# JSON has no tuples, arrays, bytes or other keys than strings. Each becomes a dict with one key, its type's name.
 _TUPLE = "*tuple"
 _PAIRS = "*dict"
 _ARRAY = "*array"
@@ -187,44 +197,47 @@ _BYTES = "*bytes"
 
 
 def _packed(state: Any) -> Any:
-    """Return a state as JSON has it; what is no number, text, container, array or tensor stays, to be refused later."""
+    """Return a state in JSON's types.
+
+    Anything that is no number, text, container, array or tensor stays, to be refused later.
+    """
     if isinstance(state, dict):
         if all(type(key) is str for key in state) and not any(key.startswith("*") for key in state):
             return {key: _packed(value) for key, value in state.items()}
         return {_PAIRS: [[_packed(key), _packed(value)] for key, value in state.items()]}
     if isinstance(state, tuple):
-        return {_TUPLE: [_packed(each) for each in state]}
+        return {_TUPLE: [_packed(element) for element in state]}
     if isinstance(state, list):
-        return [_packed(each) for each in state]
+        return [_packed(element) for element in state]
     if isinstance(state, bytes):
         return {_BYTES: state.hex()}
     if isinstance(state, np.ndarray | Tensor):
-        kind = "tensor" if isinstance(state, Tensor) else "ndarray"
+        array_type = "tensor" if isinstance(state, Tensor) else "ndarray"
         array = np.asarray(state)
-        return {_ARRAY: [kind, str(array.dtype), list(array.shape), array.tobytes().hex()]}
+        return {_ARRAY: [array_type, str(array.dtype), list(array.shape), array.tobytes().hex()]}
     if isinstance(state, np.generic):
         return state.item()
     return state
 
 
 def _unpacked(state: Any) -> Any:
-    """Return the state of which `_packed` made this."""
+    """Return the state from the result of `_packed`."""
     if isinstance(state, list):
-        return [_unpacked(each) for each in state]
+        return [_unpacked(element) for element in state]
     if not isinstance(state, dict):
         return state
     (name, value), *others = list(state.items()) or [("", None)]
     if others or not name.startswith("*"):
-        return {key: _unpacked(each) for key, each in state.items()}
+        return {key: _unpacked(element) for key, element in state.items()}
     if name == _TUPLE:
-        return tuple(_unpacked(each) for each in value)
+        return tuple(_unpacked(element) for element in value)
     if name == _PAIRS:
-        return {_unpacked(key): _unpacked(each) for key, each in value}
+        return {_unpacked(key): _unpacked(element) for key, element in value}
     if name == _BYTES:
         return bytes.fromhex(value)
-    kind, dtype, shape, numbers = value
+    array_type, dtype, shape, numbers = value
     array = np.frombuffer(bytes.fromhex(numbers), dtype=dtype).reshape(shape).copy()
-    if kind == "tensor":
+    if array_type == "tensor":
         return torch.from_numpy(array)
     return array
 
@@ -256,14 +269,15 @@ class HuggingFaceSource(StreamSource):
     """
 
     def __init__(self, inner: Any) -> None:
-        kinds = list(_stages(inner))
-        whole = next((name for stage in kinds if (name := _over_all_shards(stage))), "")
-        seeks = "BufferShuffledExamplesIterable" not in [type(each).__name__ for each in kinds]
+        stages = list(_stages(inner))
+        whole = next((name for stage in stages if (name := _over_all_shards(stage))), "")
+        seeks = "BufferShuffledExamplesIterable" not in [type(stage_in_chain).__name__ for stage_in_chain in stages]
         super().__init__(inner, 1 if whole and inner.num_shards > 1 else inner.num_shards, has_state=seeks)
         if whole and inner.num_shards > 1:
             self.note = f"{whole} is over all {inner.num_shards} shards, so the stream is one part"
 
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
+        # A private copy: `load_state_dict` moves the dataset itself.
         if self.parts > 1:
             dataset = self.inner.shard(self.parts, part)
         else:
@@ -282,7 +296,7 @@ def _is_hugging_face(dataset: Any) -> bool:
     return all(hasattr(dataset, name) for name in ("num_shards", "shard", "state_dict", "load_state_dict", "set_epoch"))
 
 
-# Stages of `datasets` that divide a stream into its shards without another result; those of older versions too.
+# Stages of `datasets`, also of older versions, whose division into shards gives the same samples.
 _PER_SHARD_STAGES = frozenset(
     f"{name}Iterable"
     for name in (
@@ -302,6 +316,7 @@ _PER_SHARD_STAGES = frozenset(
         "VerticallyConcatenatedMultiSourcesExamples",
     )
 )
+# Stages whose result over all shards differs from the results of each shard.
 _ALL_SHARD_STAGES = {
     "TakeExamplesIterable": ".take()",
     "SkipExamplesIterable": ".skip()",
@@ -312,6 +327,7 @@ _ALL_SHARD_STAGES = {
 
 def _stages(dataset: Any) -> Iterator[Any]:
     """Yield the stages of a Hugging Face dataset, the last one first."""
+    # Private to `datasets`: the chain of stages, which it does not publish.
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
@@ -322,11 +338,14 @@ def _stages(dataset: Any) -> Iterator[Any]:
 
 
 def _over_all_shards(stage: Any) -> str:
-    """Return what a stage does that goes over all shards; "" if each shard may be read by itself."""
-    kind = type(stage).__name__
-    if kind not in _PER_SHARD_STAGES:
-        return _ALL_SHARD_STAGES.get(kind, kind)
-    if kind == "RepeatExamplesIterable" and getattr(stage, "num_times", None) is None:
+    """Return the stage's name if it works over all shards.
+
+    "" if each shard may be read by itself.
+    """
+    stage_name = type(stage).__name__
+    if stage_name not in _PER_SHARD_STAGES:
+        return _ALL_SHARD_STAGES.get(stage_name, stage_name)
+    if stage_name == "RepeatExamplesIterable" and getattr(stage, "num_times", None) is None:
         return ".repeat(None)"
     if getattr(stage, "with_indices", False):
         return "with_indices"
@@ -342,9 +361,9 @@ def _over_all_shards(stage: Any) -> str:
 
 # --- webdataset
 
-# Stages that divide the URLs between ranks and processes, which lockstep does; and a check that a part may fail.
+# Stages that divide the URLs between ranks and processes, which lockstep does itself; and a check that a part may fail.
 _LEFT_OUT = frozenset(("split_by_node", "single_node_only", "split_by_worker", "check_empty"))
-# Stages that treat each sample, or each URL, by itself: the parts have the samples of the whole.
+# Stages that treat each sample, or each URL, by itself: the parts together have the samples of the whole.
 _PER_SAMPLE_STAGES = frozenset(
     (
         *("url_opener", "cached_url_opener", "tar_file_expander", "tarfile_samples", "group_by_keys", "StreamingOpen"),
@@ -353,11 +372,13 @@ _PER_SAMPLE_STAGES = frozenset(
         *("_map_dict", "_map_tuple", "_to_tuple", "_info", "_log_keys", "_unlisted", "_unbatched"),
     )
 )
+# Parts of a pipeline that resamples its URLs.
 _RESAMPLED_PARTS = 8
-# Samples that a part of a resampled pipeline reads in an epoch, at least: it begins anew in each, so of a tar that is
-# longer it would read the first samples alone.
+# Fewest samples that such a part reads in an epoch. It starts again in each epoch, so of a tar that is longer it would
+# read the first samples only.
 _LEAST_RESAMPLED = 10_000
-_UNEVEN = 2.0  # the largest tar, in means
+# The largest tar may have this many times the mean size.
+_UNEVEN = 2.0
 
 
 @final
@@ -374,15 +395,22 @@ class WebSource(StreamSource):
     """
 
     def __init__(self, inner: Any, parts: int) -> None:
-        first, *rest = inner.pipeline
-        self._urls = [str(each) for each in getattr(first, "urls", [])]
-        self._resamples = type(first).__name__ == "ResampledShards"
+        first_stage, *rest = inner.pipeline
+        self._urls = [str(stage_of_rest) for stage_of_rest in getattr(first_stage, "urls", [])]
+        self._resamples = type(first_stage).__name__ == "ResampledShards"
         self._declared = parts > 0
-        whole = next((name for each in rest if (name := _stage_name(each)) not in _PER_SAMPLE_STAGES | _LEFT_OUT), "")
+        whole = next(
+            (
+                name
+                for stage_of_rest in rest
+                if (name := _stage_name(stage_of_rest)) not in _PER_SAMPLE_STAGES | _LEFT_OUT
+            ),
+            "",
+        )
         self._ends = inner.repetitions != 1 and inner.nsamples > 0
         if inner.repetitions != 1 and not self._resamples:
             whole = f".with_epoch({inner.nsamples})" if self._ends else ".repeat()"
-        self._divides = not whole and not self._declared and type(first).__name__ == "SimpleShardList"
+        self._divides = not whole and not self._declared and type(first_stage).__name__ == "SimpleShardList"
         count = parts or (len(self._urls) if self._divides else 1)
         if self._resamples and self._ends and inner.nsamples < _RESAMPLED_PARTS * _LEAST_RESAMPLED:
             whole = f".with_epoch({inner.nsamples})"
@@ -400,9 +428,9 @@ class WebSource(StreamSource):
     def open(self, part: int, epoch: int, start: int, state: Any) -> Opened:
         pipeline = copy.copy(self.inner)
         stages = []
-        for each in pipeline.pipeline:
-            if self._is_kept(each):
-                stages.append(self._stage(each, part, epoch))
+        for stage in pipeline.pipeline:
+            if self._is_kept(stage):
+                stages.append(self._stage(stage, part, epoch))
         if self._divides:
             stages[0].urls = [self._urls[part]]
         if self._resamples and self._ends and self.parts > 1:
@@ -420,7 +448,10 @@ class WebSource(StreamSource):
         return name not in _LEFT_OUT or (self._declared and name == "split_by_worker")
 
     def _stage(self, stage: Any, part: int, epoch: int) -> Any:
-        """Return a stage for one reading: a copy with a seed, if it has none, and with the run's epoch."""
+        """Return a stage for one reading.
+
+        A copy with a seed, if it has none, and with the run's epoch.
+        """
         name = _stage_name(stage)
         if name == "_shuffle":
             return _seeded_shuffle(stage, part, epoch)
@@ -433,9 +464,9 @@ class WebSource(StreamSource):
             if stage.deterministic:
                 stage.epoch += epoch
             else:
-                # Of the part's seed
+                # Seeded by the part's seed, which `_enter` has set.
                 stage.deterministic, stage.seed = True, random.getrandbits(31)
-            # Of a rank
+            # By default each rank would get a seed of its own.
             if getattr(stage.worker_seed, "__name__", "") == "pytorch_worker_seed":
                 stage.worker_seed = lambda: part
         elif callable(set_epoch := getattr(stage, "set_epoch", None)):
@@ -444,17 +475,20 @@ class WebSource(StreamSource):
 
 
 def _seeded_shuffle(stage: Any, part: int, epoch: int) -> Any:
-    """Return a `.shuffle()` that draws alike on each rank: with the seed that it has, or with that of the part."""
+    """Return a `.shuffle()` that draws the same on each rank.
+
+    With the seed that it has, or with that of the part.
+    """
     given = dict(zip(("bufsize", "initial", "rng", "seed"), stage.args, strict=False)) | stage.kw
     generator = given.get("rng")
     if given.get("seed") is not None:
         return stage
     shuffle = copy.copy(stage)
     if generator is not None:
-        own = copy.deepcopy(generator).getrandbits(64)
+        base_seed = copy.deepcopy(generator).getrandbits(64)
     else:
-        own = random.getrandbits(64)
-    drawn = random.Random(f"{own} {part} {epoch}" if generator is not None else own)
+        base_seed = random.getrandbits(64)
+    drawn = random.Random(f"{base_seed} {part} {epoch}" if generator is not None else base_seed)
     if len(stage.args) > 2:
         shuffle.args = (*stage.args[:2], drawn, *stage.args[3:])
     else:
@@ -463,7 +497,10 @@ def _seeded_shuffle(stage: Any, part: int, epoch: int) -> Any:
 
 
 def _stage_name(stage: Any) -> str:
-    """Return the name of a stage of webdataset; of any other its type or name, which is in no list here."""
+    """Return the name of a stage of webdataset.
+
+    For any other stage its type or name, which is in no list here.
+    """
     function = getattr(stage, "f", None) or getattr(stage, "func", None) or stage
     is_own = str(getattr(function, "__module__", type(stage).__module__)).startswith("webdataset.")
     name = str(getattr(function, "__name__", type(stage).__name__))

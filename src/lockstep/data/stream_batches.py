@@ -2,7 +2,7 @@
 
     batches = StreamBatches(task, StreamData(source_of(dataset)), lanes, step_plan, world)
     for step, micro in batches.from_step(0): ...
-    state = batches.stream_state(done, world)           # for a checkpoint: where each lane stands
+    state = batches.stream_state(done, world)           # for a checkpoint: each lane's position
 
 A turn of an epoch has M micro-batches (`data/streams.py`). Turns without a sample on any rank take no step, and the
 epoch is over when no lane has samples. The ranks learn both from the step exchange.
@@ -39,8 +39,11 @@ __all__ = ["StreamBatches", "StreamData", "StreamLoader"]
 
 _LOG = logging.getLogger("lockstep")
 _ADVICE = ": so its last steps were small; give parts of like length, and more of them"
-_SEARCHED = 16  # micro-batches of a lane that are searched for an item
-_REMEMBERED = 64  # steps whose places are known, for records that come late
+# Number of micro-batches of a lane that are searched for an item.
+_SEARCHED = 16
+# Number of steps whose positions are kept, for records that come late.
+_REMEMBERED = 64
+# A read of nothing: this rank has no micro-batch in the turn.
 _NO_LANE = -1
 
 
@@ -74,7 +77,7 @@ class _Read(NamedTuple):
     Attributes:
         lane, first, size: samples of a lane; _NO_LANE: nothing.
         epoch, turn: of the stream.
-        generation: of the loader's plan; what an earlier plan asked for is dropped.
+        generation: of the loader's plan; reads of an earlier plan are dropped.
         slots: forwards of the rank in this turn.
         last: it is the rank's last of the turn.
         cursor: the nearest known place of the lane.
@@ -92,7 +95,10 @@ class _Read(NamedTuple):
 
 
 class _StreamBatch(NamedTuple):
-    """A collated batch of a lane, its number of samples, and the place after them. None for no samples."""
+    """A collated batch of a lane, its number of samples, and the position after them.
+
+    The batch is None if there are no samples.
+    """
 
     batch: Any
     samples: int
@@ -100,7 +106,10 @@ class _StreamBatch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A place in the stream: `StreamState` without the lanes, which takes five times as long to make."""
+    """A position in the stream, as `StreamState` without the lanes.
+
+    A NamedTuple is made in a fifth of the time.
+    """
 
     epoch: int
     turn: int = 0
@@ -135,10 +144,13 @@ def _read_of(key: Key) -> _Read:
     return key.read
 
 
-_Probed = tuple[tuple[_StreamBatch, bool], float]  # (content, whether the collation drew), items
+# (content, whether the collation drew), items
+_Probed = tuple[tuple[_StreamBatch, bool], float]
 _NONE: list[int] = []
-_PADDING = Key(-1, -1, 0.0, _NONE, _NONE)  # for a process that is not the lane's
-_UNKNOWN = (-1, START)  # epoch, place
+# For a loader process that does not read the lane of the next key.
+_PADDING = Key(-1, -1, 0.0, _NONE, _NONE)
+# Epoch and position of a lane that nobody has read.
+_UNKNOWN = (-1, START)
 
 
 @final
@@ -151,7 +163,7 @@ class StreamFetch(Fetch):
         self._min_samples = lanes.min_samples
 
     def load(self, key: Key) -> tuple[list[Any], Cursor]:
-        """Read the samples of a micro-batch. Collation goes on with their random numbers."""
+        """Read the samples of a micro-batch. Collation continues with their random numbers."""
         read: Any = key.read
         if read is None or read[0] == _NO_LANE:
             return [], START
@@ -172,8 +184,8 @@ class StreamFetch(Fetch):
 
     def _location(self, key: Key) -> str:
         read = _read_of(key)
-        last = read.first + read.size - 1
-        return f"{rank_label(self._rank)}, step {key.step + 1}, lane {read.lane}, samples {read.first} to {last}"
+        last_sample = read.first + read.size - 1
+        return f"{rank_label(self._rank)}, step {key.step + 1}, lane {read.lane}, samples {read.first} to {last_sample}"
 
 
 class StreamBatches(Batches):
@@ -201,6 +213,7 @@ class StreamBatches(Batches):
         place: tuple[int, StreamState] | None = None,
     ) -> None:
         self.lanes = lanes
+        # Unknown: a number above any that a run reaches.
         self.size = 2**62
         self._source = data.source
         self._make_fetch = partial(StreamFetch, data, lanes, task, world.rank)
@@ -208,6 +221,7 @@ class StreamBatches(Batches):
         self.close = fetch.close
         self.set_up(task, fetch, step_plan, world, loading or Loading(), sharing)
         self._asked_workers = self._loading.workers
+        # A lane stays in one process, so more processes than lanes would idle.
         self._loading = dataclasses.replace(self._loading, workers=min(self._loading.workers, self._own_lanes()))
         self.loader = Loader(self._fetch, self._loading, world.rank, world.device.type == "cuda")
         self.start, self.initial = place or (step_plan.origin.step, StreamState())
@@ -218,8 +232,10 @@ class StreamBatches(Batches):
         """Return the number of lanes that this rank reads; of all, if shares change."""
         if self.sharing.varies:
             return self.lanes.count
-        first, stop = self.sharing.at(self.start_step).runs[self.rank]
-        return len({self.lanes.read_of(turn, m)[0] for turn in range(self.lanes.turns) for m in range(first, stop)})
+        first_micro, stop = self.sharing.at(self.start_step).runs[self.rank]
+        return len(
+            {self.lanes.read_of(turn, m)[0] for turn in range(self.lanes.turns) for m in range(first_micro, stop)}
+        )
 
     @property
     def start_step(self) -> int:
@@ -232,7 +248,10 @@ class StreamBatches(Batches):
         return self._loading.workers
 
     def shares(self, first: int, last: int) -> dict[str, float]:
-        """Return each source's share of the samples of steps first .. last - 1, by name; {} without a mixture."""
+        """Return each source's share of the samples of some steps, by name.
+
+        Of steps first .. last - 1; {} without a mixture.
+        """
         source = self._source
         if not isinstance(source, MixtureSource):
             return {}
@@ -259,7 +278,11 @@ class StreamBatches(Batches):
                 f"{lanes.micro_batches} micro-batches: each is read by up to {lanes.slots} ranks, which read past what "
                 f"others train on; {lanes.micro_batches} parts of like length, or more, avoid that{uneven}"
             )
-        lines += [f"the stream {each.name}: {each.note}" for each in sources_of(source) if each.note]
+        lines += [
+            f"the stream {part_source.name}: {part_source.note}"
+            for part_source in sources_of(source)
+            if part_source.note
+        ]
         return lines
 
     def from_step(self, start: int) -> "StreamLoader":
@@ -274,12 +297,15 @@ class StreamBatches(Batches):
         raise NotImplementedError("a stream is trained on, and not evaluated")
 
     def samples(self, step: int, index: int) -> list[int]:
-        """Return the numbers of the samples in their lane; of a step that was not trained yet the lane's parts."""
-        place = self._current.place(step + 1) if self._current else None
-        if place is None:
+        """Return the numbers of a micro-batch's samples in their lane.
+
+        For a step that was not trained yet: the numbers of the lane's parts.
+        """
+        position = self._current.place(step + 1) if self._current else None
+        if position is None:
             return self.lanes.parts_of(self.initial.epoch, self.lanes.read_of(0, index)[0])
-        first = self.lanes.read_of(place.turn - 1, index)[1]
-        return list(range(first, first + self.lanes.micro_size))
+        first_sample = self.lanes.read_of(position.turn - 1, index)[1]
+        return list(range(first_sample, first_sample + self.lanes.micro_size))
 
     def own_samples(self, step: int) -> int:
         """Return the number of samples that a trial of this rank gets.
@@ -299,20 +325,23 @@ class StreamBatches(Batches):
 
     @property
     def _trial_lane(self) -> int:
-        own = self.sharing.at(self.start_step).runs[self.rank][0]
-        return self.lanes.count + self.lanes.read_of(0, min(own, self.lanes.micro_batches - 1))[0]
+        first_micro = self.sharing.at(self.start_step).runs[self.rank][0]
+        return self.lanes.count + self.lanes.read_of(0, min(first_micro, self.lanes.micro_batches - 1))[0]
 
     def parts(self, step: int, cuts: list[tuple[int, int]]) -> list[tuple[MicroBatch, bool]]:
-        """Load slices of samples for a trial; the stream of the run stays where it is.
+        """Load slices of samples for a trial; the run's stream keeps its position.
 
         Raises:
             DataError: the stream has fewer samples.
         """
-        found = self._probe([_Read(self._trial_lane, a, b - a, 0) for a, b in cuts])
-        for (a, b), ((content, _), _) in zip(cuts, found, strict=True):
+        probed = self._probe([_Read(self._trial_lane, a, b - a, 0) for a, b in cuts])
+        for (a, b), ((content, _), _) in zip(cuts, probed, strict=True):
             if content.samples < b - a:
                 raise DataError(f"the training set has fewer than {b} samples")
-        return [(MicroBatch(each.batch, 0, items, 1.0, self.move), drew) for (each, drew), items in found]
+        return [
+            (MicroBatch(content_of_cut.batch, 0, items, 1.0, self.move), drew)
+            for (content_of_cut, drew), items in probed
+        ]
 
     def alone(self, step: int, index: int) -> MicroBatch:
         """Load a micro-batch of the stream's first turn."""
@@ -324,7 +353,9 @@ class StreamBatches(Batches):
         raise NotImplementedError("--guards.audit is refused for a stream")
 
     def try_reading(self, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]) -> None:
-        """Try seeks, a second epoch and a checkpoint's place, in the kind of process that the run has.
+        """Try seeks, a second epoch and a checkpoint's position.
+
+        The trial runs in the kind of process that the run has.
 
         Raises:
             DataError: two readings differ.
@@ -335,11 +366,14 @@ class StreamBatches(Batches):
             next(stream)
 
     def _place_in_part(self) -> TrialPlace | None:
-        """Return a place of the checkpoint that is within a part; None: there is none, or the stream is a mixture."""
+        """Return a position of the checkpoint that is within a part.
+
+        None: there is none, or the stream is a mixture.
+        """
         if isinstance(self._source, MixtureSource):
             return None
-        for lane, found in sorted(self.initial.cursors.items()):
-            if (cursor := Cursor(*found)).offset:
+        for lane, stored_cursor in sorted(self.initial.cursors.items()):
+            if (cursor := Cursor(*stored_cursor)).offset:
                 return TrialPlace(self.lanes, int(lane), self.initial.epoch, cursor)
         return None
 
@@ -365,49 +399,56 @@ class StreamBatches(Batches):
         )
 
     def _probe(self, reads: list[_Read]) -> list[_Probed]:
-        """Read apart from the run, in the same kind of process. Returns ((content, drew), items) of each."""
+        """Read independently of the run; return ((content, drew), items) of each.
+
+        In the same kind of process as the run's.
+        """
         fetch = self._make_fetch()
         loader = Loader(Drawing(fetch), Loading(min(self._loading.workers, 1), 1), self.rank, False)
-        found = list[_Probed]()
+        probed = list[_Probed]()
         with preserve(self._source):
-            with closing(loader.stream(Key(0, 0, 1.0, [], [], each) for each in reads)) as stream:
+            with closing(loader.stream(Key(0, 0, 1.0, [], [], read) for read in reads)) as stream:
                 for _, (content, drew), items in stream:
-                    found.append(((content, drew), items))
+                    probed.append(((content, drew), items))
             fetch.close()
-        return found
+        return probed
 
     def stream_state(self, done: int, world: World) -> StreamState:
-        """Return where the stream stands after `done` steps, on all ranks. Collective."""
+        """Return the stream's position after `done` steps, on all ranks. Collective."""
         current = self._current
         if current:
-            place = current.place(done)
+            position = current.place(done)
         else:
-            place = self.initial if done == self.start else None
+            position = self.initial if done == self.start else None
         cursors = current.cursors(done) if current else []
-        gathered = world.gather([place.to_json() if place else None, cursors])  # collective
-        place = StreamState.from_json(next(each for each, _ in gathered if each), "the stream's state")
-        merged: dict[str, Any] = dict(self.initial.cursors) if place.epoch == self.initial.epoch else {}
-        for lane, epoch, cursor in (each for _, row in gathered for each in row):
-            if epoch == place.epoch and (str(lane) not in merged or cursor[0] > merged[str(lane)][0]):
+        # All ranks: each lane's position is known only where it was read last.
+        gathered = world.gather([position.to_json() if position else None, cursors])  # collective
+        position = StreamState.from_json(
+            next(row_or_entry for row_or_entry, _ in gathered if row_or_entry), "the stream's state"
+        )
+        merged: dict[str, Any] = dict(self.initial.cursors) if position.epoch == self.initial.epoch else {}
+        for lane, epoch, cursor in (row_or_entry for _, row in gathered for row_or_entry in row):
+            if epoch == position.epoch and (str(lane) not in merged or cursor[0] > merged[str(lane)][0]):
                 merged[str(lane)] = cursor
+        # A lane may move to another rank later, when shares change.
         if current:
-            current.learn(place.epoch, merged)
-        return dataclasses.replace(place, cursors=merged)
+            current.learn(position.epoch, merged)
+        return dataclasses.replace(position, cursors=merged)
 
     def place(self, place: Position) -> Position:
         """Correct a position of the plan, which does not know the stream's epochs."""
-        found = (self._current and self._current.place(place.global_step)) or self.initial
-        if found.last_steps:
-            progress = min(found.epoch_steps / found.last_steps, 1.0)
+        stream_state = (self._current and self._current.place(place.global_step)) or self.initial
+        if stream_state.last_steps:
+            progress = min(stream_state.epoch_steps / stream_state.last_steps, 1.0)
         else:
             progress = None
         return dataclasses.replace(
             place,
-            epoch=found.epoch,
-            epoch_step=found.epoch_steps,
+            epoch=stream_state.epoch,
+            epoch_step=stream_state.epoch_steps,
             epoch_progress=progress,
             num_batches_remaining=None,
-            position=found.samples,
+            position=stream_state.samples,
         )
 
 
@@ -429,24 +470,28 @@ class StreamLoader(StepLoader):
         self._next = start
         self._ready: deque[list[MicroBatch]] = deque()
         self._present: list[MicroBatch] = []
-        # Of the ready steps
+        # Position and cursors after each ready step.
         self._settled: deque[tuple[_Place, dict[int, tuple[int, Cursor]]]] = deque()
-        # Of which the ranks do not know yet whether they are steps
+        # Turns of which the ranks do not know yet whether they have samples.
         self._loaded: deque[_LoadedTurn] = deque()
-        first = batches.initial
-        # After the last settled step
-        self._last = _Place(*(getattr(first, name) for name in _Place._fields))
-        self._places = {start: self._last}  # step -> the place before it
-        # Step -> the lanes' places after it
+        initial = batches.initial
+        # The position after the last settled step.
+        self._last = _Place(*(getattr(initial, name) for name in _Place._fields))
+        # Step -> the position before it.
+        self._places = {start: self._last}
+        # Step -> the lanes' positions after it.
         self._reads: dict[int, dict[int, tuple[int, Cursor]]] = {}
-        self._known = {int(lane): (first.epoch, Cursor(*each)) for lane, each in first.cursors.items()}
-        self._newest: dict[int, tuple[int, Cursor]] = {}  # of all that was loaded
-        # of the next turn to ask for
-        self._epoch = first.epoch
-        self._turn = first.turn
+        self._known = {int(lane): (initial.epoch, Cursor(*stored)) for lane, stored in initial.cursors.items()}
+        # The newest position of each lane, of everything that was loaded.
+        self._newest: dict[int, tuple[int, Cursor]] = {}
+        # The turn to request next.
+        self._epoch = initial.epoch
+        self._turn = initial.turn
         self._generation = 0
-        self._asked = start  # its step, unless a turn before it has no samples
-        self._empty = 0  # turns without samples in a row
+        # The step of that turn, unless a turn before it has no samples.
+        self._asked = start
+        # Turns without samples in a row.
+        self._empty = 0
         self._spare: Any = None
         self.cover: Callable[[int], None] = self._cover_alone
         keys = self._keys()
@@ -466,7 +511,8 @@ class StreamLoader(StepLoader):
         if self._next >= self._steps:
             raise StopIteration
         if not self._ready:
-            self.cover(self._next)  # may wait for the other ranks
+            # May wait for the other ranks: a turn is a step only if some rank has samples.
+            self.cover(self._next)
         step = self._sharing.step = self._next
         self._next += 1
         self._present = self._ready.popleft()
@@ -474,9 +520,9 @@ class StreamLoader(StepLoader):
         self._places[self._next] = place
         self._places.pop(self._next - _REMEMBERED, None)
         self._reads[step] = cursors
-        # An earlier step is over for certain
-        if done := self._reads.pop(step - 2, None):
-            self._known.update(done)
+        # A checkpoint may still ask for the step before; earlier steps are complete.
+        if cursors_before := self._reads.pop(step - 2, None):
+            self._known.update(cursors_before)
         if self._leads:
             for batch, following in pairwise(self._present):
                 batch.lead_to(following)
@@ -484,7 +530,10 @@ class StreamLoader(StepLoader):
         return step, self._present
 
     def items(self, step: int) -> Exact:
-        """Return this rank's items in the current step, or in one whose turn is settled; else 0."""
+        """Return this rank's items in a step; 0 if its turn is not settled.
+
+        The current step, or a future one.
+        """
         if step < self._next:
             return total(batch.items for batch in self._present)
         ahead = step - self._next
@@ -500,7 +549,10 @@ class StreamLoader(StepLoader):
         self._batches.close()
 
     def place(self, step: int) -> StreamState | None:
-        """Return the stream's place before a step; None: it is not one of the last steps."""
+        """Return the stream's position before a step.
+
+        None: it is not one of the last steps.
+        """
         place = self._places.get(step)
         if place is None:
             return None
@@ -508,7 +560,8 @@ class StreamLoader(StepLoader):
 
     def ahead(self, turn: int) -> Turn:
         """Return this rank's part of a turn that is not settled; may load it."""
-        if not self._steps:  # closed
+        # The loader was closed.
+        if not self._steps:
             return NO_TURN
         while len(self._loaded) <= turn:
             with trace_mark("load"):
@@ -516,7 +569,9 @@ class StreamLoader(StepLoader):
         return self._loaded[turn].part
 
     def settle(self, samples: Sequence[int], filled: Sequence[int]) -> list[int]:
-        """Make steps of the next turns, if any rank has samples in them; else leave them out.
+        """Make steps of the next turns, if any rank has samples in them.
+
+        Turns without samples are skipped.
 
         Args:
             samples, filled: of each turn, the samples and the micro-batches with samples, over all ranks.
@@ -536,10 +591,11 @@ class StreamLoader(StepLoader):
                 steps.append(index)
                 continue
             self._empty += 1
-            if self._empty == self._batches.lanes.turns:  # each lane has ended
+            # Each lane has had a turn without samples, so all lanes have ended.
+            if self._empty == self._batches.lanes.turns:
                 self._end_epoch()
                 break
-            # Later turns were divided for another step
+            # Later turns were divided for another step, whose shares may differ.
             if self._sharing.varies:
                 self._go_to(turn.epoch, turn.number + 1)
                 break
@@ -555,8 +611,8 @@ class StreamLoader(StepLoader):
 
     def learn(self, epoch: int, cursors: Mapping[str, Any]) -> None:
         """Remember the places that other ranks have come to."""
-        for lane, each in cursors.items():
-            self._known[int(lane)] = epoch, Cursor(*each)
+        for lane, cursor in cursors.items():
+            self._known[int(lane)] = epoch, Cursor(*cursor)
 
     def _cover_alone(self, step: int) -> None:
         if self._batches.world_size > 1:
@@ -566,15 +622,15 @@ class StreamLoader(StepLoader):
             self.settle([turn.samples], [turn.filled])
 
     def _make_step(self, turn: _LoadedTurn, samples: int, filled: int) -> None:
-        last = self._last
+        previous = self._last
         self._last = _Place(
-            last.epoch,
+            previous.epoch,
             turn.number + 1,
-            last.epoch_steps + 1,
-            last.epoch_samples + samples,
-            last.epoch_empty + self._batches.lanes.micro_batches - filled,
-            last.samples + samples,
-            last.last_steps,
+            previous.epoch_steps + 1,
+            previous.epoch_samples + samples,
+            previous.epoch_empty + self._batches.lanes.micro_batches - filled,
+            previous.samples + samples,
+            previous.last_steps,
         )
         self._ready.append(self._micro_batches(turn))
         self._settled.append((self._last, turn.cursors))
@@ -582,21 +638,21 @@ class StreamLoader(StepLoader):
             self._lead()
 
     def _end_epoch(self) -> None:
-        last = self._last
-        if not last.epoch_steps:
+        ended = self._last
+        if not ended.epoch_steps:
             raise DataError(
-                f"epoch {last.epoch} of the stream has no samples: none of the {self._batches.lanes.parts} parts of "
+                f"epoch {ended.epoch} of the stream has no samples: none of the {self._batches.lanes.parts} parts of "
                 "the task's dataset('train') yields one"
             )
         if not self._rank:
-            slots = last.epoch_steps * self._batches.lanes.micro_batches
+            slots = ended.epoch_steps * self._batches.lanes.micro_batches
             _LOG.info(
                 "epoch %d of the stream: %d samples in %d steps; %d of %d micro-batches were empty, as lanes differ in "
                 "length%s",
-                *(last.epoch, last.epoch_samples, last.epoch_steps, last.epoch_empty, slots),
-                _ADVICE if last.epoch_empty > slots // 4 else "",
+                *(ended.epoch, ended.epoch_samples, ended.epoch_steps, ended.epoch_empty, slots),
+                _ADVICE if ended.epoch_empty > slots // 4 else "",
             )
-        self._last = _Place(last.epoch + 1, samples=last.samples, last_steps=last.epoch_steps)
+        self._last = _Place(ended.epoch + 1, samples=ended.samples, last_steps=ended.epoch_steps)
         self._empty = 0
         self._go_to(self._last.epoch, 0)
 
@@ -609,29 +665,32 @@ class StreamLoader(StepLoader):
         self._asked = self._next + len(self._ready)
 
     def _micro_batches(self, turn: _LoadedTurn) -> list[MicroBatch]:
-        """Return the forwards of a turn: one without samples, or without items of a mean, repeats another batch."""
+        """Return the forwards of a turn.
+
+        One without samples, or without items of a mean loss, repeats another batch with weight 0.
+        """
         move = self._batches.move
         mean = self._mean
         missing = turn.slots
-        found = list[MicroBatch]()
+        micro_batches = list[MicroBatch]()
         for micro, (batch, samples, _), items in turn.batches:
             if samples and items:
                 self._spare = batch
             if samples and (items or not mean):
                 missing -= 1
-                found.append(MicroBatch(batch, micro, items, 1.0, move))
+                micro_batches.append(MicroBatch(batch, micro, items, 1.0, move))
             else:
-                found.append(MicroBatch(None, micro, 0, 0.0, move, batch if samples else None))
+                micro_batches.append(MicroBatch(None, micro, 0, 0.0, move, batch if samples else None))
         if not missing:
-            return found
+            return micro_batches
         if self._spare is None:
             self._spare = self._batches.with_items(0)
-        last = self._batches.lanes.micro_batches - 1
-        found += [MicroBatch(None, last, 0, 0.0, move) for _ in range(turn.slots - len(found))]
-        for each in found:
-            if not each.weight:
-                each.held = self._spare
-        return found
+        last_micro = self._batches.lanes.micro_batches - 1
+        micro_batches += [MicroBatch(None, last_micro, 0, 0.0, move) for _ in range(turn.slots - len(micro_batches))]
+        for micro_batch in micro_batches:
+            if not micro_batch.weight:
+                micro_batch.held = self._spare
+        return micro_batches
 
     def _load_turn(self) -> _LoadedTurn:
         batches = list[tuple[int, _StreamBatch, float]]()
@@ -641,7 +700,8 @@ class StreamLoader(StepLoader):
             read: Any = key.read
             if read is None:
                 continue
-            lane, _, _, epoch, turn, generation, slots, last, _ = read
+            lane, _, _, epoch, turn, generation, slots, is_last, _ = read
+            # Read before the plan changed; the samples will be read again.
             if generation != self._generation:
                 continue
             if lane != _NO_LANE:
@@ -651,9 +711,9 @@ class StreamLoader(StepLoader):
                 if count:
                     samples = samples + count
                     filled = filled + 1
-            if last:
-                part = Turn(total(items for _, _, items in batches), samples, filled)
-                return _LoadedTurn(epoch, turn, slots, batches, cursors, part)
+            if is_last:
+                turn_counts = Turn(total(items for _, _, items in batches), samples, filled)
+                return _LoadedTurn(epoch, turn, slots, batches, cursors, turn_counts)
         raise LockstepError("the stream's loader ended before the run; a bug in lockstep")
 
     def _keys(self) -> Iterator[Key]:
@@ -678,14 +738,17 @@ class StreamLoader(StepLoader):
                     break
                 lane, sample = lanes.read_of(turn, micro)
                 at, newest = self._newest.get(lane, _UNKNOWN)
-                # Nearly always
+                # Nearly always the lane is read on.
                 stands = newest.number == sample and at == epoch
                 cursor = newest if stands else self._cursor(epoch, lane, sample)
                 read = _Read(lane, sample, size, epoch, turn, generation, slots, micro == stop - 1, cursor)
                 yield Key(step, micro, 1.0, _NONE, _NONE, read)
 
     def _at_home(self, keys: Iterator[Key]) -> Iterator[Key]:
-        """Yield the keys so that a lane stays in one loader process: they take turns in the keys' order."""
+        """Yield the keys so that a lane stays in one loader process.
+
+        The processes take keys in turns, so padding keys fill the gaps.
+        """
         workers = self._batches.workers
         homes = dict[int, int]()
         index = 0
@@ -699,10 +762,15 @@ class StreamLoader(StepLoader):
 
     def _cursor(self, epoch: int, lane: int, first: int) -> Cursor | None:
         """Return the nearest known place of a lane before a sample."""
-        places = list[Cursor]()
+        cursors = list[Cursor]()
         for at, known in (self._newest.get(lane, _UNKNOWN), self._known.get(lane, _UNKNOWN)):
             if at == epoch:
-                places.append(known)
-            elif at == epoch - 1 and not known.offset and known.state is not None:  # carried over the epoch's end
-                places.append(Cursor(0, 0, 0, known.state))
-        return max((each for each in places if each.number <= first), key=lambda each: each.number, default=None)
+                cursors.append(known)
+            # Some iterators hand a state over the end of an epoch.
+            elif at == epoch - 1 and not known.offset and known.state is not None:
+                cursors.append(Cursor(0, 0, 0, known.state))
+        return max(
+            (each for each in cursors if each.number <= first),
+            key=lambda each: each.number,
+            default=None,
+        )

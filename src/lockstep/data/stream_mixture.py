@@ -1,12 +1,12 @@
-"""Read a mixture of streams: each lane mixes its own samples, from a lane of each source.
+"""Read a mixture of streams: each lane mixes its samples from the sources' lanes.
 
     source = MixtureSource(names, sources, points)
     reader = reader_of(source, lanes)                       # of a single stream too
     samples, cursor = reader.read(lane, first, 4, epoch=0)
 
-Which source the n-th sample of a lane comes from is arithmetic (`mixture_schedule.py`); it is the next one of the
-source's lane. A source whose lane has ended goes on with its parts of its next epoch, so a mixture never ends, and each
-turn is a step. The cursor of a lane has those of its sources in its `state`.
+The source of the n-th sample of a lane is arithmetic (`mixture_schedule.py`); the sample is the next one of the
+source's lane. A source whose lane has ended continues with its parts of its next epoch. So a mixture never ends, and
+each turn is a step. The cursor of a lane has those of its sources in its `state`.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class MixtureSource:
         parts: of the source with the fewest; a source that never has a weight does not count.
         name: for messages.
         draws_random: reading may draw random numbers.
-        sizes: none: a lane whose parts have ended goes on with the next epoch's, so lanes stay full.
+        sizes: none: a lane whose parts have ended continues with the next epoch's, so lanes stay full.
     """
 
     def __init__(self, names: list[str], sources: list[StreamSource], points: list[tuple[int, list[int]]]) -> None:
@@ -72,12 +72,13 @@ class LaneMixture:
         self._lanes = lanes
         self._points = points
         self._draws = Draws(lanes.seed)
-        # By the turn in which a lane begins
+        # By the turn in which a lane begins.
         self._schedules: dict[int, Schedule] = {}
-        self._blocks: dict[int, SourceBlock] = {}  # the last one of each lane
+        # The last block of each lane.
+        self._blocks: dict[int, SourceBlock] = {}
 
     def place(self, lane: int, step: int) -> int:
-        """Return the number of the first sample of a lane that is trained on in step `step` or later."""
+        """Return the number of a lane's first sample from step `step` on."""
         turns = max(0, -(-(step - self._begin(lane)) // self._lanes.turns))
         return turns * self._lanes.slots * self._lanes.micro_size
 
@@ -89,23 +90,27 @@ class LaneMixture:
         return counts
 
     def sources(self, lane: int, first: int, count: int) -> Indices:
-        """Return the sources of samples first .. first + count - 1 of a lane. int64 [count]"""
-        found = list[Indices]()
+        """Return the sources of samples first .. first + count - 1 of a lane.
+
+        int64 [count]
+        """
+        pieces = list[Indices]()
         while count > 0:
             block = self._block(lane, first)
-            found.append(block.sources[first - block.start :][:count])
-            first = first + len(found[-1])
-            count = count - len(found[-1])
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found)
+            pieces.append(block.sources[first - block.start :][:count])
+            first = first + len(pieces[-1])
+            count = count - len(pieces[-1])
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces)
 
     def block_of(self, source: int, lane: int, number: int) -> Block:
-        """Return the samples of a source that are in the same micro-batch as its sample `number`."""
+        """Return the samples of a source in the same micro-batch as its sample `number`."""
 
         def before(micro: int) -> int:
             return self.counts(lane, micro * self._lanes.micro_size)[source]
 
+        # Double the bound, then halve the interval: the count of a source never falls.
         low = 0
         high = 1
         while before(high) <= number:
@@ -117,7 +122,10 @@ class LaneMixture:
         return Block(low, before(low), before(high))
 
     def shares(self, first: int, last: int, names: Sequence[str]) -> dict[str, float]:
-        """Return each source's share of the samples of steps first .. last - 1, by name."""
+        """Return each source's share of the samples of some steps, by name.
+
+        Of steps first .. last - 1.
+        """
         counts = np.zeros(len(names), dtype=np.int64)
         total = 0
         for lane in range(self._lanes.count):
@@ -165,15 +173,15 @@ class MixtureReader:
         self, source: MixtureSource, lanes: Lanes, retries: int, rank: int, count_retry: Callable[[], None]
     ) -> None:
         self._mixture = LaneMixture(lanes, source.points)
-        # Lane -> its next sample, and those of each source before
+        # Lane -> its next sample, and the samples of each source before it.
         self._counts: dict[int, tuple[int, list[int]]] = {}
         self._readers = []
-        for number, each in enumerate(source.sources):
-            own = dataclasses.replace(
-                lanes, parts=each.parts, seed=derive(lanes.seed, "source", number), divided_by=source.parts
+        for number, stream in enumerate(source.sources):
+            source_lanes = dataclasses.replace(
+                lanes, parts=stream.parts, seed=derive(lanes.seed, "source", number), divided_by=source.parts
             )
             block_of = partial(self._mixture.block_of, number)
-            self._readers.append(LaneReader(each, own, retries, rank, count_retry, block_of, repeats=True))
+            self._readers.append(LaneReader(stream, source_lanes, retries, rank, count_retry, block_of, repeats=True))
 
     def read(
         self, lane: int, first: int, count: int, *, epoch: int, cursor: Cursor | None = None, step: int = 0
@@ -184,25 +192,26 @@ class MixtureReader:
         else:
             known = cursor.state
         which = self._mixture.sources(lane, first, count).tolist()
+        # The usual case: the lane is read on, and the counts are known.
         number, before = self._counts.get(lane, (-1, []))
         if number != first:
             before = self._mixture.counts(lane, first)
         numbers = [which.count(number) for number in range(len(self._readers))]
-        found = list[list[Any]]()
+        samples_by_source = list[list[Any]]()
         after = list[Cursor]()
-        for reader, start, number, place in zip(self._readers, before, numbers, known, strict=True):
-            # Of a checkpoint
-            if place is not None and type(place) is not Cursor:
-                place = Cursor(*place)
+        for reader, start, number, source_cursor in zip(self._readers, before, numbers, known, strict=True):
+            # A checkpoint has cursors as lists.
+            if source_cursor is not None and type(source_cursor) is not Cursor:
+                source_cursor = Cursor(*source_cursor)
             if number:
-                samples, place = reader.read(lane, start, number, epoch=epoch, cursor=place, step=step)
+                samples, source_cursor = reader.read(lane, start, number, epoch=epoch, cursor=source_cursor, step=step)
             else:
                 samples = []
-                place = reader.nearest(lane, epoch, start, place)
-            found.append(samples)
-            after.append(place)
+                source_cursor = reader.nearest(lane, epoch, start, source_cursor)
+            samples_by_source.append(samples)
+            after.append(source_cursor)
         self._counts[lane] = first + count, list(map(add, before, numbers))
-        nexts = [iter(samples).__next__ for samples in found]
+        nexts = [iter(samples).__next__ for samples in samples_by_source]
         return [nexts[number]() for number in which], Cursor(first + count, 0, 0, after)
 
     def close(self) -> None:

@@ -1,6 +1,8 @@
-"""Try a stream before step 1: seeks, a second epoch, and generators that go on from one reading to the next.
+"""Try a stream before step 1: seeks, a second epoch, and generators.
 
-with preserve(source):                          # in the training process: a trial leaves no mark
+A generator must not continue from one reading to the next.
+
+with preserve(source):                          # in the training process: a trial must change nothing
     try_source(source, seed, digest, alike)
     try_place(source, place, digest, alike)     # before a resume
 """
@@ -23,17 +25,24 @@ from lockstep.object_state import ObjectState
 
 __all__ = ["StreamTrial", "TrialPlace", "preserve", "sources_of", "try_place", "try_source"]
 
-_TRIAL_SAMPLES = 64  # samples of a reading, at most
-_TRIAL_SECONDS = 1.0  # after which a reading ends
-_NEXT_EPOCH_SAMPLES = 4  # samples of the next epoch
-_PLACE_SAMPLES = 4  # samples at the place of a checkpoint
-_READ_PAST = 10_000  # samples before it, at most, in a part that cannot seek
+# Most samples of a reading.
+_TRIAL_SAMPLES = 64
+# Seconds after which a reading ends.
+_TRIAL_SECONDS = 1.0
+# Samples of the next epoch.
+_NEXT_EPOCH_SAMPLES = 4
+# Samples at the position of a checkpoint.
+_PLACE_SAMPLES = 4
+# Most samples before it, in a part that cannot seek.
+_READ_PAST = 10_000
 
 
 def try_source(
     source: StreamSource, seed: int, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]
 ) -> None:
-    """Read a few samples, some of the next epoch, and the first ones again from the middle of a part.
+    """Read some samples, some of the next epoch, and the first ones again.
+
+    The second time from the middle of a part.
 
     A resume does the same. The caller restores what the readings change in the user's object.
 
@@ -42,37 +51,42 @@ def try_source(
         alike: compares two such values.
 
     Raises:
-        DataError: the readings differ, or a generator of the user's object goes on from one to the next.
+        DataError: the readings differ, or a generator of the user's object continues from one to the next.
     """
-    # One sample a micro-batch, so that a place is known after each
+    # Use one sample per micro-batch, so that a position is known after each.
     lanes = Lanes(source.parts, 1, 1, seed)
-    found = reachable({"it": source.inner})
-    generators = {path: each for path, each in found if isinstance(each, _GENERATORS)}
+    user_objects = reachable({"it": source.inner})
+    generators = {
+        path: generator_or_states
+        for path, generator_or_states in user_objects
+        if isinstance(generator_or_states, _GENERATORS)
+    }
     states = [_generator_states(generators)]
-    first = _read_each(source, lanes, 0, START, _TRIAL_SAMPLES, digest)
+    first_reading = _read_each(source, lanes, 0, START, _TRIAL_SAMPLES, digest)
     states.append(_generator_states(generators))
-    if not source.carries:  # its second epoch begins with the end of the first
+    # A source that carries its state begins the second epoch with the end of the first.
+    if not source.carries:
         _read_each(source, lanes, 1, START, _NEXT_EPOCH_SAMPLES, digest)
-    places = [after for _, after in first]
+    positions = [after for _, after in first_reading]
     middle = []
-    for k, place in enumerate(places[:-1]):
-        if 0 < place.offset < places[k + 1].offset:
+    for k, position in enumerate(positions[:-1]):
+        if 0 < position.offset < positions[k + 1].offset:
             middle.append(k)
     begin = middle[len(middle) // 2] + 1 if middle else 0
     again = _read_each(
-        source, lanes, 0, places[begin - 1] if begin else START, len(first) - begin, digest, endless=True
+        source, lanes, 0, positions[begin - 1] if begin else START, len(first_reading) - begin, digest, endless=True
     )
     states.append(_generator_states(generators))
-    pairs = zip(first[begin:], again, strict=False)
+    pairs = zip(first_reading[begin:], again, strict=False)
     odd = next((k for k, (one, other) in enumerate(pairs) if not alike(one[0], other[0])), -1)
-    if odd >= 0 or len(again) < len(first) - begin:
-        whole = _read_each(source, lanes, 0, START, len(first), digest, endless=True)
-        repeats = len(whole) == len(first) and all(
-            alike(one[0], other[0]) for one, other in zip(first, whole, strict=True)
+    if odd >= 0 or len(again) < len(first_reading) - begin:
+        whole = _read_each(source, lanes, 0, START, len(first_reading), digest, endless=True)
+        repeats = len(whole) == len(first_reading) and all(
+            alike(one[0], other[0]) for one, other in zip(first_reading, whole, strict=True)
         )
-        raise _unlike(source, lanes, places, begin, max(odd, 0), repeats=repeats)
+        raise _unlike(source, lanes, positions, begin, max(odd, 0), repeats=repeats)
     for path in generators:
-        before, after, later = (each[path] for each in states)
+        before, after, later = (generator_or_states[path] for generator_or_states in states)
         if before != after != later:
             raise DataError(
                 f"the stream {source.name} draws from {path}, a generator that goes on from one reading to the next, "
@@ -93,7 +107,9 @@ class TrialPlace(NamedTuple):
 def try_place(
     source: StreamSource, place: TrialPlace, digest: Callable[[Any], Any], alike: Callable[[Any, Any], bool]
 ) -> None:
-    """Read the samples at a checkpoint's place twice: a shuffle may begin after those of `try_source`.
+    """Read the samples at a checkpoint's position twice.
+
+    A shuffle may begin after the samples of `try_source`.
 
     In a part that cannot seek they are at most `_READ_PAST` samples from its start. Arguments as `try_source`.
 
@@ -109,8 +125,8 @@ def try_place(
         with closing(LaneReader(source, lanes)) as reader:
             samples, _ = reader.read(lane, cursor.number, _PLACE_SAMPLES, epoch=epoch, cursor=cursor)
         readings.append([digest(sample) for sample in samples])
-    first, again = readings
-    if len(first) != len(again) or not all(map(alike, first, again)):
+    first_reading, again = readings
+    if len(first_reading) != len(again) or not all(map(alike, first_reading, again)):
         raise DataError(
             f"two readings of the stream {source.name} differ at sample {cursor.offset} of part "
             f"{lanes.parts_of(epoch, lane)[cursor.place]}, so this resume would lose or repeat samples; give its "
@@ -130,15 +146,15 @@ def _read_each(
 ) -> list[tuple[Any, Cursor]]:
     """Read up to `count` samples one by one: (digest, the place after it) of each."""
     reader = LaneReader(source, lanes)
-    found = list[tuple[Any, Cursor]]()
+    readings = list[tuple[Any, Cursor]]()
     ends = time.monotonic() + (_FOREVER if endless else _TRIAL_SECONDS)
     with closing(reader):
-        while len(found) < count and (len(found) < 2 or time.monotonic() < ends):
+        while len(readings) < count and (len(readings) < 2 or time.monotonic() < ends):
             samples, cursor = reader.read(lanes.count, cursor.number, 1, epoch=epoch, cursor=cursor)
             if not samples:
                 break
-            found.append((digest(samples[0]), cursor))
-    return found
+            readings.append((digest(samples[0]), cursor))
+    return readings
 
 
 def _unlike(
@@ -149,30 +165,32 @@ def _unlike(
     Args:
         repeats: a second reading from the start has the samples of the first.
     """
-    place = places[begin - 1] if begin else START
-    part = lanes.parts_of(0, lanes.count)[place.place]
+    position = places[begin - 1] if begin else START
+    part_number = lanes.parts_of(0, lanes.count)[position.place]
     start = (
-        f"the stream {source.name}: part {part}, opened at sample {place.offset}, has another sample "
-        f"{place.offset + odd} than when it is read from its start, so a resume would lose or repeat samples"
+        f"the stream {source.name}: part {part_number}, opened at sample {position.offset}, has another sample "
+        f"{position.offset + odd} than when it is read from its start, so a resume would lose or repeat samples"
     )
-    if repeats and source.has_state and place.state is not None:
+    if repeats and source.has_state and position.state is not None:
         return DataError(
             f"{start}; `state_dict()` after n samples must lead to number n: count a sample before its `yield`"
         )
     if repeats and source.seeks and begin:
         return DataError(f"{start}; `iter(part, start)` must pass over the first `start` samples of the part")
     return DataError(
-        f"two readings of the stream {source.name} differ from sample {place.offset + odd} of part {part} on, so a "
-        "resume would lose or repeat some; give its shuffles a seed, and draw from torch, numpy or random alone"
+        f"two readings of the stream {source.name} differ from sample {position.offset + odd} of part "
+        f"{part_number} on, so a resume would lose or repeat some; give its shuffles a seed, and draw from torch, "
+        "numpy or random alone"
     )
 
 
-_FOREVER = 1e9  # seconds
+# Seconds: no limit.
+_FOREVER = 1e9
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _generator_states(generators: Mapping[str, Any]) -> dict[str, str]:
-    return {path: _state_of(each) for path, each in generators.items()}
+    return {path: _state_of(generator) for path, generator in generators.items()}
 
 
 def _state_of(generator: Any) -> str:
@@ -198,8 +216,11 @@ def sources_of(source: StreamSource | MixtureSource) -> list[StreamSource]:
 
 @contextmanager
 def preserve(source: StreamSource | MixtureSource) -> Iterator[None]:
-    """Restore what a trial changes in the user's own objects: counters, generators, what is opened in between."""
-    state = ObjectState({each.name: each.inner for each in sources_of(source)}, late=True)
+    """Restore what a trial changes in the user's own objects.
+
+    Counters, generators, and files that are opened in between.
+    """
+    state = ObjectState({stream.name: stream.inner for stream in sources_of(source)}, late=True)
     try:
         with state.watching():
             yield
@@ -223,11 +244,11 @@ class StreamTrial:
 
     def inherited(self) -> dict[str, Any]:
         """Return what loader processes inherit of the user's: name -> object."""
-        return {"the dataset": [each.inner for each in self.sources]}
+        return {"the dataset": [stream.inner for stream in self.sources]}
 
     def __getitem__(self, key: Any) -> tuple[Any, float]:
-        for each in self.sources:
-            try_source(each, self.seed, self.digest, self.alike)
+        for stream in self.sources:
+            try_source(stream, self.seed, self.digest, self.alike)
             if self.place:
-                try_place(each, self.place, self.digest, self.alike)
+                try_place(stream, self.place, self.digest, self.alike)
         return None, 0

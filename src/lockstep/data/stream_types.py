@@ -72,7 +72,7 @@ def stream(dataset: Any, parts: int) -> SplitStream:
     which a single process reads for all ranks.
 
     Args:
-        dataset: torch's IterableDataset, or another object whose `__iter__` opens it anew.
+        dataset: torch's IterableDataset, or another object whose `__iter__` opens it again.
         parts: into how many it splits itself; at least the micro-batches of a step, best eight times as many.
 
     Raises:
@@ -86,7 +86,10 @@ def stream(dataset: Any, parts: int) -> SplitStream:
 
 
 def has_class(dataset: Any, package: str, name: str) -> bool:
-    """Whether an object is of a class of an optional package, which is not imported for the question."""
+    """Whether an object is of a class of an optional package.
+
+    The package is not imported for this.
+    """
     return any(
         base.__name__ == name and str(base.__module__).partition(".")[0] == package for base in type(dataset).__mro__
     )
@@ -105,8 +108,8 @@ def refuse_divided(dataset: Any, source: str) -> None:
         return
     streams = list(getattr(dataset, "streams", []))
     folders = [
-        posixpath.join(str(getattr(each, "remote", None) or getattr(each, "local", "...")), getattr(each, "split", ""))
-        for each in streams
+        posixpath.join(str(getattr(part, "remote", None) or getattr(part, "local", "...")), getattr(part, "split", ""))
+        for part in streams
     ] or ["..."]
     lines = [f"lockstep.shards({folder.rstrip('/')!r})" for folder in folders]
     if len(lines) == 1:

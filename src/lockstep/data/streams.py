@@ -1,4 +1,6 @@
-"""Read data without an index: streams in parts, each read in order, at any number of ranks and loader processes.
+"""Read data without an index: streams in parts, each read in order.
+
+The order does not depend on the number of ranks and loader processes.
 
     lanes = Lanes(parts=64, micro_batches=8, micro_size=4, seed=0)
     lane, first = lanes.read_of(turn=17, micro=3)           # which samples micro-batch 3 of this turn has
@@ -6,8 +8,8 @@
     samples, cursor = reader.read(lane, first, 4, epoch=0)  # reopens at `cursor` in another process or start
 
 A lane is a list of parts, read one after the other; its samples are numbered in each epoch. A *turn* of an epoch is
-what a step computes: M micro-batches, each with the next samples of a lane. All is a function of the data, the seed and
-M: which rank or process reads a lane changes nothing. `data/stream_adapters.py` opens the parts.
+what a step computes: M micro-batches, each with the next samples of a lane. Everything is a function of the data, the
+seed and M: which rank or process reads a lane changes nothing. `data/stream_adapters.py` opens the parts.
 """
 
 import json
@@ -42,13 +44,20 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("lockstep")
-_MAX_TURNS = 8  # lanes of a slot, so that several loader processes can read for one slot
-_MAX_BARREN = 20  # times the parts of a source; dealt at random, one with a sample is among them but for 1 in 10^8
-_PAUSE = 0.05  # seconds before a part is opened again; a network may need them
+# Largest number of lanes of a slot, so that several loader processes can read for one slot.
+_MAX_TURNS = 8
+# A mixture's source may have this many times as many parts without samples in a row. Parts are dealt at random: if one
+# of them has a sample, it is missed with a probability of 1 in 10^8.
+_MAX_BARREN = 20
+# Seconds before a part is opened again: a network may need them.
+_PAUSE = 0.05
 
 
 class Opened(NamedTuple):
-    """An open part, and the number of its next sample, at most the one that was asked for."""
+    """An open part, and the number of its next sample.
+
+    That number is at most the requested one.
+    """
 
     iterator: Iterator[Any]
     number: int
@@ -150,19 +159,21 @@ class Lanes:
         return self.micro_batches * self.turns // self.slots
 
     def read_of(self, turn: int, micro: int) -> tuple[int, int]:
-        """Return the lane of a micro-batch in a turn of an epoch, and the number of its first sample."""
+        """Return the lane of a micro-batch in a turn, and its first sample's number."""
+        # Fewer parts than micro-batches: several micro-batches take turns within one lane.
         if self.slots > 1:
             return micro // self.slots, (turn * self.slots + micro % self.slots) * self.micro_size
         return micro * self.turns + turn % self.turns, turn // self.turns * self.micro_size
 
     def parts_of(self, epoch: int, lane: int) -> list[int]:
-        """Return the parts of a lane in an epoch, in the order of reading: a new deal in each epoch.
+        """Return the parts of a lane in an epoch, in the order of reading.
 
-        Lanes from `count` on are for trials before step 1: lane count + n has all parts, from that of lane n on.
+        Each epoch deals them again. Lanes from `count` on are for trials before step 1: lane count + n has all parts,
+        beginning with those of lane n.
         """
         deal = _deal(self.parts, derive(self.seed, "parts", epoch))
-        own = lane - self.count
-        dealt = deal[lane :: self.count] if own < 0 else np.roll(deal, -own)
+        trial_lane = lane - self.count
+        dealt = deal[lane :: self.count] if trial_lane < 0 else np.roll(deal, -trial_lane)
         parts: list[int] = dealt.tolist()
         return parts
 
@@ -177,17 +188,20 @@ def _turns(parts: int, micro_batches: int) -> int:
 
 @cache
 def _slots(parts: int, micro_batches: int) -> int:
-    divisors = (each for each in range(1, micro_batches + 1) if micro_batches % each == 0)
-    return next(each for each in divisors if micro_batches // each <= parts)
+    divisors = (divisor for divisor in range(1, micro_batches + 1) if micro_batches % divisor == 0)
+    return next(divisor for divisor in divisors if micro_batches // divisor <= parts)
 
 
-@lru_cache(maxsize=4)  # epochs
+# Number of deals that are kept, one for each epoch and number of parts.
+@lru_cache(maxsize=4)
 def _deal(parts: int, key: int) -> Indices:
     return permute(np.arange(parts, dtype=np.int64), parts, key)
 
 
-_MOST_EMPTY = 0.25  # share of micro-batches without samples above which lanes are joined
-_MEASURED_EPOCHS = 3  # whose deals are looked at
+# Share of empty micro-batches above which lanes are joined.
+_MOST_EMPTY = 0.25
+# Number of epochs whose deals are examined.
+_MEASURED_EPOCHS = 3
 
 
 def lanes_of(source: "StreamSource", micro_batches: int, micro_size: int, seed: int, min_samples: int = 1) -> Lanes:
@@ -267,7 +281,10 @@ class _OpenLane:
 
 
 class Block(NamedTuple):
-    """Samples of a lane that are drawn after one seeding: its number, and those of its first and past-the-last."""
+    """Samples of a lane that are drawn after one seeding.
+
+    Its number, and the numbers of its first sample and of the one after its last.
+    """
 
     number: int
     start: int
@@ -285,7 +302,7 @@ class LaneReader:
         rank: for messages.
         count_retry: called for each further try.
         block_of: (lane, sample) -> the block that it is seeded with; None: that of its micro-batch.
-        repeats: a lane that has ended goes on with its parts of the source's next epoch.
+        repeats: a lane that has ended continues with its parts of the source's next epoch.
     """
 
     def __init__(
@@ -316,7 +333,7 @@ class LaneReader:
     ) -> tuple[list[Any], Cursor]:
         """Read samples of a lane.
 
-        It goes on where it stands, or reads past what others read; else it opens the lane at `cursor`.
+        It continues at its position, or reads past samples of other ranks; otherwise it opens the lane at `cursor`.
 
         Args:
             first, count: numbers of the samples in the lane.
@@ -330,10 +347,12 @@ class LaneReader:
         Raises:
             DataError: a part cannot be read.
         """
-        # Of a loader process, which a collate function may ask for
+        # Private to torch: what `get_worker_info()` returns. A collate function may ask for this process's own
+        # afterwards.
         info = worker._worker_info
         try:
-            # A trial's: draw the block from its start
+            # A trial may begin within a block. Its random numbers depend on the block, so draw the block from its
+            # start.
             if self._draws and self._block_of(lane, first).start != first:
                 self._drop(lane)
                 cursor = None
@@ -341,6 +360,7 @@ class LaneReader:
             if opened is None or opened.number != first or opened.epoch != epoch:
                 before = self._open.get(lane)
                 opened = self._opened(lane, epoch, self.nearest(lane, epoch, first, cursor))
+                # At the end of an epoch some iterators hand a state over to the next one.
                 if before is not None and before.has_ended and before.epoch == epoch - 1:
                     opened.carried = opened.carried or before.carried
             return self._read(opened, first, count, step)
@@ -348,7 +368,7 @@ class LaneReader:
             worker._worker_info = info
 
     def _read(self, opened: _OpenLane, first: int, count: int, step: int) -> tuple[list[Any], Cursor]:
-        """Read samples from where the lane stands, with retries."""
+        """Read samples from the lane's position, with retries."""
         lane = opened.lane
         epoch = opened.epoch
         before = opened.cursor
@@ -356,6 +376,7 @@ class LaneReader:
             if attempt:
                 self._count_retry()
                 time.sleep(_PAUSE)
+                # A failed iterator is of no use: open the part again at the last known position.
                 opened = self._opened(lane, epoch, before)
             try:
                 if opened.number < first:
@@ -379,17 +400,21 @@ class LaneReader:
             _close(opened.iterator)
 
     def nearest(self, lane: int, epoch: int, first: int, known: Cursor | None) -> Cursor:
-        """Return the nearest place before sample `first`: of the open lane, the known one, or the lane's start."""
+        """Return the nearest known position before sample `first`.
+
+        The open lane's, the given one, or the lane's start.
+        """
         cursors = [START] if known is None else [known, START]
         opened = self._open.get(lane)
         if opened and opened.epoch == epoch:
-            if opened.number == first:  # the usual case
+            # The usual case: the lane is read on.
+            if opened.number == first:
                 return opened.cursor
             cursors.append(opened.cursor)
         return max((each for each in cursors if each.number <= first), key=lambda each: each.number)
 
     def _opened(self, lane: int, epoch: int, cursor: Cursor) -> _OpenLane:
-        """Return the lane, opened at `cursor` unless it stands there."""
+        """Return the lane, opened at `cursor` unless it is there already."""
         opened = self._open.get(lane)
         if opened is None or (opened.epoch, opened.number) != (epoch, cursor.number):
             self._drop(lane)
@@ -403,7 +428,7 @@ class LaneReader:
         lane = opened.lane
         opened.parts = self._lanes.parts_of(epoch, lane)
         if self._repeats:
-            # the same in each epoch
+            # A mixture repeats its sources, so the position decides the epoch of the parts.
             opened.parts_epoch = opened.place // len(opened.parts)
             count = len(opened.parts)
             opened.parts_start = opened.parts_epoch * count
@@ -417,11 +442,13 @@ class LaneReader:
                 iterator = self._enter(opened)
             else:
                 iterator = opened.iterator
+            # Private to torch: a user's iterator asks `get_worker_info()` for its share.
             worker._worker_info = opened.info
             before = len(samples)
             try:
                 self._extend(opened, samples, iterator, count - before)
-            finally:  # on an error too, to name the sample
+            # Also on an error, so that the message names the right sample.
+            finally:
                 read = len(samples) - before
                 opened.offset += read
                 opened.number += read
@@ -432,10 +459,10 @@ class LaneReader:
     def _extend(self, opened: _OpenLane, samples: list[Any], iterator: Iterator[Any], count: int) -> None:
         """Append up to `count` samples of a part; seed at the start of each block.
 
-        A block has the same samples for whoever reads it, so what they draw depends on the data alone.
+        A block has the same samples for every reader, so what they draw depends on the data alone.
         """
         if not self._draws:
-            # Keeps what it has if the iterator fails
+            # `extend` keeps what it has read if the iterator fails.
             samples.extend(islice(iterator, count))
             return
         number = opened.number
@@ -458,24 +485,25 @@ class LaneReader:
 
     def _pass(self, opened: _OpenLane, count: int) -> None:
         """Read past samples that others have."""
+        # Reads the samples that other ranks train on, since a stream can only be read in order.
         while count > 0 and not opened.has_ended:
             count -= len(self._take(opened, min(count, self._lanes.micro_size)))
 
     def _enter(self, opened: _OpenLane) -> Iterator[Any]:
         """Open the lane's part at its offset."""
-        part = opened.part
+        part_number = opened.part
         epoch = opened.parts_epoch
-        worker._worker_info = opened.info = self._source.worker_info(part)
-        seed_everything(derive(self._seed, "part", epoch, part))
+        worker._worker_info = opened.info = self._source.worker_info(part_number)
+        seed_everything(derive(self._seed, "part", epoch, part_number))
         state = opened.cursor.state if opened.offset else opened.carried
-        found = self._source.open(part, epoch, opened.offset, state)
-        opened.iterator = found.iterator
-        if found.number < opened.offset:
-            self._read_past(opened, found)
-        return found.iterator
+        opened_part = self._source.open(part_number, epoch, opened.offset, state)
+        opened.iterator = opened_part.iterator
+        if opened_part.number < opened.offset:
+            self._read_past(opened, opened_part)
+        return opened_part.iterator
 
     def _read_past(self, opened: _OpenLane, found: Opened) -> None:
-        """Read past the first samples of a part that cannot seek, and report what that costs."""
+        """Read past the first samples of a part that cannot seek; log the cost."""
         began = time.monotonic()
         number = opened.number
         target = opened.offset
@@ -505,6 +533,7 @@ class LaneReader:
         opened.iterator = None
         opened.offset = 0
         opened.place = opened.place + 1
+        # A mixture never ends, so parts without any sample must not be searched for ever.
         if self._repeats and opened.has_ended:
             if opened.barren > _MAX_BARREN * self._lanes.parts + 100:
                 raise DataError(
@@ -522,7 +551,10 @@ class LaneReader:
         return opened.cursor
 
     def _checked(self, state: Any) -> Any:
-        """Return a copy of an iterator's state, which may change. Raises DataError if it is not JSON."""
+        """Return a copy of an iterator's state.
+
+        The iterator may change the state. Raises DataError if it is not JSON.
+        """
         if state is None:
             return None
         try:
@@ -548,5 +580,6 @@ class LaneReader:
 def _close(iterator: Iterator[Any] | None) -> None:
     close = getattr(iterator, "close", None)
     if callable(close):
-        with suppress(Exception):  # it may have failed already
+        # The iterator may have failed already.
+        with suppress(Exception):
             close()

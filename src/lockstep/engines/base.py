@@ -82,7 +82,10 @@ class Evaluate(Protocol):
     """Evaluate a step's loss again, for optimizers with a closure. Excludes the penalty. Collective."""
 
     def loss(self) -> Tensor:
-        """Return the loss of the pass that filled `.grad`, over all ranks: 0-dim. Waits for the device."""
+        """Return the loss of the pass that filled `.grad`, over all ranks.
+
+        0-dim. Waits for the device.
+        """
 
     def again(self) -> Tensor:
         """Repeat the pass at the current parameters; return the loss over all ranks, 0-dim.
@@ -223,27 +226,33 @@ class ScaledBackward:
         """Add the gradients of `factor * loss` to `.grad`."""
         root = self(loss, factor)
         if type(loss) is not Tensor or has_torch_function_unary(loss) or _backward_is_replaced():
+            # The public call serves subclasses of Tensor and tools that replace it. torch gives it no types.
             loss.backward(root)  # type: ignore[no-untyped-call]
             return
-        # Private to torch: before this call it checks that the root fits, which takes a tenth of a small model's
+        # Private to torch. `Tensor.backward` first checks that the root fits, which takes a tenth of a small model's
         # backward.
         _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def __call__(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Return the root: a 0-dim tensor of the loss's dtype. A tensor `factor` is 0-dim, on the loss's device."""
+        """Return the root of a backward: a 0-dim tensor of the loss's dtype.
+
+        A tensor `factor` is 0-dim, on the loss's device.
+        """
         if isinstance(factor, Tensor):
             return torch.add(factor.to(loss.dtype), loss.detach(), alpha=0)
         root = self._cache.get((loss.dtype, factor))
         if root is None:
-            if len(self._cache) > 16:  # drop old loss scales
+            # Dynamic loss scaling leaves behind scales that never return.
+            if len(self._cache) > 16:
                 self._cache.clear()
             root = self._cache[loss.dtype, factor] = torch.full_like(loss, factor, requires_grad=False).detach()
-        # 0 * inf is NaN; else nothing is added
+        # 0 * inf is NaN, so a loss that is not finite makes the root NaN. For a finite loss nothing is added.
         return torch.add(root, loss.detach(), alpha=0)
 
 
 def _backward_is_replaced() -> bool:
     """Whether a tool wraps torch's backward, as a recorder of what a program calls does."""
+    # The names of the modules in which torch defines these functions; a replacement comes from another one.
     public = (Tensor.backward, "torch._tensor"), (torch.autograd.backward, "torch.autograd")
     return any(getattr(call, "__globals__", {}).get("__name__") != module for call, module in public)
 
@@ -292,6 +301,8 @@ class Penalty:
             if gradient is None:
                 continue
             if is_dtensor(gradient) and is_dtensor(parameter):
+                # A parameter that fsdp keeps whole needs the whole gradient. All ranks of its mesh take part, in one
+                # order.
                 gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
             elif is_dtensor(gradient):  # of a parameter that fsdp holds whole
                 gradient = collectives.full_tensor(gradient)  # collective
@@ -310,6 +321,7 @@ class Penalty:
             if value is None:
                 return None
             if is_dtensor(value):
+                # The task computed the penalty from shards. All ranks of the mesh need its value.
                 value = collectives.full_tensor(value)  # collective
         except LockstepError:
             raise
@@ -326,7 +338,7 @@ class Penalty:
             )
         if self._first:
             self._first = False
-            # Waits for the device, in the first step
+            # Waits for the device, in the first step only.
             if not bool(value.isfinite()):
                 raise DataError(f"the task's `penalty` is {value.item()} at the first parameters: it must be finite")
         return value

@@ -14,9 +14,8 @@ __all__ = [
 ]
 
 
-_MIN_PARAMETERS = (
-    1_000_000  # parameters of a unit found by size: for smaller ones a collective costs more than it saves
-)
+# Fewest parameters of a unit found by size: for smaller ones a collective costs more than it saves.
+_MIN_PARAMETERS = 1_000_000
 
 
 class BlockUnits(NamedTuple):
@@ -51,8 +50,8 @@ def find_blocks(model: nn.Module, task_blocks: Iterable[nn.Module] = ()) -> Bloc
         return BlockUnits(blocks, f"{len(blocks)} blocks that the task names")
     for units, origin in ((repeated_layers(model), "repeated layers"), (_by_size(model), "submodules by size")):
         if units and not _shared(model, units):
-            kinds = ", ".join(sorted({type(module).__name__ for module in units}))
-            return BlockUnits(units, f"{len(units)} {origin} ({kinds})")
+            class_names = ", ".join(sorted({type(module).__name__ for module in units}))
+            return BlockUnits(units, f"{len(units)} {origin} ({class_names})")
     return BlockUnits([], "the model as one unit")
 
 
@@ -60,7 +59,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
     """Return the entries of ModuleLists with at least two modules of one class, in order."""
     layers: list[nn.Module] = []
     covered: set[nn.Module] = set()
-    # Outer modules come before those within them
+    # `modules` yields outer modules before those within them.
     for module in model.modules():
         if module in covered or not isinstance(module, nn.ModuleList) or len(module) < 2:
             continue
@@ -96,8 +95,8 @@ def _shared(model: nn.Module, blocks: list[nn.Module]) -> str:
     homes: dict[Tensor, nn.Module | None] = {}
     owner = {}
     for block in blocks:
-        for part in block.modules():
-            owner[part] = block
+        for submodule in block.modules():
+            owner[submodule] = block
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             names.setdefault(parameter, f"{prefix}.{name}".lstrip("."))

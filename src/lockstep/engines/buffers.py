@@ -53,16 +53,19 @@ class Replay:
         self._runs = [runs for _, _, runs in bound]
         self._sizes = [vector.numel() for vector in self._moments]
         device = self._moments[0].device
+        # At least float32: in half precision small updates of the statistics would vanish.
         widest = max((vector.dtype for vector in self._moments), key=lambda dtype: dtype.itemsize)
         self._dtype = torch.promote_types(widest, torch.float32)
         index = torch.arange(len(layers), device=device)
         lengths = torch.tensor(self._sizes[: len(layers)], device=device)
         layer_of = torch.repeat_interleave(index, lengths, output_size=sum(self._sizes[: len(layers)]))
-        self._layer_of = layer_of.repeat(2)  # of each element, its layer
+        # The layer of each element, for means and variances.
+        self._layer_of = layer_of.repeat(2)
         self._decay = torch.tensor([1.0 - (layer.share or 0.0) for layer in layers], dtype=torch.float64, device=device)
         self._average = torch.tensor([layer.share is None for layer in layers], device=device)
         self._rows: list[Tensor] = []
-        # Each rank has the statistics of all: nothing to gather, and an empty slot counts where others have samples.
+        # Synchronised layers have the statistics of all ranks: there is nothing to gather, and an empty slot counts
+        # where others have samples.
         self._is_shared = world.size > 1 and isinstance(layers[0], Synchronised)
 
     def begin(self) -> None:
@@ -78,14 +81,16 @@ class Replay:
         """
         rows = torch.stack(self._rows)
         most = max(self._sharing.now.slots) if self._sharing else 0
-        if len(rows) < most:  # rows of zeros: no layer counts
+        # All ranks send as many rows. In rows of zeros no layer counts.
+        if len(rows) < most:
             rows = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
         if self._world.size > 1 and not self._is_shared:
-            parts = [torch.empty_like(rows) for _ in range(self._world.size)]
-            collectives.all_gather(parts, rows)  # collective
-            rows = torch.cat(parts)
+            rows_by_rank = [torch.empty_like(rows) for _ in range(self._world.size)]
+            # All ranks, once a step: the statistics of every micro-batch, in their order.
+            collectives.all_gather(rows_by_rank, rows)  # collective
+            rows = torch.cat(rows_by_rank)
         self._fold_in(rows)
-        # For a loop that does not call `accumulate`, and so never `begin`
+        # A loop that does not call `accumulate` never calls `begin` either.
         self._rows = []
 
     @torch.no_grad()
@@ -101,6 +106,7 @@ class Replay:
 
     def clear(self) -> None:
         """Discard the statistics of forwards since the last `clear`."""
+        # Private to torch: zeroes all vectors in one kernel. Also below: one kernel for all layers.
         torch._foreach_zero_(self._moments)
         torch._foreach_zero_(self._runs)
 
@@ -114,9 +120,10 @@ class Replay:
     @torch.no_grad()
     def put(self, row: Tensor) -> None:
         """Restore into the layers a vector returned by `row`."""
-        parts = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
-        torch._foreach_copy_(self._moments, list(parts[: len(self._moments)]))
-        torch._foreach_copy_(self._runs, [each.reshape(()) for each in parts[len(self._moments) :]])
+        vectors = row.split_with_sizes([*self._sizes, *[1] * len(self._runs)])
+        # Private to torch: copies all vectors in one kernel.
+        torch._foreach_copy_(self._moments, list(vectors[: len(self._moments)]))
+        torch._foreach_copy_(self._runs, [run_count.reshape(()) for run_count in vectors[len(self._moments) :]])
 
     @contextlib.contextmanager
     def unmoved(self) -> Iterator[None]:
@@ -126,10 +133,13 @@ class Replay:
         self.put(row)
 
     def _fold_in(self, rows: Tensor) -> None:
-        """Fold in row by row: running = running * decay + added; without a forward, decay is 1 and added 0."""
+        """Fold in the statistics, row by row: running = running * decay + added.
+
+        Without a forward of a layer its decay is 1 and nothing is added.
+        """
         runs = rows[:, -len(self._layers) :].to(torch.int64)
         tracked = _not_none([layer.num_batches_tracked for layer in self._layers])
-        # In whole numbers: a cumulative sum of floats is not deterministic on CUDA, where exact mode refuses it.
+        # Count in integers: a cumulative sum of floats is not deterministic on CUDA, and exact mode refuses it there.
         total = (torch.stack(tracked) + runs.cumsum(0)).double().clamp(min=1.0)
         decay = torch.where(self._average, 1.0 - runs / total, self._decay**runs).to(self._dtype)[:, self._layer_of]
         scale = torch.where(self._average, 1.0 / total, 1.0).to(self._dtype)[:, self._layer_of]
@@ -137,8 +147,10 @@ class Replay:
         running += _not_none([layer.running_var for layer in self._layers])
         flat = torch.cat([vector.to(self._dtype) for vector in running])
         added = rows[:, : -len(self._layers)] * scale
+        # A loop, not one product: the additions must have the order of the micro-batches.
         for row, share in zip(added.unbind(), decay.unbind(), strict=True):
             flat = flat * share + row
+        # Private to torch: writes all layers in one kernel.
         torch._foreach_copy_(running, list(flat.split_with_sizes(self._sizes)))
         torch._foreach_add_(tracked, list(runs.sum(0).unbind()))
 
@@ -184,8 +196,9 @@ class Buffered:
         self._buffers = buffers
         self._in_step = False  # from a step's first micro-batch to its end
         self._counts = True  # the current pass may change buffers
-        # The current micro-batch is this rank's last in the step
+        # Whether the current micro-batch is this rank's last in the step.
         self._is_last = True
+        # A loop that does not call `accumulate` begins its first step here.
         self._buffers.begin()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -218,7 +231,8 @@ class Buffered:
         if not self._counts:
             self._engine.backward(loss, weight)
             return
-        if self._replay:  # before the backward, which may recompute the forward
+        # Take the statistics before the backward, which may recompute the forward.
+        if self._replay:
             self._replay.take(weight)
         self._engine.backward(loss, weight)
         if weight == 0.0:
@@ -236,14 +250,16 @@ class Buffered:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         in_step = self._in_step
+        # All ranks, in the first two steps: which buffers do the forwards write?
         self._buffers.check()
         if self._replay:
             self._replay.finish()  # collective
-        self._buffers.share()  # collective; before the update, so that losing a rank leaves it complete or not made
+        # All ranks. Before the update: if a rank fails, either all ranks have updated or none has.
+        self._buffers.share()  # collective
         result = self._engine.step(factor, limit, momentum, evaluate)
         self._in_step = False
         self._buffers.end(result, limit)
-        # A loop that does not call `accumulate`: the next step begins here
+        # In a loop that does not call `accumulate` the next step begins here.
         if not in_step:
             self._buffers.begin()
         return result
@@ -290,8 +306,8 @@ def as_before(model: nn.Module, own: Own) -> Iterator[None]:
     Raises:
         ConfigError: a tensor of the task was replaced by one of another shape, which cannot be restored.
     """
-    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    buffers = {id(b): b for _, entries in places for b in entries.values() if b is not None and not b.is_meta}
+    module_buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = {id(b): b for _, entries in module_buffers for b in entries.values() if b is not None and not b.is_meta}
     copies = [
         (tensor, tensor.detach().clone()) for tensor in (*buffers.values(), *own().values()) if not tensor.is_meta
     ]
@@ -299,7 +315,8 @@ def as_before(model: nn.Module, own: Own) -> Iterator[None]:
     try:
         yield
     finally:
-        for present, entries in places:
+        # First put the tensor objects back, since a forward may have replaced them; then their values.
+        for present, entries in module_buffers:
             present.clear()
             present.update(entries)
         with torch.no_grad():
@@ -319,12 +336,12 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
 def _restore_replaced(names: Mapping[str, tuple[Tensor, Tensor]], present: Mapping[str, Tensor]) -> None:
     """Copy the former values into a tensor that replaced another under the same name."""
     for name, (tensor, before) in names.items():
-        now = present.get(name)
-        if now is None or now is tensor:
+        current = present.get(name)
+        if current is None or current is tensor:
             continue
-        if now.shape != before.shape:
+        if current.shape != before.shape:
             raise ConfigError(
-                f"task/{name}, which `loss` writes, changed its shape from {list(before.shape)} to {list(now.shape)}: "
-                "allocate it at full size, and write into it in place"
+                f"task/{name}, which `loss` writes, changed its shape from {list(before.shape)} to "
+                f"{list(current.shape)}: allocate it at full size, and write into it in place"
             )
-        now.copy_(before)
+        current.copy_(before)

@@ -43,7 +43,7 @@ class Closure:
     Args:
         parameters: those of the optimizer.
         first: returns the loss of the pass whose gradients are in `.grad`.
-        again: repeats the pass, fills `.grad` and returns the loss.
+        repeat: repeats the pass, fills `.grad` and returns the loss.
         suspicious: compare the parameters' norms too: torch's version counter misses writes through `.data`. Waits for
             the device.
 
@@ -90,34 +90,37 @@ def takes_closure(optimizer: Optimizer) -> bool:
     if (step.__module__ or "").startswith(_OWN_PACKAGES):
         return isinstance(optimizer, LBFGS)
     parameters = list(inspect.signature(step).parameters.values())[1:]
-    return any(each.name == "closure" or each.kind is not each.KEYWORD_ONLY for each in parameters)
+    return any(parameter.name == "closure" or parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
 
 
 @contextmanager
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Split each group with sharded and whole parameters in two, since torch's kernels take no mixed list.
+    """Split each group that mixes sharded and whole parameters in two.
+
+    torch's foreach and fused kernels take no list with both.
 
     Afterwards the groups are the same objects as before, with what the optimizer wrote into them.
     """
     groups = optimizer.param_groups
-    parts = list[dict[str, Any]]()
-    firsts = []
+    split_groups = list[dict[str, Any]]()
+    first_indices = []
     for group in groups:
         sharded = [parameter for parameter in group["params"] if is_dtensor(parameter)]
         whole = [parameter for parameter in group["params"] if not is_dtensor(parameter)]
-        firsts.append(len(parts))
+        first_indices.append(len(split_groups))
         mixed = sharded and whole
-        parts += [{**group, "params": sharded}, {**group, "params": whole}] if mixed else [group]
-    if len(parts) == len(groups):
+        split_groups += [{**group, "params": sharded}, {**group, "params": whole}] if mixed else [group]
+    if len(split_groups) == len(groups):
         yield
         return
-    optimizer.param_groups = parts
+    optimizer.param_groups = split_groups
     try:
         yield
     finally:
+        # The optimizer may have written settings such as a step count into the copies.
         optimizer.param_groups = groups
-        for group, first in zip(groups, firsts, strict=True):
-            group.update({key: value for key, value in parts[first].items() if key != "params"})
+        for group, index in zip(groups, first_indices, strict=True):
+            group.update({key: value for key, value in split_groups[index].items() if key != "params"})
 
 
 def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
@@ -129,6 +132,7 @@ def step_of(optimizer: Optimizer, closure: Callable[[], Tensor] | None) -> None:
     elif "closure" in inspect.signature(inspect.unwrap(type(optimizer).step)).parameters:
         step(closure=closure)
     else:
+        # torch's version counter is private: it is the only cheap way to see a write.
         step(closure)
 
 
@@ -141,6 +145,7 @@ def _versions(parameters: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def _norms(parameters: Sequence[Tensor]) -> Tensor:
     """Return the norm of each parameter, as a cheap fingerprint of its values."""
     if parameters:
+        # Private to torch: norms of all parameters in one kernel.
         norms = torch._foreach_norm([local_of(parameter) for parameter in parameters])
     else:
         norms = ()
@@ -185,11 +190,14 @@ def unpack(optimizer: LBFGS, tensors: Mapping[str, Tensor]) -> None:
     parameters = optimizer.param_groups[0]["params"]
     state = optimizer.state[parameters[0]]
     state.clear()
+    # Reads from the device, at a load only.
     state |= {key: int(tensors[key].item()) for key in ("func_evals", "n_iter")}
     if not state["n_iter"]:
         return
+    # As above.
     state |= {key: tensors[key].item() for key in ("t", "H_diag", "prev_loss")}
     state |= {key: tensors[key].clone() for key in _VECTORS}
+    # As above.
     pairs = int(tensors["pairs"].item())
     state |= {key: [row.clone() for row in tensors[key][:pairs].unbind()] for key in _HISTORIES}
 

@@ -40,6 +40,7 @@ class DataParallel:
             raise ConfigError(
                 "--exact does not work with --engine data-parallel, which splits micro-batches; use --engine ddp"
             )
+        # torch copies a model for each GPU attribute by attribute, so the copies would share a replaced forward.
         if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None):
             raise ConfigError("--engine data-parallel cannot copy a model with autocast or --compile; use --engine ddp")
         settings.say(
@@ -47,7 +48,8 @@ class DataParallel:
             "Python thread's lock: --engine ddp is faster and uses memory evenly"
         )
         self._module = model
-        self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001 - this engine is there to be compared with
+        # LS001 warns of DataParallel; this engine exists for comparison.
+        self.model: nn.Module = nn.DataParallel(model)  # noqa: LS001
         instance = optimizer(model)
         parameters = trained(model, instance)
         self._update = OptimizerStep(model, instance, settings, cleared=parameters, once=_NAME, dense=_NAME)

@@ -42,14 +42,16 @@ __all__ = [
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+# torch exports GradBucket at run time only, so mypy does not find the name.
 def averaged(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """Average the bucket over the ranks in `dtype`.
 
     Divides before the sum, so that the sum has the magnitude of one gradient.
     """
     buffer: Tensor = bucket.buffer()
-    view = torch.view_as_real(buffer) if buffer.is_complex() else buffer  # a cast would drop the imaginary parts
-    # Called from the backward, whose errors are translated where it is called.
+    # A cast of a complex tensor would drop its imaginary parts.
+    view = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    # All ranks, once per bucket. DDP calls this during the backward, whose errors are translated where it is called.
     work: Any = dist.all_reduce((view / dist.get_world_size()).to(dtype), async_op=True)  # collective
 
     def copy_back(future: "torch.futures.Future[Any]") -> Tensor:
@@ -64,7 +66,7 @@ class GradientUsage:
     """Count, for each parameter, the backwards that gave it a gradient. Call `next_backward` before each.
 
     Args:
-        named: the trained parameters, in the same order on every rank. Each gets its hook before the next is
+        parameters: the trained parameters by name, in the same order on every rank. Each gets its hook before the next
             requested, so a generator may gather one at a time.
         world: the ranks.
 
@@ -81,7 +83,7 @@ class GradientUsage:
         self.is_alike = True
         self._uses = GradientCounts()
         self._handles: list[Any] = []
-        # Also if the engine is rebuilt before the counts were read.
+        # The hooks would also count if the engine is rebuilt before the counts are read.
         self._end = weakref.finalize(self, _remove_hooks, self._handles)
         for index, (name, tensor) in enumerate(parameters):
             parameter: Any = tensor
@@ -112,7 +114,7 @@ class GradientUsage:
         return [count > 0 for count in self._uses.counts]
 
     def missed(self, backwards: int) -> list[str]:
-        """Return the parameters that some rank did not use in each of its `backwards`. Collective."""
+        """Return the parameters that some rank did not use in all of its `backwards`. Collective."""
         return [name for name, count in zip(self.names, self._reduce_counts(backwards), strict=True) if count[0]]
 
     def unused(self, mark: int = 0) -> list[bool]:
@@ -126,19 +128,25 @@ class GradientUsage:
         return unused
 
     def check_reentrant(self) -> tuple[bool, bool]:
-        """Return whether a backward ran others inside it, and whether one used a parameter twice. Collective."""
-        found = [self._uses.is_reentrant, self._uses.is_repeated]
-        by_rank = self._world.gather(found)  # collective
-        return any(each[0] for each in by_rank), any(each[1] for each in by_rank)
+        """Return whether a backward ran others inside it or used a parameter twice. Collective.
+
+        Two flags, the same on every rank.
+        """
+        flags = [self._uses.is_reentrant, self._uses.is_repeated]
+        # All ranks, once: after the first step.
+        by_rank = self._world.gather(flags)  # collective
+        return any(flags_of_rank[0] for flags_of_rank in by_rank), any(flags_of_rank[1] for flags_of_rank in by_rank)
 
     def _reduce_counts(self, backwards: int, mark: int = 0) -> list[tuple[int, int]]:
         """Return each parameter's (ranks that used it in fewer than `backwards` backwards, total uses)."""
         rows = [[int(count < backwards), count] for count in self._uses.counts]
         table = torch.tensor([*rows, [mark, mark * mark]], dtype=torch.int64)
         if self._world.size > 1:
+            # All ranks, on the host: the counts are no device tensors, and no kernel has to wait.
             collectives.all_reduce(table, group=self._world.control)  # collective
+        # Does not wait for the device: the table is on the host.
         *counts, (total, squares) = table.tolist()
-        # Else they vary
+        # By Cauchy-Schwarz the sums are in this relation only if all ranks have the same mark.
         self.is_alike = self._world.size * squares == total * total
         return [(misses, uses) for misses, uses in counts]
 
@@ -171,7 +179,10 @@ class GradientCounts:
 
 
 class Hook:
-    """Count one parameter's gradients. A class, not a closure, so that models with the hook can be copied."""
+    """Count one parameter's gradients.
+
+    A class, not a closure, so that a model with the hook can be copied.
+    """
 
     def __init__(self, uses: GradientCounts, index: int) -> None:
         self._uses = uses
@@ -180,7 +191,7 @@ class Hook:
     def __call__(self, parameter: Tensor) -> None:
         uses = self._uses
         index = self._index
-        # private; torch's checkpoints use it too
+        # Private to torch, which has no other identity of a backward; its reentrant checkpoints use it too.
         uses.graphs.add(torch._C._current_graph_task_id())
         uses.is_reentrant = uses.is_reentrant or len(uses.graphs) > 1
         if uses.latest[index] == uses.backward:
@@ -196,11 +207,10 @@ def listed(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-# DDP's option for its own exchange of buffers: renamed in torch 2.13, where the old name warns.
-# Passing any bucket size, even the default, disables DDP's smaller first bucket, whose exchange overlaps the backward.
+# DDP's option for its own exchange of buffers. torch 2.13 renamed it, and the old name warns there.
 _DEFAULT_OPTIONS = EngineOptions()
 _DDP_PARAMETERS = signature(DistributedDataParallel).parameters
-# A private name of torch: names of parameters and buffers that DDP neither sends nor exchanges.
+# Private to torch: the names of parameters and buffers that DDP's constructor does not broadcast.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _BUFFER_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
 
@@ -235,7 +245,7 @@ class ReplicatedEngine:
         self._tree: Tree | None = None
         self._ddp: DistributedDataParallel | None = None
         self._usage: GradientUsage | None = None
-        # Those that DDP exchanges, as it counts them
+        # In the order in which DDP counts them.
         self._ddp_parameters: list[tuple[str, nn.Parameter]] = []
         self._last = True
         self._backwards = 0
@@ -246,6 +256,7 @@ class ReplicatedEngine:
         if settings.exact:
             self._build_tree()
         else:
+            # All ranks start with rank 0's buffers. DDP's constructor broadcasts the parameters.
             send_from_rank_0(module.buffers())
             self._wrap(settings.options.find_unused_parameters == "true")
             if not settings.options.static_graph:
@@ -263,12 +274,13 @@ class ReplicatedEngine:
         if self._tree or self._usage or self._by_hand:
             if self._usage:
                 self._usage.next_backward()
+            # DDP exchanges nothing here; `finish` does it.
             self._roots.run(loss, scale)
             self._backwards += 1
             if self._tree:
                 self._tree.push()
             return
-        # Starting from the world size undoes DDP's division at no cost.
+        # Scaling the root by the world size undoes DDP's division at no cost.
         self._roots.run(loss, scale if self._settings.loss_scaling else scale * self._world.size)
         if self._last:
             self._complete_reduction()
@@ -283,6 +295,7 @@ class ReplicatedEngine:
         ddp = self._ddp
         module = self._module
         if ddp is not None:
+            # mypy rejects assigning to a method. The instance's attribute hides DDP's forward for the context.
             ddp.forward = lambda *args, **kwargs: module(*args, **kwargs)  # type: ignore[method-assign]
         try:
             yield
@@ -291,14 +304,17 @@ class ReplicatedEngine:
                 del ddp.forward
             if self._usage:
                 self._usage.begin()
-        # It has counted the backward as its first
+        # The static graph has recorded the rehearsal's backward as its first one, so it must be rebuilt.
         if ddp is not None and self._settings.options.static_graph:
             self._wrap(self._settings.options.find_unused_parameters == "true")
             self._sync_always = True
 
     @contextmanager
     def apart(self) -> Iterator[Callable[[Tensor, float], None]]:
-        """Yield a backward of the plain module's loss on this rank alone, which leaves no counts."""
+        """Yield a backward on this rank alone, which leaves no counts.
+
+        It computes the gradient of the plain module's loss.
+        """
         try:
             yield self.backward_alone
         finally:
@@ -314,7 +330,8 @@ class ReplicatedEngine:
         elif self._by_hand:
             self._sum_by_hand()
         elif self._settings.loss_scaling:
-            # A backward that starts from the world size overflows float16 sooner, the more ranks there are.
+            # With loss scaling the root must not grow with the ranks, or float16 would overflow sooner. Multiply
+            # afterwards instead.
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], self._world.size)
         self._sync_always = False
 
@@ -335,8 +352,10 @@ class ReplicatedEngine:
         device = self._world.device
         buffer_option: dict[str, Any] = {_BUFFER_OPTION: False}
         former = self._ddp or self._settings.wrapper
+        # Keep the object: the loop holds a reference. Running its constructor again rebuilds the reducer.
         ddp = former if isinstance(former, DistributedDataParallel) else None
         ddp = ddp or DistributedDataParallel.__new__(DistributedDataParallel)
+        # Any bucket size, even the default, disables DDP's smaller first bucket, whose exchange overlaps the backward.
         if options.bucket_cap_mb == _DEFAULT_OPTIONS.bucket_cap_mb:
             bucket = None
         else:
@@ -356,7 +375,7 @@ class ReplicatedEngine:
             ddp.register_comm_hook(HALVES[options.compression], averaged)
         if find_unused:
             _silence_unused_warning(ddp)
-        # A forward outside of steps, as in an evaluation, awaits no backward
+        # A forward outside of steps, such as an evaluation's, is followed by no backward.
         ddp.require_backward_grad_sync = False
         self._ddp, self._ddp_parameters = ddp, self._trained_parameters()
 
@@ -365,6 +384,7 @@ class ReplicatedEngine:
         is_reentrant, is_repeated = usage.check_reentrant()  # collective
         mode = self._settings.options.find_unused_parameters
         usage.close()
+        # The first step exchanges by hand: no reducer can know yet which parameters stay unused.
         self._usage = None
         if names and mode == "false":
             raise self._missed_error(names)
@@ -411,23 +431,26 @@ class ReplicatedEngine:
             raise self._missed_error([name for name, _ in missed])
         parameters = [parameter for _, parameter in missed]
         unset = [parameter for parameter in parameters if parameter.grad is None]
+        # x + -0.0 is x for every x, so the other ranks' sums keep their bits.
         with torch.no_grad():
             zeros = [-torch.zeros_like(parameter) for parameter in parameters]
-        torch.autograd.backward(parameters, zeros)  # collective: DDP's hooks count these gradients too
+        # All ranks wait for these parameters in DDP's reducer; its hooks count these gradients too.
+        torch.autograd.backward(parameters, zeros)  # collective
         for parameter in unset:
             gradient = parameter.grad
             if gradient is not None and torch.equal(as_bytes(gradient), as_bytes(-torch.zeros_like(gradient))):
-                # Waits for the device, in such a step only
+                # Waits for the device, only in a step with missed parameters.
                 parameter.grad = None
 
     def _missed_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters whose gradients DDP still waits for on this rank."""
         ddp: Any = self._ddp
         try:
-            # private: DDP itself asks only in the next forward
+            # Private to DDP, which asks only in the next forward: too late for this step's update.
             ddp._check_reducer_finalized()
         except RuntimeError as error:
-            # The reducer gives the indices in its text alone; the other ranks wait, so there is no second source.
+            # The indices are nowhere but in the text of the reducer's error. The other ranks wait, so they cannot be
+            # asked.
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if match is None:
                 raise
@@ -436,7 +459,10 @@ class ReplicatedEngine:
 
 
 class _Exchange:
-    """A context in which DDP exchanges the gradients of the backward: the reverse of its `no_sync`."""
+    """A context in which DDP exchanges the gradients of the backward.
+
+    The reverse of its `no_sync`.
+    """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
@@ -455,6 +481,7 @@ def _silence_unused_warning(ddp: Any) -> None:
     warnings become Python warnings only inside a torch function that calls back, such as `apply_`; only there can they
     be filtered.
     """
+    # Private to DDP: the function that prints the warning, replaced on this instance alone.
     after_forward = type(ddp)._post_forward
 
     def post_forward(output: Any) -> Any:
@@ -482,7 +509,10 @@ def check_launched(name: str, world: World) -> None:
 
 @contextmanager
 def _ignored_buffers(module: nn.Module) -> Iterator[None]:
-    """Let DDP's constructor broadcast no buffers: its broadcast lacks uint16 and sparse tensors, for example."""
+    """Let DDP's constructor broadcast no buffers.
+
+    Its broadcast does not support uint16 and sparse tensors, for example.
+    """
     had = _IGNORED in vars(module)
     former = getattr(module, _IGNORED, ())
     setattr(module, _IGNORED, [*former, *(name for name, _ in module.named_buffers(remove_duplicate=False))])
@@ -504,11 +534,13 @@ def same_start(model: nn.Module) -> None:
 def send_from_rank_0(tensors: Iterable[Tensor]) -> None:
     """Broadcast rank 0's values of `tensors`, in place, except sparse ones. None may be expanded."""
     with torch.no_grad():
-        for tensor in (each for each in tensors if each.layout is torch.strided):
+        for tensor in (candidate for candidate in tensors if candidate.layout is torch.strided):
+            # All ranks call this with the same tensors in the same order.
             collectives.broadcast(tensor, src=0)  # collective
 
 
-_BUCKET_BYTES = 25 * 2**20  # as DDP's default
+# The size of DDP's own buckets: one exchange of 25 MiB costs little more than its bytes.
+_BUCKET_BYTES = 25 * 2**20
 
 
 def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) -> None:
@@ -522,8 +554,10 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
     if world.size == 1:
         return
     flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    # All ranks agree on the parameters in use, on the host, since a gradient may exist on some of them only.
     collectives.all_reduce(flags, group=world.control)  # collective
     gradients = []
+    # Does not wait for the device: the flags are on the host.
     for parameter, flag in zip(parameters, flags.tolist(), strict=True):
         if flag:
             if parameter.grad is None:
@@ -531,17 +565,20 @@ def sum_by_hand(parameters: list[nn.Parameter], world: World, compression: str) 
             gradients.append(parameter.grad)
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        numbers = torch.view_as_real(flat) if flat.is_complex() else flat  # a cast would drop the imaginary parts
-        # Divided before a sum in half precision, so that it has the magnitude of one gradient.
+        # A cast of a complex tensor would drop its imaginary parts.
+        numbers = torch.view_as_real(flat) if flat.is_complex() else flat
+        # Divide before a sum in half precision, so that the sum has the magnitude of one gradient.
         if compression in HALVES:
             sent = (numbers / world.size).to(HALVES[compression])
         else:
             sent = numbers
+        # All ranks, once per bucket; only in the first step, or with reentrant checkpoints.
         collectives.all_reduce(sent)  # collective
         if sent is not numbers:
             numbers.copy_(sent).mul_(world.size)
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
+        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+        # Private to torch: copies all pieces in one kernel.
+        torch._foreach_copy_(bucket, [piece.view(g.shape) for piece, g in zip(pieces, bucket, strict=True)])
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

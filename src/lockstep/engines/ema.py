@@ -88,7 +88,8 @@ class EMAEngine:
         pairs = model.named_parameters()
         self._parameters: dict[str, Tensor] = {n: p for n, p in pairs if p.requires_grad or n in names}
         if masters:
-            self._parameters = {str(place): part for place, part in enumerate(masters.parts())}
+            # Master weights are flat and have no names; their numbers serve.
+            self._parameters = {str(number): shard for number, shard in enumerate(masters.parts())}
         self._averages = {name: _widen(parameter) for name, parameter in self._parameters.items()}
         if masters:
             add_counter(self.model, lambda: Footprint(0, 0, count_bytes(self._averages.values())))
@@ -128,7 +129,9 @@ class EMAEngine:
     @torch.no_grad()
     def _learn(self, applied: Tensor) -> None:
         """Move the average towards the weights if `applied` (0-dim) is true, else not at all."""
+        # Does not wait for the device, which alone may know whether the update was applied.
         applied = applied.to(self._updates.device, non_blocking=True)
+        # Start with a short memory: the first averages would otherwise stay close to the random initial weights.
         decay = torch.clamp((1 + self._updates) / (10 + self._updates), max=self._decay)
         share = torch.where(applied, 1 - decay, torch.zeros_like(decay))
         self._updates += applied
@@ -149,9 +152,11 @@ class EMAEngine:
         """
         with self._swap():
             if self._masters:
+                # All ranks: the masters are split over them.
                 self._masters.show()  # collective
             yield
         if self._masters:
+            # All ranks, as above. An error skips this: other ranks may not share it.
             self._masters.show()  # collective
 
     @contextmanager
@@ -165,11 +170,11 @@ class EMAEngine:
             yield
         finally:
             with torch.no_grad():
-                for (parameter, average), own in zip(self._pairs(), originals, strict=False):
-                    if own is None:
+                for (parameter, average), original in zip(self._pairs(), originals, strict=False):
+                    if original is None:
                         _swap_values(parameter, average)
                     else:
-                        parameter.copy_(own)
+                        parameter.copy_(original)
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
         self._engine.rehearse(loss)
@@ -182,16 +187,16 @@ class EMAEngine:
         engine_state = without_average(state)
         self._engine.load_state_dict(engine_state)
         entries = {name: tensor for name, tensor in state.items() if name not in engine_state}
-        own = self._average_state()
-        if entries and entries.keys() != own.keys():
-            names = sorted(entries.keys() ^ own.keys())
+        present_average = self._average_state()
+        if entries and entries.keys() != present_average.keys():
+            names = sorted(entries.keys() ^ present_average.keys())
             raise CheckpointError(
                 f"the average does not match the model: {', '.join(names[:3])} on one side only; use the model that "
                 "wrote it"
             )
         with torch.no_grad():
             if entries:
-                self._load_average(entries, own)
+                self._load_average(entries, present_average)
             else:
                 self._updates.zero_()
                 for parameter, average in self._pairs():
@@ -200,6 +205,7 @@ class EMAEngine:
     def _load_average(self, entries: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         if self._masters:
             with self._swap():
+                # All ranks load their parts. `take` writes into the masters, so the averages are swapped in first.
                 self._masters.take(
                     {n.removeprefix(AVERAGE): t for n, t in entries.items() if n != _COUNT}
                 )  # collective
@@ -212,6 +218,7 @@ class EMAEngine:
         averages: Mapping[str, Tensor] = self._averages
         if self._masters:
             with self._swap():
+                # All ranks: each name's parts are on several of them.
                 averages = self._masters.named()  # collective
         return {AVERAGE + name: average for name, average in averages.items()} | {_COUNT: self._updates}
 
@@ -247,9 +254,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _swap_values(parameter: Tensor, average: Tensor) -> Tensor | None:
     """Swap values of a parameter and its average; if dtypes differ, return the parameter's instead."""
-    own = parameter.clone()
+    original = parameter.clone()
     parameter.copy_(average)
     if average.dtype != parameter.dtype:
-        return own
-    average.copy_(own)
+        return original
+    average.copy_(original)
     return None

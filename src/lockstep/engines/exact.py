@@ -1,7 +1,7 @@
 """The fixed tree: add a step's gradients in one order for any number of ranks.
 
 The number M of a step's micro-batches alone fixes the tree. The left half of a node has the largest power of two of
-its micro-batches that is less than all of them, and a node's sum is that of its left half plus that of its right half.
+its micro-batches that is less than their number, and a node's sum is that of its left half plus that of its right half.
 A rank owns a run of consecutive micro-batches, which consists of at most 2 log2(M) whole subtrees; `Tree` computes
 their sums. `Exchange` does the rest: each rank takes one piece of the vectors, receives that piece of all subtrees'
 sums, adds them in the tree's order, and all ranks gather the results. Bits are equal because every addition has the
@@ -101,7 +101,7 @@ def _splits(micro_batches: int) -> frozenset[tuple[int, int, int]]:
 
 
 class Subtotals(Generic[Sum]):
-    """Sums of adjacent micro-batches, added in order as far as the tree allows.
+    """Sums of adjacent micro-batches, added in order where the tree allows it.
 
     Adds two sums once they are the left and right half of a node. Holds one sum for each of the `subtrees` of the
     micro-batches pushed so far: at most 2 log2(M).
@@ -119,9 +119,9 @@ class Subtotals(Generic[Sum]):
     def push(self, span: TreeSpan, term: Sum) -> None:
         """Take over a subtree's sum; its micro-batches follow those pushed before."""
         while self._stack and (self._stack[-1][0].start, span.start, span.stop) in self._splits:
-            before, left = self._stack.pop()
+            before, left_sum = self._stack.pop()
             span = TreeSpan(before.start, span.stop)
-            term = self._add(left, term)
+            term = self._add(left_sum, term)
         self._stack.append((span, term))
 
     def __len__(self) -> int:
@@ -142,8 +142,8 @@ def held_at_most(micro_batches: int, ranks: int) -> int:
     most = 0
     for start, stop in equal_shares(micro_batches, ranks).runs:
         sums: Subtotals[int] = Subtotals(micro_batches, int.__add__)
-        for place in range(start, stop):
-            sums.push(TreeSpan(place, place + 1), 1)
+        for micro_batch in range(start, stop):
+            sums.push(TreeSpan(micro_batch, micro_batch + 1), 1)
             most = max(most, len(sums))
     return most
 
@@ -185,7 +185,7 @@ class Tree:
         self._parameters = parameters
         self._world = world
         self._sharing = sharing
-        # Holds each exactly
+        # The narrowest dtype that represents every gradient exactly.
         self._dtype = functools.reduce(torch.promote_types, {_real(p).dtype for p in parameters})
         self._cache: dict[Shares, Subtrees] = {}
         self._micro_batches = micro_batches
@@ -196,21 +196,25 @@ class Tree:
 
     def push(self) -> None:
         """Take the gradients of one backward out of `.grad`. Call once a micro-batch."""
-        if not self._count:  # a step begins
+        # The shares may change between steps, but not within one.
+        if not self._count:
             self._subtrees = self._current_subtrees()
-        place = self._subtrees.mine.start + self._count
+        micro_batch = self._subtrees.mine.start + self._count
         self._count += 1
-        if place < self._subtrees.mine.stop:  # else the slot is empty, and there is no such micro-batch
-            # One layout for all, since a norm's order of summation may depend on it.
+        # Beyond the run the slot is empty: there is no such micro-batch.
+        if micro_batch < self._subtrees.mine.stop:
+            # Use one memory layout for all gradients, since a norm's order of summation may depend on it.
             gradients = [
                 None if p.grad is None else _real(p.grad).to(self._dtype).contiguous() for p in self._parameters
             ]
-            self._sums.push(TreeSpan(place, place + 1), gradients)
+            self._sums.push(TreeSpan(micro_batch, micro_batch + 1), gradients)
         for parameter in self._parameters:
             parameter.grad = None
 
     def finish(self) -> None:
-        """Set `.grad` to the sum over all micro-batches of all ranks; None for unused parameters. Collective.
+        """Set `.grad` to the sum over all micro-batches of all ranks. Collective.
+
+        Parameters that no rank uses get None.
 
         Raises:
             LockstepError: the number of micro-batches pushed differs from this rank's slots.
@@ -219,6 +223,7 @@ class Tree:
         self._count = 0
         check_slots(count, self._subtrees.slots, self._world)
         if self._world.size > 1:
+            # Made at the first use, since it allocates a vector of all gradients.
             self._exchange = self._exchange or Exchange([_real(p) for p in self._parameters], self._dtype, self._world)
             sums = self._exchange(self._sums.taken(), self._subtrees)
         else:
@@ -240,7 +245,7 @@ class Tree:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as pairs of reals, which add alike; return others unchanged."""
+    """View a complex tensor as pairs of reals, with the same sums; return others unchanged."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().resolve_conj())
     return tensor
@@ -278,18 +283,20 @@ class Exchange:
             self._late = parameters[0].device.type == "cuda"
         else:
             self._late = self.late
-        # Used by this rank's micro-batches of the current step
+        # Whether this rank's micro-batches of the current step used each parameter.
         self._local_flags = [False] * len(parameters)
-        # Whether the ranks exchange their flags; None: before the first step
+        # Whether the ranks exchange their flags in each step; None before the first step.
         self._sends_flags: bool | None = None
         sizes = [p.numel() for p in parameters]
+        # A multiple of 16 elements, as in memory of its own: norm kernels choose their order by the alignment.
         starts = [0, *itertools.accumulate(-(-size // 16) * 16 for size in sizes)]
-        length = starts[-1] + len(sizes)  # the last: whether each was used
-        length += -length % self._ranks  # up to equal pieces a rank
+        # The flags of the used parameters follow the gradients; then pad to equal pieces per rank.
+        length = starts[-1] + len(sizes)
+        length += -length % self._ranks
         self._vector = torch.zeros(length, dtype=dtype, device=parameters[0].device)
         self._spare_room: Tensor | None = None
-        places = zip(starts, sizes, parameters, strict=False)
-        self._parts = [self._vector.narrow(0, start, size).view(p.shape) for start, size, p in places]
+        layout = zip(starts, sizes, parameters, strict=False)
+        self._parts = [self._vector.narrow(0, start, size).view(p.shape) for start, size, p in layout]
         self._flag_part = self._vector.narrow(0, starts[-1], len(sizes))
 
     def __call__(self, local_sums: Iterable[Gradients], parts: Subtrees) -> Gradients:
@@ -304,21 +311,25 @@ class Exchange:
         one_round = len(parts.rounds) == 1
         self._local_flags = [False] * len(self._parts)
         total = piece_of_sum(map(self._flatten, local_sums), lambda pieces: self._allocate(pieces, one_round), parts)
+        # All ranks: each has summed one piece, and needs all of them.
         collectives.all_gather(list(self._vector.view(self._ranks, -1).unbind()), total)  # collective
-        return [part if flag else None for part, flag in zip(self._parts, self._global_flags(), strict=True)]
+        return [view if flag else None for view, flag in zip(self._parts, self._global_flags(), strict=True)]
 
     def _global_flags(self) -> Sequence[float | bool]:
         """Return, for each parameter, whether any rank used it. Call after the sums."""
         if self._late and self._sends_flags is not False:
             vector = torch.tensor([*self._local_flags, not all(self._local_flags)], dtype=torch.int32)
+            # All ranks, over the host's group, so that nobody waits for the device.
             collectives.all_reduce(vector, group=self._control)  # collective
+            # Does not wait: the vector is on the host.
             *counts, lacking = vector.tolist()
             if self._sends_flags is None:
-                self._sends_flags = lacking > 0  # alike on all ranks
+                # The sum is the same on all ranks, so all decide alike.
+                self._sends_flags = lacking > 0
             return counts
         if self._late and all(self._local_flags):
             return self._local_flags
-        # Waits for the device, where it is one
+        # Waits for the device on a rank that missed a parameter; on a CPU it costs nothing.
         flags: list[float] = self._flag_part.tolist()
         return flags
 
@@ -336,15 +347,16 @@ class Exchange:
 
     def _flatten(self, gradients: Gradients) -> Tensor:
         flags = [gradient is not None for gradient in gradients]
-        self._local_flags = [before or now for before, now in zip(self._local_flags, flags, strict=True)]
+        self._local_flags = [before or used for before, used in zip(self._local_flags, flags, strict=True)]
         if all(flags):
             self._flag_part.fill_(1.0)
         else:
+            # The copy must not wait for the device, so it goes through pinned memory.
             self._flag_part.copy_(
                 copy_to_device(torch.tensor(flags, dtype=self._flag_part.dtype), self._flag_part.device)
             )
-        for part, gradient in zip(self._parts, gradients, strict=True):
-            part.zero_() if gradient is None else part.copy_(gradient)
+        for gradient_view, gradient in zip(self._parts, gradients, strict=True):
+            gradient_view.zero_() if gradient is None else gradient_view.copy_(gradient)
         return self._vector
 
 
@@ -380,23 +392,26 @@ def _exchange(
     flat = coming.view(-1)
     size = coming.shape[1]
     if all(span is not None for span in spans) and vector is not None:
+        # All ranks send: one all-to-all of equal pieces.
         collectives.all_to_all_single(flat, vector, group=group)  # collective
         return
     out = [size * (vector is not None)] * len(spans)
     into = [size * (span is not None) for span in spans]
+    # Some ranks have sent all of their subtrees. Every rank takes part, those with empty pieces.
     collectives.all_to_all_single(flat, flat[:0] if vector is None else vector, into, out, group=group)  # collective
 
 
 def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Add two lists of gradients, in place into the left one.
 
-    A missing gradient counts as zeros, as where ranks add their vectors: x + 0, which turns a negative zero positive.
+    A missing gradient is treated as zeros, as in a vector of all gradients: x + 0, which turns -0.0 into 0.0.
     """
     pairs = []
     for a, b in zip(left, right, strict=True):
         if a is not None and b is not None:
             pairs.append((a, b))
     if pairs:
+        # Private to torch: adds all pairs in few kernels.
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     if len(pairs) == len(left):
         return left

@@ -26,35 +26,40 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def fused_step(optimizer: Any) -> bool:
-    """Take the step of a fused Adam or AdamW; return False, having changed nothing, if torch must take it.
+    """Take the step of a fused Adam or AdamW; return whether it did.
 
-    It must in a first step, which makes the states; if anything wants to know of the step (a hook, a scheduler, a
-    profiler); and for whatever is not one dense gradient per parameter, all on one device and of one dtype a group.
+    If it returns False, it has changed nothing, and torch must take the step.
+
+    torch must take a first step, which makes the states; a step that anything observes (a hook, a scheduler, a
+    profiler); and a step with anything but one dense gradient per parameter, on one device and of one dtype a group.
     """
     if type(optimizer) not in _KINDS or _is_observed(optimizer):
         return False
     state = optimizer.state
-    parts = list[tuple[dict[str, Any], _Lists]]()
+    lists_by_group = list[tuple[dict[str, Any], _Lists]]()
     steps = list[Tensor]()
     for group in optimizer.param_groups:
         lists = _lists_of(group, state)
         if lists is None or (steps and lists[4] and lists[4][0].device != steps[0].device):
             return False
+        # A group without gradients has nothing to step.
         if lists[0]:
-            parts.append((group, lists))
+            lists_by_group.append((group, lists))
             steps += lists[4]
     if not steps:
         return True
     scale = getattr(optimizer, "grad_scale", None)
     skip = getattr(optimizer, "found_inf", None)
     with torch.no_grad():
-        # A number would become a tensor again for each count, which takes four times as long
+        # torch would turn a number into a tensor again for each count, which takes four times as long.
         if steps[0].is_cpu:
+            # Private to torch, as are the kernels below: what its own fused step calls.
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)
-        for group, (parameters, gradients, means, squares, counts) in parts:
+        for group, (parameters, gradients, means, squares, counts) in lists_by_group:
             beta1, beta2 = group["betas"]
+            # Private to torch. Both kernels take the same lists.
             kernel: Any = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
             kernel(
                 parameters,
@@ -74,13 +79,15 @@ def fused_step(optimizer: Any) -> bool:
                 found_inf=skip,
             )
         if skip is not None:
+            # A skipped step must not count. torch's own fused step subtracts `found_inf` in the same way.
             torch._foreach_sub_(steps, [skip] * len(steps))
     return True
 
 
 def _is_observed(optimizer: Any) -> bool:
+    # All of these are private to torch: signs that somebody observes the step, as a scheduler does by replacing it.
     return bool(
-        "step" in vars(optimizer)  # replaced, as by a scheduler of torch
+        "step" in vars(optimizer)
         or not getattr(type(optimizer).step, "hooked", False)
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -91,13 +98,16 @@ def _is_observed(optimizer: Any) -> bool:
 
 
 def _lists_of(group: dict[str, Any], state: Any) -> _Lists | None:
-    """Return parameters, gradients, means, mean squares and step counts of a group; None: it is an unusual one."""
+    """Return a group's parameters, gradients, means, mean squares and step counts.
+
+    None: it is an unusual group.
+    """
     if not group["fused"] or any(map(group.get, _UNUSUAL)) or Tensor in map(type, (group["lr"], *group["betas"])):
         return None
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters]
-    own = [*map(state.get, parameters)]
-    if not all(own) or any(map(_IS_SPARSE, gradients)) or len({*map(_KIND, parameters)}) > 1:
+    states = [*map(state.get, parameters)]
+    if not all(states) or any(map(_IS_SPARSE, gradients)) or len({*map(_KIND, parameters)}) > 1:
         return None
-    means, squares, counts = ([each[name] for each in own] for name in _STATES)
+    means, squares, counts = ([values[name] for values in states] for name in _STATES)
     return parameters, gradients, means, squares, counts

@@ -30,8 +30,10 @@ __all__ = [
 Group = dict[str, Any]
 ChangeGroups = Callable[[list[Group]], None]
 
-_APART = ("params", "names")  # keys of a group that are no settings
-_RATES = ("lr", "momentum", "betas")  # keys that schedulers write
+# Keys of a group that are no settings.
+_APART = ("params", "names")
+# Keys that schedulers write.
+_RATES = ("lr", "momentum", "betas")
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class _Row:
 
 @final
 class GroupSettings:
-    """The settings of an optimizer's groups: what lockstep wrote, and what changed since the optimizer was made.
+    """The settings of an optimizer's groups: lockstep's writes, and other changes since its creation.
 
     Attributes:
         overrules: a rate that somebody else set is no error, as where rates are only tried.
@@ -65,6 +67,7 @@ class GroupSettings:
         rate: of the first group in the step of the last write.
     """
 
+    # A weak reference: the table below would otherwise keep every optimizer.
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = ref(optimizer)
         self._rows: list[_Row] = []
@@ -90,10 +93,10 @@ class GroupSettings:
     def _take(self) -> None:
         """Take the groups that were added, with their rates as base rates."""
         for group in self._groups[len(self._rows) :]:
-            own = _own_settings(group)
-            # Where torch's schedulers keep it
+            initial = _own_settings(group)
+            # torch's schedulers store the base rate there.
             base: Any = group.get("initial_lr", group["lr"])
-            self._rows.append(_Row(float(base), group["lr"], own))
+            self._rows.append(_Row(float(base), group["lr"], initial))
 
     def write(self, factor: float | None, momentum: float | None = None) -> None:
         """Write base rate times `factor` and the momentum into each group, then call `change`.
@@ -108,14 +111,15 @@ class GroupSettings:
         groups = self._groups
         if len(groups) != len(self._rows):
             self._take()
-        for place, (group, row) in enumerate(zip(groups, self._rows, strict=True)):
+        for number, (group, row) in enumerate(zip(groups, self._rows, strict=True)):
             if factor is not None:
+                # `is` first: comparing two tensors would wait for the device.
                 if group["lr"] is not row.rate and group["lr"] != row.rate and not self.overrules:
-                    raise _foreign_error(place, "lr", group["lr"], row.rate)
+                    raise _foreign_error(number, "lr", group["lr"], row.rate)
                 group["lr"] = row.rate = row.base * factor
                 row.written = True
             if momentum is not None or row.written_momentum is not None:
-                _write_momentum(place, group, row, momentum)
+                _write_momentum(number, group, row, momentum)
         if self.change is not None:
             self.change(groups)
             for group, row in zip(groups, self._rows, strict=True):
@@ -127,7 +131,7 @@ class GroupSettings:
         self.rate = float(groups[0]["lr"]) if groups else 0.0
 
     def changes(self, *, rates: bool = False) -> list[Group]:
-        """Return the settings of each group that differ from those when it was taken, as JSON values.
+        """Return the settings of each group that differ from its initial ones, as JSON values.
 
         Rates and momenta that lockstep sets follow from the step, and are left out.
 
@@ -139,8 +143,8 @@ class GroupSettings:
         """
         self._take()
         return [
-            _changes_of(place, group, row, _RATES if rates else ())
-            for place, (group, row) in enumerate(zip(self._groups, self._rows, strict=True))
+            _changes_of(number, group, row, _RATES if rates else ())
+            for number, (group, row) in enumerate(zip(self._groups, self._rows, strict=True))
         ]
 
     def load(self, changes: list[Group] | None) -> None:
@@ -153,7 +157,7 @@ class GroupSettings:
                     present.fill_(value)
                 else:
                     group[key] = tuple(value) if isinstance(present, tuple) else value
-            # Else the next write would take it for somebody else's
+            # Otherwise the next write would take the rate for somebody else's.
             if "lr" in stored and row.written:
                 row.rate = group["lr"]
 
@@ -199,9 +203,12 @@ def _own_settings(group: Group) -> Group:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.numel() == 1:
+            # Waits for the device if a rate is a tensor there; at a checkpoint only.
             return value.item()
+        # As above.
         return value.tolist()
     if isinstance(value, np.generic):
+        # A number of numpy, which JSON cannot write.
         return value.item()
     if isinstance(value, list):
         return list(value)
@@ -209,13 +216,13 @@ def _plain(value: Any) -> Any:
 
 
 def _changes_of(place: int, group: Group, row: _Row, always: tuple[str, ...]) -> Group:
-    own = _own_settings(group)
+    present_settings = _own_settings(group)
     ours = {"lr"} if row.written else set()
     if row.written_momentum is not None:
         ours |= {"momentum", "betas"}
     changed = {
         key: value
-        for key, value in own.items()
+        for key, value in present_settings.items()
         if key not in ours and (key in always or key not in row.initial or value != row.initial[key])
     }
     for key, value in changed.items():
@@ -234,7 +241,7 @@ _SETTINGS: WeakKeyDictionary[Optimizer, GroupSettings] = WeakKeyDictionary()
 
 def settings_of(optimizer: Optimizer) -> GroupSettings:
     """Return the settings of an optimizer's groups; the same object for the same optimizer."""
-    found = _SETTINGS.get(optimizer)
-    if found is None:
-        found = _SETTINGS[optimizer] = GroupSettings(optimizer)
-    return found
+    settings = _SETTINGS.get(optimizer)
+    if settings is None:
+        settings = _SETTINGS[optimizer] = GroupSettings(optimizer)
+    return settings

@@ -48,7 +48,7 @@ class _BufferWrites(NamedTuple):
 
 
 class _BufferStart(NamedTuple):
-    """A buffer at the beginning of a step: its value, the tensor, and its version counter.
+    """A buffer's value at the beginning of a step, the tensor, and its version counter.
 
     Attributes:
         silent: it may be written without the version counter, and no graph reads it.
@@ -68,7 +68,7 @@ class _BufferStart(NamedTuple):
         return present is not self.tensor or present._version != self.version
 
     def differs(self, present: Tensor) -> bool:
-        # Waits for the device, in the first two steps
+        # Waits for the device, in the first two steps only.
         return differing([(self.value, present)])[0]
 
 
@@ -101,7 +101,7 @@ class Manual:
         self._squares: list[Tensor] = []
         self._starts: list[_BufferStart] = []
         self._steps = 0
-        # Indices in `_plain_buffers` of buffers written without the version counter
+        # Indices in `_plain_buffers` of buffers that are written without the version counter.
         self._silent: set[int] = set()
 
     def accumulate(self, last: bool, counts: bool = True) -> AbstractContextManager[None]:
@@ -120,11 +120,13 @@ class Manual:
         weights = self._weights
         self._weights = []
         self._squares = []
-        self._group_settings.write(None)  # notes the rate: the task sets it
+        # Writes no rate, since the task sets it, but records it for the log.
+        self._group_settings.write(None)
         if self._blank:
             self._blank = False
             self._optimizer.state.clear()
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        # A limit of -inf always skips, so the forwards need not run.
         if limit == -math.inf:
             self._own_steps.forget()
             return StepResult(torch.zeros((), device=device), False)
@@ -132,8 +134,8 @@ class Manual:
             self._replay.begin()
         self._steps += 1
         self._starts = [
-            _BufferStart(b.clone(), b, b._version, silent or place in self._silent, self._steps <= _CHECKED)
-            for place, (b, silent) in enumerate(self._plain_buffers())
+            _BufferStart(b.clone(), b, b._version, silent or index in self._silent, self._steps <= _CHECKED)
+            for index, (b, silent) in enumerate(self._plain_buffers())
         ]
         self._own_steps.run(weights, self)
         self._end(weights)
@@ -162,11 +164,12 @@ class Manual:
         Raises:
             LockstepError: they have not.
         """
-        for each in (points, self._world.gather(points[0])):  # collective
-            odd = next((point for point in each if point != each[0]), None)
+        # First this rank's micro-batches, then all ranks'. All ranks take part, at each optimizer's step.
+        for compared in (points, self._world.gather(points[0])):  # collective
+            odd = next((point for point in compared if point != compared[0]), None)
             if odd is not None:
                 raise LockstepError(
-                    f"the micro-batches of a step must step together: one is at {each[0]} and another at {odd}; "
+                    f"the micro-batches of a step must step together: one is at {compared[0]} and another at {odd}; "
                     "decide by values that all of them share, such as batch_idx"
                 )
 
@@ -187,15 +190,17 @@ class Manual:
             clip: how to clip; None: not at all.
         """
         self._fold_statistics(writes, weights)
+        # The gradients of the micro-batches are in `parts`; what is in `.grad` belongs to another optimizer.
         for parameter in self.model.parameters():
             parameter.grad = None
         optimizer = self._optimizer.members[place]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        present = [any(p in part for part in parts) for p in parameters]
+        present = [any(p in gradients_of_batch for gradients_of_batch in parts) for p in parameters]
         if self._world.size > 1:
             flags = torch.tensor(present, dtype=torch.int32, device=parameters[0].device)
+            # All ranks: a parameter that some micro-batch used is stepped on every rank.
             collectives.all_reduce(flags, op=dist.ReduceOp.MAX)  # collective
-            # Waits for the device
+            # Waits for the device, at each optimizer's step.
             present = [bool(flag) for flag in flags.tolist()]
         parameters = [parameter for parameter, in_use in zip(parameters, present, strict=True) if in_use]
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
@@ -210,10 +215,10 @@ class Manual:
 
     def kept(self) -> _BufferWrites:
         """Return the changes to buffers by forwards since the last `restore`."""
-        values = [buffer.clone() if first.is_written(buffer) else None for buffer, first in self._pairs()]
+        values = [buffer.clone() if start.is_written(buffer) else None for buffer, start in self._pairs()]
         if self._steps <= _CHECKED:
             pairs = enumerate(zip(values, self._pairs(), strict=True))
-            self._silent |= {k for k, (value, (b, first)) in pairs if value is not None and not first.is_counted(b)}
+            self._silent |= {k for k, (value, (b, start)) in pairs if value is not None and not start.is_counted(b)}
         return _BufferWrites(self._replay.row() if self._replay else None, values)
 
     def recomputing(self) -> AbstractContextManager[None]:
@@ -251,20 +256,22 @@ class Manual:
 
         Unchanged buffers are not written, since a graph that is still needed may hold them.
         """
-        for (buffer, first), value in zip(self._pairs(), values, strict=True):
-            if first.is_written(buffer):
-                silent = first.silent or not first.is_counted(buffer)
-                (buffer.data if silent else buffer).copy_(first.value if value is None else value)
+        for (buffer, start), value in zip(self._pairs(), values, strict=True):
+            if start.is_written(buffer):
+                silent = start.silent or not start.is_counted(buffer)
+                # A graph may have saved a silent buffer's version; `.data` leaves the counter alone.
+                (buffer.data if silent else buffer).copy_(start.value if value is None else value)
 
     @torch.no_grad()
     def _end(self, weights: list[float]) -> None:
-        """End the step: fold in running statistics, keep the first micro-batch's other buffers. Collective."""
+        """End the step: fold in statistics and keep the first micro-batch's buffers. Collective."""
         writes: list[_BufferWrites] = self._own_steps.buffers()
         self._fold_statistics(writes, weights)
         if writes:
             self._set_buffers(writes[0].buffers)
         if self._world.size > 1:
             for buffer, _ in self._plain_buffers():
+                # All ranks get rank 0's values: the forwards wrote other ones on each rank.
                 collectives.broadcast(buffer, src=0)  # collective
 
     def _fold_statistics(self, writes: list[_BufferWrites], weights: list[float]) -> None:
@@ -281,11 +288,15 @@ class Manual:
 
     def _sum(self, parameters: list[Tensor], parts: list[Gradients], weights: list[float]) -> None:
         """Set `grad` of parameters of one dtype to the sum over all micro-batches. Collective."""
+        # An empty slot is left out: adding its zeros would turn a -0.0 into 0.0.
         rows = [
-            torch.cat([(part[p] * weight if p in part else torch.zeros_like(p)).reshape(-1) for p in parameters])
-            for part, weight in zip(parts, weights, strict=True)
-            if weight  # an empty slot's zeros would make a -0.0 a 0.0
+            torch.cat(
+                [(gradients[p] * weight if p in gradients else torch.zeros_like(p)).reshape(-1) for p in parameters]
+            )
+            for gradients, weight in zip(parts, weights, strict=True)
+            if weight
         ]
+        # Exact: gather every micro-batch's gradients, and add them in order on each rank.
         if self._exact:
             rows = self._all_rows(rows, parameters)
         if rows:
@@ -295,27 +306,34 @@ class Manual:
         for row in rows[1:]:
             total = total + row
         if self._world.size > 1 and not self._exact:
+            # All ranks, once per optimizer's step and dtype.
             collectives.all_reduce(total)  # collective
-        for parameter, part in zip(parameters, total.split_with_sizes([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
+        for parameter, gradients in zip(
+            parameters, total.split_with_sizes([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad = gradients.view_as(parameter).clone()
 
     def _all_rows(self, rows: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
         """Return the rows of all ranks' non-empty micro-batches, in order. Collective."""
         if self._world.size == 1:
             return rows
+        # All ranks: an all-gather needs equal sizes, so shorter ranks are padded.
         counts = self._world.gather(len(rows))  # collective
         padded = parameters[0].new_zeros(max(counts), sum(p.numel() for p in parameters))
-        for place, row in enumerate(rows):
-            padded[place] = row
+        for index, row in enumerate(rows):
+            padded[index] = row
         rows_by_rank = [torch.empty_like(padded) for _ in counts]
+        # All ranks need every micro-batch's gradients, to add them in the same order.
         collectives.all_gather(rows_by_rank, padded)  # collective
-        return [row for part, count in zip(rows_by_rank, counts, strict=True) for row in part[:count]]
+        return [row for rows_of_rank, count in zip(rows_by_rank, counts, strict=True) for row in rows_of_rank[:count]]
 
 
 def _clip(gradients: list[Tensor], clip: Clip) -> None:
     if clip.by == "value":
+        # Private to torch, here and below: one kernel for all gradients, as in torch's own clipping.
         torch._foreach_clamp_max_(gradients, clip.limit)
         torch._foreach_clamp_min_(gradients, -clip.limit)
         return
+    # 1e-6 as in torch's `clip_grad_norm_`.
     factor = torch.clamp(clip.limit / (total_norm(gradients) + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor.to(gradients[0].device))

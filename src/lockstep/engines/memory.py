@@ -94,16 +94,18 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 def described(name: str, ranks: list[Any]) -> str:
     """Describe the footprints of all ranks in one line; they may have passed through JSON."""
     words = ("parameters", "gradients", "optimizer states")
-    parts = []
+    texts = []
     for word, sizes in zip(words, zip(*ranks, strict=True), strict=True):
         low = min(sizes)
         high = max(sizes)
-        parts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
-    return f"engine {name} holds per rank: {', '.join(parts)}"
+        texts.append(f"{word} {bytes_text(high) if low == high else f'{bytes_text(low)} to {bytes_text(high)}'}")
+    return f"engine {name} holds per rank: {', '.join(texts)}"
 
 
-_RAISES = ("RAISE_VARARGS", "RERAISE")  # instructions of `raise`
-_STRAY = 0.05  # share of a device that others (its driver, a desktop) may hold without being reported
+# The instructions of a `raise` statement.
+_RAISES = ("RAISE_VARARGS", "RERAISE")
+# A share of the device: its driver or a desktop may use that much without being reported.
+_STRAY = 0.05
 
 
 class DeviceMemory(NamedTuple):
@@ -121,8 +123,9 @@ class DeviceMemory(NamedTuple):
         """
         if device.type != "cuda":
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return cls(total, total - own, own)
+            # Linux reports the peak in KiB.
+            used = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return cls(total, total - used, used)
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device))
 
@@ -154,6 +157,7 @@ def _is_of_host_allocator(error: Exception) -> bool:
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
+    # An error from C++ has no `raise` instruction at the end of its traceback.
     stated = trace is not None and dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] in _RAISES
     return not stated and type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
 
@@ -175,7 +179,7 @@ def _misplaced(engine: Engine | None, world: World, device: DeviceMemory) -> str
         tensors = [*engine.model.named_parameters(), *engine.model.named_buffers()]
     else:
         tensors = []
-    # Tensors in host memory may be there on purpose, by CPU offload.
+    # Tensors in host memory may be there on purpose: CPU offload.
     wrong = []
     for name, tensor in tensors:
         if tensor.device.type != "cpu" and tensor.device != world.device:
@@ -199,16 +203,22 @@ def _advice(engine: Engine | None, device: DeviceMemory) -> str:
         )
     estimate = _estimate(engine)
     total = sum(estimate)
-    parts = (
+    summary = (
         f"parameters {bytes_text(estimate.parameters)}, gradients {bytes_text(estimate.gradients)}, "
         f"optimizer {bytes_text(estimate.states)}"
     )
-    first = (
-        f"everything is on the right device ({bytes_text(device.own)} of {bytes_text(device.total)} held; {parts}); "
+    beginning = (
+        f"everything is on the right device ({bytes_text(device.own)} of {bytes_text(device.total)} held; {summary}); "
     )
-    if 2 * total > device.own:  # most of it persists between steps
-        return first + "shard it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
-    return first + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
+    # More than half of the memory persists between steps, so fewer activations would not help.
+    if 2 * total > device.own:
+        return (
+            beginning + "shard it over more ranks: --engine fsdp, or zero for the optimizer alone; else a smaller model"
+        )
+    return (
+        beginning
+        + "the rest is activations: lower --micro-batch-size, use activation checkpointing, or lower --seq-len"
+    )
 
 
 def _estimate(engine: Engine) -> Footprint:

@@ -43,16 +43,20 @@ def check_placeable(model: nn.Module, world: World) -> None:
     error of the other ranks.
     """
     for prefix, module in model.named_modules():
-        sparse = {name: each for name, each in module.named_buffers(recurse=False) if each.layout is not torch.strided}
+        sparse = {
+            name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.layout is not torch.strided
+        }
         for name, value in {**vars(module), **sparse}.items():
             if isinstance(value, Tensor) and value.is_meta:
                 path = f"{prefix}.{name}".lstrip(".")
+                # All ranks take part. Rank 0 has values, so only the others can find such a tensor.
                 world.check(
                     ConfigError(
                         f"--engine.meta-init: {path} of the model is a plain or sparse tensor, which gets no "
                         "values; register a dense one with register_buffer, or drop --engine.meta-init"
                     )
                 )
+    # All ranks: the ranks without an error end here.
     world.check(None)
 
 
@@ -72,8 +76,8 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
         send: broadcast rank 0's parameters; otherwise each rank keeps its own. Buffers are always broadcast.
         alone: broadcast nothing.
     """
-    # The replacement of each parameter, so that tied ones stay tied: none is tied across units (see find_blocks). A
-    # longer-lived memo would hold every unit whole.
+    # The replacement of each parameter, so that tied ones stay tied. No parameter is tied across units (see
+    # find_blocks). A memo for the whole model would keep every unit whole.
     memo: dict[Tensor, nn.Parameter] = {}
     with torch.no_grad():
         for module in modules:
@@ -85,9 +89,11 @@ def place(modules: list[nn.Module], world: World, *, send: bool, alone: bool = F
                 else:
                     tensor = buffer.to(world.device)
                 if tensor.layout is torch.strided:
+                    # A broadcast needs dense memory without pending conjugation or negation.
                     tensor = tensor.resolve_conj().resolve_neg().contiguous()
                     if not alone:
-                        collectives.broadcast(tensor, src=0)  # collective: every rank holds it, as under ddp
+                        # All ranks: every rank keeps the whole buffer, as under ddp.
+                        collectives.broadcast(tensor, src=0)  # collective
                 module._buffers[name] = tensor
 
 
@@ -103,5 +109,6 @@ def _place_parameter(
         target.data = target.data.to(world.device)
     memo[parameter] = memo[target] = target
     if send:
+        # All ranks get rank 0's values, one tensor at a time, so that a rank has at most one whole unit.
         collectives.broadcast(target.data, src=0)  # collective
     return target

@@ -30,32 +30,39 @@ def has_modes(optimizer: Optimizer | None) -> bool:
 
 
 def switch(optimizer: Optimizer | None, *, training: bool) -> None:
-    """Give the model the weights for training or for evaluation, if the optimizer has both. Collective under zero."""
+    """Give the model its weights for training or for evaluation. Collective under zero.
+
+    An optimizer without such modes is left alone.
+    """
     if has_modes(optimizer):
+        # `has_modes` has checked both methods, which mypy cannot see.
         (optimizer.train if training else optimizer.eval)()  # type: ignore[union-attr]
 
 
 @contextmanager
 def evaluation_weights(optimizer: Optimizer | None) -> Iterator[None]:
-    """Give the model the optimizer's weights for evaluation; restore those of training afterwards, bit for bit.
+    """Give the model the weights for evaluation; restore those of training afterwards.
+
+    The restored weights are bitwise identical.
 
     Takes memory for a copy of the trained parameters. Take no step within the context. Collective under zero.
     """
     if optimizer is None or not has_modes(optimizer):
         yield
         return
-    switch(optimizer, training=True)  # the program may have switched
+    # The program may have switched already.
+    switch(optimizer, training=True)
     parameters = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameters.append(local_of(parameter))
-    own = [parameter.detach().clone() for parameter in parameters]
+    training_weights = [parameter.detach().clone() for parameter in parameters]
     switch(optimizer, training=False)
     try:
         yield
     finally:
         switch(optimizer, training=True)
-        _restore(parameters, own)
+        _restore(parameters, training_weights)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class OwnState(NamedTuple):
     Attributes:
         tensors: returns the task's own tensors by name; None: it has none.
         alike: what is written to them is the same on every rank, as by `step_loss`.
-        by_sample: names of them, and of the model's buffers, of which each sample or stream has rows of its own.
+        by_sample: names of them, and of the model's buffers, that have rows by sample or stream.
     """
 
     tensors: Own | None = None
@@ -174,6 +174,8 @@ class Moving:
                 f"{prefix}.{key}".lstrip("."),
                 partial(owner._buffers.get, key),
                 replayed=isinstance(owner, Recording),
+                # Private to torch: `_NormBase` is the base of all BatchNorm layers, whose kernels write without the
+                # counter.
                 silent=isinstance(owner, nn.modules.batchnorm._NormBase),
             )
             for prefix, owner in model.named_modules()
@@ -183,16 +185,16 @@ class Moving:
         self._own = _OwnTensors(own.tensors) if own.tensors is not None else None
         if self._own:
             self._places += self._own.places()
-        # Those that a forward itself may write
-        self._forward = [place for place in self._places if not place.replayed]
+        # The tensors that a forward itself may write, not only BatchNorm's replay.
+        self._forward = [tensor for tensor in self._places if not tensor.replayed]
         self._by_sample = _declared(self._forward, own.by_sample)
-        self._rows = SampleState([place for place in self._forward if place.name in self._by_sample], world)
-        # The task's tensors that `loss` did not write in the checked steps
+        self._rows = SampleState([tensor for tensor in self._forward if tensor.name in self._by_sample], world)
+        # The task's tensors that `loss` did not write in the checked steps; only exact mode watches them further.
         self._unwritten: list[_MovingTensor] = []
         self._steps = 0
-        # Written by forwards; broadcast from rank 0 after each step
+        # Tensors that forwards write, and that get rank 0's values after each step.
         self._shared: list[_MovingTensor] = []
-        # Names of those written in the checked steps
+        # Names of the tensors that forwards wrote in the checked steps.
         self._written_names: set[str] = set()
 
     def __len__(self) -> int:
@@ -208,7 +210,7 @@ class Moving:
 
     def _refresh(self) -> None:
         """Refresh the task's tensors, if any of them is tracked."""
-        if self._own and (self._steps < _CHECKED or self._unwritten or any(place.own for place in self._places)):
+        if self._own and (self._steps < _CHECKED or self._unwritten or any(tensor.own for tensor in self._places)):
             self._own.refresh()
 
     @torch.no_grad()
@@ -216,33 +218,33 @@ class Moving:
         """Copy the values of the tensors that may have changed since the last copy."""
         self._refresh()
         self._rows.begin()
-        every = self._steps < _CHECKED
-        changed = [place for place in self._places if every or place.is_written]
-        fitting = [place for place in changed if place.fits]
-        _copy([(place.step_value, place.now) for place in fitting if place.step_value is not None])
-        for place in changed:
-            if not place.fits:
-                place.step_value = place.now.detach().clone()
-            place.step_version = (place.now, place.now._version)
+        copies_all = self._steps < _CHECKED
+        changed = [tensor for tensor in self._places if copies_all or tensor.is_written]
+        fitting = [tensor for tensor in changed if tensor.fits]
+        _copy([(tensor.step_value, tensor.now) for tensor in fitting if tensor.step_value is not None])
+        for tensor in changed:
+            if not tensor.fits:
+                tensor.step_value = tensor.now.detach().clone()
+            tensor.step_version = (tensor.now, tensor.now._version)
             if not self._steps:
-                place.first_version = (id(place.now), place.now._version)
-        for place in self._unwritten:
-            place.step_version = (place.now, place.now._version)
+                tensor.first_version = (id(tensor.now), tensor.now._version)
+        for tensor in self._unwritten:
+            tensor.step_version = (tensor.now, tensor.now._version)
 
     @torch.no_grad()
     def begin_slot(self) -> None:
         """Copy what a forward may change, in case its micro-batch is an empty slot."""
         self._refresh()
-        every = self._steps < _CHECKED
-        for place in self._forward:
-            if every or place.is_written:
-                place.slot_value = place.now.detach().clone()
+        copies_all = self._steps < _CHECKED
+        for tensor in self._forward:
+            if copies_all or tensor.is_written:
+                tensor.slot_value = tensor.now.detach().clone()
             else:
-                place.slot_value = None
+                tensor.slot_value = None
         self._rows.begin_slot()
 
     def end_slot(self, last: bool) -> None:
-        """Note what a micro-batch wrote to state by sample.
+        """Record what a micro-batch wrote to state by sample.
 
         Args:
             last: it is this rank's last one in the step.
@@ -252,9 +254,9 @@ class Moving:
         """
         if self._by_sample:
             self._refresh()
-            for place in self._forward:
-                if place.name in self._by_sample:
-                    self._check_shape(place)
+            for tensor in self._forward:
+                if tensor.name in self._by_sample:
+                    self._check_shape(tensor)
             self._rows.end_slot(last)
 
     @torch.no_grad()
@@ -264,11 +266,12 @@ class Moving:
         changes = self._changes(
             self._forward, [p.step_value if p.slot_value is None else p.slot_value for p in self._forward]
         )
-        changes = [(place, before) for place, before in changes if _same_layout(place.now, before)]
-        uncounted = [place for place, _ in changes if not place.is_counted]
-        _copy([(place.now, before) for place, before in changes])
-        for place in uncounted:  # this write is not a forward's
-            place.step_version = (place.now, place.now._version)
+        changes = [(tensor, before) for tensor, before in changes if _same_layout(tensor.now, before)]
+        uncounted = [tensor for tensor, _ in changes if not tensor.is_counted]
+        _copy([(tensor.now, before) for tensor, before in changes])
+        # This write is not a forward's, so it must not count as one.
+        for tensor in uncounted:
+            tensor.step_version = (tensor.now, tensor.now._version)
 
     def check(self) -> None:
         """In the first two steps, find the tensors that forwards write. Collective in these steps.
@@ -284,24 +287,29 @@ class Moving:
         if self._steps == _CHECKED:
             self._check_later()
             return
-        counted = {place.name for place in self._forward if place.is_counted and not place.own and not place.silent}
-        writes = [place for place, _ in self._changes(self._forward, [place.step_value for place in self._forward])]
+        # A write counts only from its version or its value; silent tensors need the value.
+        counted = {
+            tensor.name for tensor in self._forward if tensor.is_counted and not tensor.own and not tensor.silent
+        }
+        writes = [tensor for tensor, _ in self._changes(self._forward, [tensor.step_value for tensor in self._forward])]
         self._steps += 1
-        local = counted | {place.name for place in writes}
-        for place in writes:
-            place.silent = place.silent or (not place.is_counted)
-            if place.own:
-                self._check_own(place)
+        local = counted | {tensor.name for tensor in writes}
+        for tensor in writes:
+            tensor.silent = tensor.silent or (not tensor.is_counted)
+            if tensor.own:
+                self._check_own(tensor)
+        # All ranks, in the first two steps: a branch may write a tensor on some ranks only.
         by_rank = self._world.gather(sorted(local))  # collective
         names = set()
-        for each in by_rank:
-            names.update(each)
-        alike = {place.name for place in self._places if place.own and self._own_alike} | self._by_sample
+        for names_of_rank in by_rank:
+            names.update(names_of_rank)
+        alike = {tensor.name for tensor in self._places if tensor.own and self._own_alike} | self._by_sample
+        # Written in both steps: a tensor that is built on first use is written once.
         repeats = (names & self._written_names) - alike
         if self._steps == 1:
             self._written_names = names
         elif self._exact and repeats:
-            raise self._inexact_error(next(place for place in self._places if place.name == min(repeats)))
+            raise self._inexact_error(next(tensor for tensor in self._places if tensor.name == min(repeats)))
         self._choose_shared(names - self._by_sample)
         self._check_rows(by_rank)
         if self._steps == _CHECKED:
@@ -311,20 +319,23 @@ class Moving:
     def _choose_shared(self, names: set[str]) -> None:
         if self._world.size == 1:
             return
-        chosen = [p for p in self._places if p.name in names and (p.own or self._share_buffers)]
-        shapes = self._world.gather({p.name: list(p.now.shape) for p in chosen})  # collective
+        chosen = [tensor for tensor in self._places if tensor.name in names and (tensor.own or self._share_buffers)]
+        # All ranks, in the first two steps: a broadcast needs the same shape on all.
+        shapes = self._world.gather({tensor.name: list(tensor.now.shape) for tensor in chosen})  # collective
         alike = []
-        for p in chosen:
-            if all(shape.get(p.name) == list(p.now.shape) for shape in shapes):
-                alike.append(p)
-        odd = next((p for p in chosen if p.own and p not in alike), None)
+        for tensor in chosen:
+            if all(shape.get(tensor.name) == list(tensor.now.shape) for shape in shapes):
+                alike.append(tensor)
+        odd = next((tensor for tensor in chosen if tensor.own and tensor not in alike), None)
         if odd:
             raise ConfigError(f"{odd.description}, has different shapes on the ranks: use one shape on all")
         self._shared = alike
 
     @torch.no_grad()
     def _check_rows(self, by_rank: list[list[str]]) -> None:
-        """Refuse tensors of which each rank writes rows of its own, and which would all get rank 0's. Collective.
+        """Refuse tensors whose rows are written by different ranks. Collective.
+
+        Otherwise all ranks would get rank 0's rows.
 
         Args:
             by_rank: names of the tensors that each rank wrote.
@@ -332,17 +343,19 @@ class Moving:
         Raises:
             ConfigError: the same on every rank.
         """
-        for place in self._shared:
-            others_write = any(place.name in names for names in by_rank[1:])
-            # The latter is refused at `share`
-            if not others_write or place.step_value is None or not place.fits:
+        for tensor in self._shared:
+            others_write = any(tensor.name in names for names in by_rank[1:])
+            # `share` refuses a tensor that has changed its shape.
+            if not others_write or tensor.step_value is None or not tensor.fits:
                 continue
-            writers = changed_elements(place.now, place.step_value).to(torch.int32)
+            writers = changed_elements(tensor.now, tensor.step_value).to(torch.int32)
+            # All ranks, in the checked steps: how many ranks wrote each element?
             collectives.all_reduce(writers)  # collective, in the checked steps
-            # Waits for the device. A buffer that was written with the values it had has no writer at all.
+            # Waits for the device, in the checked steps. A buffer that was written with the same values has no writer
+            # at all.
             if writers.any() and is_by_rows(writers):
                 raise ConfigError(
-                    f"the ranks write different rows of {place.description}: if each sample or stream has rows of its "
+                    f"the ranks write different rows of {tensor.description}: if each sample or stream has rows of its "
                     "own, name it in the task's `sample_state`; else write it in `step_loss` or in the hook "
                     "`after_update`"
                 )
@@ -350,26 +363,34 @@ class Moving:
     def _drop_unwritten(self) -> None:
         """Stop copying the task's tensors that forwards do not write."""
         if self._exact and not self._own_alike:
-            self._unwritten = [p for p in self._places if p.own and p.name not in self._written_names | self._by_sample]
+            self._unwritten = [
+                candidate
+                for candidate in self._places
+                if candidate.own and candidate.name not in self._written_names | self._by_sample
+            ]
         else:
             self._unwritten = []
-        self._places = [p for p in self._places if not p.own or p.name in self._written_names | self._by_sample]
-        self._forward = [place for place in self._places if not place.replayed]
-        for place in self._unwritten:
-            place.step_value = place.slot_value = None
+        self._places = [
+            candidate
+            for candidate in self._places
+            if not candidate.own or candidate.name in self._written_names | self._by_sample
+        ]
+        self._forward = [tensor for tensor in self._places if not tensor.replayed]
+        for tensor in self._unwritten:
+            tensor.step_value = tensor.slot_value = None
 
     def _check_later(self) -> None:
         """Check the task's tensors after the first steps, by their version counters."""
-        for place in self._places:
-            if place.own and place.is_written:
-                self._check_own(place)
-        for place in self._unwritten:
+        for tensor in self._places:
+            if tensor.own and tensor.is_written:
+                self._check_own(tensor)
+        for tensor in self._unwritten:
             if (
-                place.step_version
-                and place.now is place.step_version[0]
-                and place.now._version != place.step_version[1]
+                tensor.step_version
+                and tensor.now is tensor.step_version[0]
+                and tensor.now._version != tensor.step_version[1]
             ):
-                raise self._inexact_error(place)
+                raise self._inexact_error(tensor)
 
     @staticmethod
     def _check_shape(place: _MovingTensor) -> None:
@@ -398,15 +419,21 @@ class Moving:
     ) -> list[tuple[_MovingTensor, Tensor]]:
         """Return the tensors that may differ from `before`, with that; exact in the checked steps."""
         pairs = []
-        for place, each in zip(places, before, strict=True):
-            if each is not None:
-                pairs.append((place, each))
+        for tensor, former_value in zip(places, before, strict=True):
+            if former_value is not None:
+                pairs.append((tensor, former_value))
         if self._steps == _CHECKED:
-            return [(place, each) for place, each in pairs if place.is_written]
-        fitting = [(place.now, each) for place, each in pairs if _same_layout(place.now, each)]
-        # Waits for the device, in the checked steps
+            return [(tensor, former_value) for tensor, former_value in pairs if tensor.is_written]
+        fitting = [
+            (tensor.now, former_value) for tensor, former_value in pairs if _same_layout(tensor.now, former_value)
+        ]
+        # Waits for the device, in the checked steps only.
         flags = iter(differing(fitting))
-        return [(place, each) for place, each in pairs if not _same_layout(place.now, each) or next(flags)]
+        return [
+            (tensor, former_value)
+            for tensor, former_value in pairs
+            if not _same_layout(tensor.now, former_value) or next(flags)
+        ]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -424,26 +451,30 @@ class Moving:
             _copy(_select(self._pairs(), result.norm < limit))
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        changes = self._changes(self._places, [place.step_value for place in self._places])
-        return [(place.now, value) for place, value in changes if place.fits]
+        changes = self._changes(self._places, [tensor.step_value for tensor in self._places])
+        return [(tensor.now, value) for tensor, value in changes if tensor.fits]
 
     @torch.no_grad()
     def share(self) -> None:
-        """Broadcast rank 0's values of the tensors that forwards write, and merge state by sample. Collective."""
+        """Broadcast rank 0's values of the written tensors, and merge state by sample. Collective."""
         self._rows.merge()
-        for place in self._shared:
-            present = place.now
-            if not place.fits:
+        for tensor in self._shared:
+            present = tensor.now
+            if not tensor.fits:
                 raise LockstepError(
-                    f"{rank_label(self._world.rank)}: {place.description}, changed its shape or dtype, so it cannot be "
-                    "the same on all ranks; keep both"
+                    f"{rank_label(self._world.rank)}: {tensor.description}, changed its shape or dtype, so it cannot "
+                    "be the same on all ranks; keep both"
                 )
+            # All ranks, once a step for each of these tensors.
             collectives.broadcast(present, src=0)  # collective
 
 
 def _declared(places: list[_MovingTensor], names: Collection[str]) -> set[str]:
-    """Return the names of the places that a task's `sample_state` declares. Raises ConfigError for an unknown one."""
-    known = {place.name.removeprefix("task/"): place.name for place in places}
+    """Return the names of the tensors that a task's `sample_state` declares.
+
+    Raises ConfigError for an unknown name.
+    """
+    known = {tensor.name.removeprefix("task/"): tensor.name for tensor in places}
     for name in names:
         if name not in known:
             there = ", ".join(sorted(known)) or "none"
@@ -461,6 +492,7 @@ def differing(pairs: list[tuple[Tensor, Tensor]]) -> list[bool]:
     """
     flags = [(as_bytes(left) != as_bytes(right)).any() for left, right in pairs]
     if flags:
+        # Waits for the device, once for all pairs.
         return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return []
 
@@ -472,6 +504,7 @@ def _same_layout(left: Tensor, right: Tensor) -> bool:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Copy the second of each pair into the first, in few calls."""
     for group in _by_kind(pairs):
+        # Private to torch: copies a group in one kernel.
         torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
 
 
@@ -479,10 +512,14 @@ def _select(pairs: list[tuple[Tensor, Tensor]], applied: Tensor) -> list[tuple[T
     """Pair each present tensor with itself where `applied`, else with the kept one."""
     choices = []
     for group in _by_kind(pairs):
+        # Concatenate a group, so that one kernel selects for all of its tensors.
         presents, kepts = (torch.cat([tensor.reshape(-1) for tensor in column]) for column in zip(*group, strict=True))
         values = torch.where(applied.to(presents.device), presents, kepts)
-        parts = values.split_with_sizes([present.numel() for present, _ in group])
-        choices += [(present, part.view(present.shape)) for (present, _), part in zip(group, parts, strict=True)]
+        selected = values.split_with_sizes([present.numel() for present, _ in group])
+        choices += [
+            (present, values_of_tensor.view(present.shape))
+            for (present, _), values_of_tensor in zip(group, selected, strict=True)
+        ]
     return choices
 
 

@@ -58,14 +58,16 @@ class LossScale:
         self._options = options
         self.scale = 2.0**options.initial_scale_power
         self._good_steps = 0
-        # Overflows that do not change the scale
+        # Overflows that may still come before one halves the scale.
         self._hysteresis = options.hysteresis - 1
 
     def learn(self, norm: Tensor, applied: bool) -> None:
         """Update the scale from a step's norm, and whether the step was applied."""
         options = self._options
         if not applied:
-            if norm.isfinite():  # waits for the device; the caller already did
+            # A finite norm: a guard skipped the step, not an overflow. Does not wait, since the caller has read the
+            # norm.
+            if norm.isfinite():
                 return
             self._good_steps = 0
             if self._hysteresis:
@@ -137,12 +139,14 @@ class DeviceLossScale:
         Raises:
             LockstepError: an earlier step overflowed at the minimum scale.
         """
-        finite = norm < math.inf  # False for NaN; a norm is never negative
+        # False for NaN too. A norm is never negative.
+        finite = norm < math.inf
         good = self._good_steps + applied
         grows = good == self._options.loss_scale_window
         shrinks = self._half
         if self._options.hysteresis > 1:
             tolerant = self._hysteresis > 0
+            # Select by arithmetic: a Python condition on these tensors would wait for the device.
             shrinks = torch.where(tolerant, self._one, self._half)
             hysteresis = self._hysteresis - (tolerant & ~finite).to(torch.float64)
             resets = applied if self._options.consecutive_hysteresis else grows
@@ -150,12 +154,14 @@ class DeviceLossScale:
         self.scale = self.scale * torch.where(finite, self._one + grows, shrinks)
         self._good_steps = good * (finite > grows)
         self._send()
+        # Keep one copy in flight: by now the step before has long finished on the device.
         while len(self._pending) > 1:
             self._check_oldest()
 
     def _send(self) -> None:
         event = None
         if self.scale.is_cuda:
+            # torch gives the constructor no types.
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pending.append(_HostCopy(self.scale.to("cpu", non_blocking=True), event))
         if event:
@@ -164,7 +170,7 @@ class DeviceLossScale:
     def _check_oldest(self) -> None:
         copy = self._pending.popleft()
         if copy.event:
-            # Waits for the device, one step behind: it is busy with the next one
+            # Waits for the device, one step behind. It is busy with the next step, so nothing is lost.
             copy.event.synchronize()
         if float(copy.scale.numpy()) < self._floor:
             raise _overflow_error(self._floor)
@@ -178,12 +184,13 @@ class DeviceLossScale:
             self._check_oldest()
         state = {"scaler/scale": self.scale, "scaler/good_steps": self._good_steps}
         state |= {"scaler/spared": self._hysteresis} if self._options.hysteresis > 1 else {}
-        # A resume copies into them
+        # Copies, because a resume writes into the tensors of a state.
         return {name: value.clone() for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._pending.clear()
-        scale = float(state["scaler/scale"])  # waits for the device, once
+        # Waits for the device, once, at a resume.
+        scale = float(state["scaler/scale"])
         self._floor = min(self._options.min_loss_scale, scale)
         self.scale, self._good_steps = self._number(scale), self._to_device(state["scaler/good_steps"])
         if self._options.hysteresis > 1:
@@ -241,6 +248,7 @@ class OptimizerStep:
 
     on_device: ClassVar[bool | None] = None
 
+    # PLR0913: what an engine decides about its step, given once by each engine.
     def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
@@ -272,15 +280,15 @@ class OptimizerStep:
         self._local = local
         self._by_block = settings.gradients
         self._norms = norms or norms_of
-        # torch's fused optimizers skip an update on the device where `found_inf` is 1, as its GradScaler does.
-        # ZeroRedundancyOptimizer has one inside
+        # torch's fused optimizers skip an update where `found_inf` is 1, as with its GradScaler.
+        # ZeroRedundancyOptimizer has the optimizer inside.
         self._kernel: Any = getattr(optimizer, "optim", optimizer)
         self._evaluates = takes_closure(self._kernel)
-        # Steps in which the optimizer's writes were checked by value
+        # Number of steps in which the optimizer's writes were checked by value.
         self._write_checks = 0
-        # It writes parameters without torch's version counter
+        # The optimizer writes parameters without incrementing torch's version counter.
         self._silent_writes = False
-        # It repeats a pass; None: not known yet
+        # The optimizer repeats a pass; None while that is not known yet.
         self._repeats: bool | None = None
         self.blank = self._by_kernel = self.is_mixed = False
         self._group_settings = settings_of(optimizer)
@@ -305,6 +313,7 @@ class OptimizerStep:
     def _take_groups(self) -> None:
         """Add the optimizer's new groups."""
         fresh = self.optimizer.param_groups[len(self._groups) :]
+        # The order decides the bits of the norm, so every engine uses the model's.
         held = _in_model_order(self.model, self.optimizer)
         if self._fixed and not self._cleared.keys() >= set(held):
             raise LockstepError(
@@ -332,6 +341,7 @@ class OptimizerStep:
             self._take_groups()
         self._group_settings.write(factor, momentum)
         if self.blank:
+            # The states were created only to be compared with a checkpoint's names.
             self.blank = False
             drop_states(self._kernel)
         penalty = self._penalty.add(self.scale) if self._penalty else None
@@ -339,10 +349,13 @@ class OptimizerStep:
         if self._by_block.due:
             parameters = [p for p in self.parameters if p.grad is not None]
             scale = _cast_like(self._scaler.scale, norm) if self._scaler else 1.0
+            # All ranks of fsdp take part, in the steps that log norms.
             self._by_block.take(parameters, self._norms(gradients), scale)  # collective under fsdp
+        # Waits for the device unless the device decides: without a fused kernel the host needs the norm.
         size: Any = norm if self._on_device else float(norm)
-        below = size < limit  # False for NaN
-        # Waits for the device, where it is one
+        # False for NaN, so such a step is skipped.
+        below = size < limit
+        # Waits for the device, if the parameters are on one and no fused kernel can skip the update.
         applied = None if self._by_kernel else bool(below)
         if applied is not False:
             if self._by_kernel:
@@ -384,16 +397,18 @@ class OptimizerStep:
             return
 
         def first() -> Tensor:
+            # All ranks: the loss is the step's, over all of them.
             return _add_penalty(evaluate.loss(), penalty)  # collective
 
         def repeat() -> Tensor:
+            # All ranks repeat their micro-batches and exchange the gradients again.
             return self._repeat_pass(evaluate)  # collective
 
         # The first two steps detect parameters that the optimizer writes before it evaluates, see `Closure`.
         closure = Closure(
             self.parameters, repeat if self._silent_writes else first, repeat, suspicious=self._write_checks < 2
         )
-        # Losing a rank within a repeated pass interrupts this rank's step.
+        # If another rank fails within a repeated pass, this rank leaves its step in the middle and must undo it.
         if self._shared and self._repeats is not False:
             snapshot = Snapshot(self.optimizer, self.parameters)
         else:
@@ -409,7 +424,10 @@ class OptimizerStep:
         self._repeats = bool(self._repeats or closure.repeated)
 
     def _repeat_pass(self, evaluate: Evaluate) -> Tensor:
-        """Repeat the step's pass so that `.grad` is as after the first; return the loss. Collective."""
+        """Repeat the step's pass; return the loss. Collective.
+
+        Afterwards `.grad` is as after the first pass.
+        """
         if self._single_pass_flag:
             raise ConfigError(
                 f"{type(self._kernel).__name__} evaluates the loss several times a step, which does not work "
@@ -418,6 +436,7 @@ class OptimizerStep:
             )
         for parameter in self._cleared:
             parameter.grad = None
+        # All ranks; also in the exchange below.
         loss = evaluate.again()  # collective
         self._exchange()  # collective
         penalty = self._penalty.add(1.0) if self._penalty else None
@@ -441,8 +460,9 @@ class OptimizerStep:
                     parameter.grad = torch.zeros_like(parameter)
             penalty = self._penalty.add(self.scale) if self._penalty else None
             gradients, norm = self._measure()
-            # Waits for the device; step 1 would be skipped
+            # Waits for the device, once before step 1. Such a step would be skipped, and would test nothing.
             if not norm.isfinite():
+                # Private to torch: zeroes all gradients in one kernel.
                 torch._foreach_zero_(gradients)
                 norm = torch.zeros_like(norm)
             if self._by_kernel:
@@ -469,9 +489,11 @@ class OptimizerStep:
         kernel.found_inf = (~below).to(torch.float32)
         if isinstance(kernel, SGD):
             _init_momentum(kernel)
-        if norm.dtype is torch.float64:  # the kernel's divisor is float32
+        # The kernel's divisor is float32, which would round a float64 norm.
+        if norm.dtype is torch.float64:
             self._scale_gradients(gradients, norm)
         elif self._clip:
+            # 1e-6 as in torch's `clip_grad_norm_`, so that clipping is bitwise identical to it.
             over = torch.clamp((norm + 1e-6) / self._clip, min=1.0)
             if self._scaler:
                 kernel.grad_scale = over * _cast_like(self._scaler.scale, over)
@@ -488,9 +510,10 @@ class OptimizerStep:
         """
         if not gradients or not (self._clip or self._scaler):
             return
+        # 0.99: far enough from the limit that rounding cannot matter. The multiplication by 1 is saved.
         if not self._scaler and type(size) is float and size + 1e-6 < 0.99 * self._clip:
-            return  # the factor is 1, even rounded
-        # Always multiplied on a device: checking whether the norm is too large would wait for it.
+            return
+        # On a device always multiply: asking whether the norm is too large would wait for it.
         if self._clip:
             factor = (norm + 1e-6).reciprocal_().mul_(self._clip).clamp_(max=1.0)
         else:
@@ -499,6 +522,7 @@ class OptimizerStep:
             factor = factor / _cast_like(self._scaler.scale, factor)
         if self._local:
             gradients = [self._local(gradient) for gradient in gradients]
+        # Private to torch: scales all gradients in one kernel.
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -555,13 +579,17 @@ def _skips_on_device(optimizer: Any, groups: list[dict[str, Any]]) -> bool:
 
     Not SGD with dampening, because its first step differs from the rest.
     """
+    # Private to torch: the mark of optimizers that read `found_inf` and `grad_scale`.
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return all(group.get("fused") and not (group.get("momentum") and group.get("dampening")) for group in groups)
 
 
 def _init_momentum(optimizer: SGD) -> None:
-    """Create missing momentum as zeros: the kernel leaves it unset if the first step is skipped."""
+    """Create missing momentum as zeros.
+
+    The kernel leaves it unset if the first step is skipped.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
@@ -577,15 +605,16 @@ def _in_model_order(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 def trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the optimizer's parameters, then the model's others that require gradients now."""
-    own = []
+    parameters = []
     for group in optimizer.param_groups:
-        own.extend(group["params"])
-    members = set(own)
-    return own + [p for p in model.parameters() if p.requires_grad and p not in members]
+        parameters.extend(group["params"])
+    members = set(parameters)
+    return parameters + [p for p in model.parameters() if p.requires_grad and p not in members]
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """Return each gradient's 2-norm, 0-dim; float32, or float64 where a gradient is."""
+    # Private to torch: norms of all gradients in few kernels.
     norms = list(torch._foreach_norm(gradients)) if gradients else []
     return [norm.float() if norm.dtype in (torch.bfloat16, torch.float16) else norm for norm in norms]
 

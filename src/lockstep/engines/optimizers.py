@@ -74,13 +74,13 @@ class GradientNorms:
             scale: the factor that the gradients were multiplied by.
         """
         names = self._names()
-        parts: dict[str, list[Tensor]] = {name: [] for name in names.values()}
+        norms_by_name: dict[str, list[Tensor]] = {name: [] for name in names.values()}
         for parameter, norm in zip(parameters, norms, strict=True):
-            parts.setdefault(names.get(parameter, _OTHER), []).append(norm)
+            norms_by_name.setdefault(names.get(parameter, _OTHER), []).append(norm)
         zero = norms[0].new_zeros(()) if norms else torch.zeros(())
         self.found = {
             name: (torch.linalg.vector_norm(torch.stack(values)) / scale if values else zero)
-            for name, values in parts.items()
+            for name, values in norms_by_name.items()
         }
 
 
@@ -150,7 +150,8 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
         exact: exact mode with several ranks.
     """
     engines, why = next(
-        (REFUSED[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in REFUSED), ((), "")
+        (REFUSED[base_class.__name__] for base_class in type(optimizer).__mro__ if base_class.__name__ in REFUSED),
+        ((), ""),
     )
     name = type(optimizer).__name__
     if engine in engines:
@@ -170,7 +171,7 @@ def check_optimizer(engine: str, optimizer: Optimizer, *, exact: bool) -> None:
     if engine == "deepspeed" and any(dtype.is_complex for dtype in dtypes):
         raise ConfigError("--engine deepspeed keeps parameters as real numbers, and some are complex; use --engine ddp")
     if engine == "deepspeed" and any(group.get("dampening") for group in optimizer.param_groups):
-        # Its first step takes the whole gradient; under ZeRO the momentum already exists, as zeros.
+        # The first step takes the whole gradient as momentum. Under ZeRO the momentum already exists, as zeros.
         raise ConfigError(f"--engine deepspeed does not work with the dampening of {name}; use dampening=0, or ddp")
     if exact and engine == "fsdp" and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(

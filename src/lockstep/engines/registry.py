@@ -83,6 +83,7 @@ _REBUILD_REFUSAL = (
 )
 
 
+# PLR0913: a function for users, who name the arguments that they need.
 def engine(  # noqa: PLR0913
     name: str,
     model: nn.Module,
@@ -148,7 +149,7 @@ def engine(  # noqa: PLR0913
     """
     name = name_of(name, world)
     split = next((key for key, parameter in model.named_parameters() if is_dtensor(parameter)), None)
-    # fsdp's own, after a loss of a rank
+    # A model that fsdp has sharded before, which returns here after the failure of a rank.
     if split and not hasattr(model, "reshard"):
         raise ConfigError(f"--engine {name}: the parameter {split} is a DTensor already: give the plain model")
     if exact_micro_batches:
@@ -164,7 +165,7 @@ def engine(  # noqa: PLR0913
         )
     _check_gradient_norms(name, gradients, own_steps)
     options = options or EngineOptions()
-    kind = _kind(name, options)
+    factory = _kind(name, options)
     sharing = _sharing(name, shares, exact_micro_batches, world, options)
     scaling = Fp16() if loss_scaling is True else loss_scaling or None
     repeated = tuple(blocks)
@@ -188,9 +189,11 @@ def engine(  # noqa: PLR0913
     if batchnorm == "replay":
         recording(model, settings.say)
 
+    # Checks before anything is changed in the model.
     check_embeddings(name, model, exact=bool(exact_micro_batches), once=once)
     unexpanded(model)
 
+    # The optimizer that `make` has built last, for the averages of its weights.
     newest: list[Optimizer] = []
 
     def make(module: nn.Module) -> Optimizer:
@@ -210,8 +213,9 @@ def engine(  # noqa: PLR0913
     def build(make_optimizer: MakeOptimizer, wrapper: nn.Module | None, rested: Collection[str]) -> Engine:
         current = dataclasses.replace(settings, wrapper=wrapper)
         if own_steps is not None:
+            # The wrappers, from the inside: weight copies, hooks, buffers, averages.
             return _manual(name, model, make_optimizer, world, current, own_steps, hooks)
-        bare = kind(model, make_optimizer, world, current)
+        bare = factory(model, make_optimizer, world, current)
         copying: Engine = Copied(bare, copies) if copies else bare
         watched: Engine = Hooked(copying, hooks) if hooks else copying
         outer = with_buffers(
@@ -330,7 +334,9 @@ def undo_step(engine: Engine) -> None:
 
 
 def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
-    """Load a state of the engine's own with other weights; a first step still creates the optimizer's states of them.
+    """Load a state with other weights into the engine.
+
+    The first step still creates the optimizer's states, since these belong to the weights.
 
     Some optimizers keep copies of the weights, such as schedule-free ones.
     """
@@ -342,7 +348,9 @@ def load_weights(engine: Engine, state: dict[str, Tensor]) -> None:
 
 
 def replaced_copies(engine: Engine) -> dict[str, Tensor]:
-    """Return totals of the copies that updates have replaced, by parameter; {}: the engine's updates replace none.
+    """Return totals of the copies that updates have replaced, by parameter.
+
+    {}: the engine's updates replace none.
 
     They differ between ranks if a copy did before an update.
     """
@@ -359,7 +367,9 @@ def _innermost(engine: Engine) -> Any:
 
 
 def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, float], None]]:
-    """Return a context with a backward (loss, weight) outside of steps, which leaves no trace but `.grad`.
+    """Return a context with a backward (loss, weight) outside of steps.
+
+    It leaves no trace but `.grad`.
 
     With sharded parameters it is collective, and sums over the ranks; else it is of this rank's plain module.
     """
@@ -370,11 +380,14 @@ def backward_apart(engine: Engine) -> AbstractContextManager[Callable[[Tensor, f
 
 
 def _backward(loss: Tensor, weight: float) -> None:
+    # torch gives `backward` no types.
     loss.backward(torch.full_like(loss, weight))  # type: ignore[no-untyped-call]
 
 
 def explain_no_backward(name: str, *, exact: bool) -> str:
-    """Return why an engine cannot run a backward outside of a step; "" if it can.
+    """Return why an engine cannot run a backward outside of a step.
+
+    "" if it can.
 
     Args:
         exact: it sums the gradients of several ranks in the fixed tree.
@@ -387,7 +400,10 @@ def explain_no_backward(name: str, *, exact: bool) -> str:
 
 
 def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer | None) -> str:
-    """Return why the loss of a rank loses states, or leaves them between two steps; "" if others have them whole."""
+    """Return why the run cannot continue after a rank fails.
+
+    Its states may be lost with it, or left between two steps. "": the other ranks have them whole.
+    """
     spec = ENGINES[name]
     if not spec.survives_loss or (name == "fsdp" and options.sharding not in ("hybrid", "none")):
         return (
@@ -407,7 +423,10 @@ def explain_no_replica(name: str, options: EngineOptions, optimizer: Optimizer |
 
 
 def replica_size(name: str, options: EngineOptions, world: World) -> int:
-    """Return the number of ranks that together have one copy of the states, for an engine that survives losses."""
+    """Return the number of ranks that together have one copy of the states.
+
+    For an engine that survives failures of ranks.
+    """
     if name != "fsdp":
         return 1
     size: int = importlib.import_module("lockstep.engines.fsdp.apply").replica_size(options, world)
@@ -415,7 +434,10 @@ def replica_size(name: str, options: EngineOptions, world: World) -> int:
 
 
 def leave_groups(name: str, model: nn.Module) -> list[ProcessGroup]:
-    """Discard what an engine, after the loss of a rank, has left in its model; return groups to be left with it."""
+    """Discard what an engine has left in its model after a rank failed.
+
+    Returns the groups that this rank has to leave.
+    """
     if name != "fsdp":
         return []
     groups: list[ProcessGroup] = importlib.import_module("lockstep.engines.fsdp.apply").leave_groups(model)
@@ -459,7 +481,7 @@ def _check_gradient_norms(name: str, gradients: GradientNorms, own_steps: OwnSte
             "gradients: log them there, or drop it"
         )
     if not ENGINES[name].block_norms:
-        able = ", ".join(each for each, spec in ENGINES.items() if spec.block_norms)
+        able = ", ".join(engine_name for engine_name, spec in ENGINES.items() if spec.block_norms)
         raise ConfigError(
             f"--log-gradients {gradients.by} does not work with --engine {name}, which has one norm of all gradients: "
             f"use one of {able}, or drop it"
@@ -528,8 +550,8 @@ def options_for(name: str, options: EngineOptions) -> EngineOptions:
 
 def engine_class(name: str) -> Any:
     """Import the class of the engine `name`, a key of ENGINES."""
-    module, kind = _CLASSES[name]
-    return getattr(importlib.import_module(module), kind)
+    module, class_name = _CLASSES[name]
+    return getattr(importlib.import_module(module), class_name)
 
 
 def _kind(name: str, options: EngineOptions) -> Any:
@@ -537,9 +559,10 @@ def _kind(name: str, options: EngineOptions) -> Any:
     has = own_options(name)
     for spec in dataclasses.fields(options):
         if spec.name not in has and getattr(options, spec.name) != spec.default:
-            own = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
+            options_here = ", ".join(flag(f"engine_options.{option}") for option in has) or "none"
             raise ConfigError(
-                f"{flag(f'engine_options.{spec.name}')} is not an option of --engine {name}; drop it (its own: {own})"
+                f"{flag(f'engine_options.{spec.name}')} is not an option of --engine {name}; drop it "
+                f"(its own: {options_here})"
             )
     return engine_class(name)
 
@@ -556,12 +579,12 @@ def variants(size: int, options: EngineOptions) -> Iterator[tuple[str, EngineOpt
     for name, entry in ENGINES.items():
         if not entry.everywhere or entry.one_process != (size == 1):
             continue
-        own = EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
-        if "sharding" not in own_options(name) or own.sharding not in _SPLIT:
-            yield name, own
+        options_of_engine = EngineOptions(**{option: getattr(options, option) for option in own_options(name)})
+        if "sharding" not in own_options(name) or options_of_engine.sharding not in _SPLIT:
+            yield name, options_of_engine
             continue
         for sharding in _SPLIT:
-            yield name, dataclasses.replace(own, sharding=sharding)
+            yield name, dataclasses.replace(options_of_engine, sharding=sharding)
 
 
 def check_planned(name: str, options: EngineOptions) -> None:
@@ -595,12 +618,13 @@ def exchanged(name: str, options: EngineOptions, parameters: float, trained: flo
         trained: bytes of those that are trained.
     """
     if name == "fsdp" and options.sharding in ("full", "hybrid"):
-        # For the forward and the backward; a reduce-scatter is half of a sum
+        # Gathered for the forward and for the backward. A reduce-scatter moves half of the bytes of a sum.
         return 2 * parameters, trained / 2
     if name == "fsdp":
         return parameters, trained / 2
     if name == "zero":
-        return 0.0, 1.5 * trained  # plus the owners' broadcasts
+        # The sum of the gradients, and the owners' broadcasts.
+        return 0.0, 1.5 * trained
     return 0.0, trained
 
 

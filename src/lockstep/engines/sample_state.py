@@ -1,4 +1,4 @@
-"""Merge state of which each sample or stream has rows of its own: hidden states, a memory bank.
+"""Merge state that has rows by sample or stream: hidden states, a memory bank.
 
     rows = SampleState(places, world)
     rows.begin()                            # a step begins
@@ -6,8 +6,9 @@
     rows.merge()                            # before the update
 
 Each micro-batch of a step reads the values from the beginning of the step. What the micro-batches of all ranks write is
-merged at its end, bit by bit; of an element that several write, the last one's value counts. So the step is that of one
-device with all samples in one batch. `is_by_rows` tells such state from statistics, which all micro-batches write.
+merged at its end, bit by bit. Of an element that several write, the last one's value counts. So the step is that of one
+device with all samples in one batch. `is_by_rows` distinguishes such state from statistics, which all micro-batches
+write.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from lockstep.tensors import as_bytes
 
 __all__ = ["SampleState", "changed_elements", "is_by_rows"]
 
-_MAX_SLOTS = 1 << 16  # micro-batches of a rank in a step
+# Largest number of micro-batches of a rank in a step: writer numbers of different ranks must not overlap in an int32.
+_MAX_SLOTS = 1 << 16
 
 
 class Place(Protocol):
@@ -94,7 +96,9 @@ class SampleState:
 
     @torch.no_grad()
     def end_slot(self, last: bool) -> None:
-        """Note what a micro-batch wrote; nothing for the only one of a step, which writes as in a plain loop.
+        """Record what a micro-batch wrote.
+
+        The only micro-batch of a step writes in place, as in a plain loop, and needs no record.
 
         Args:
             last: it is this rank's last one in the step.
@@ -105,7 +109,8 @@ class SampleState:
         if self._slots == 1:
             self._merged = [_Merged(_before(place)) for place in self._places]
         for place, merged in zip(self._places, self._merged, strict=True):
-            # The micro-batches of a rank follow those of the rank before it.
+            # Number the writers of all ranks in the order of the run: a rank's micro-batches follow those of the rank
+            # before it.
             merged.add(place.now, _before(place), self._world.rank * _MAX_SLOTS + self._slots)
 
     @torch.no_grad()
@@ -117,9 +122,9 @@ class SampleState:
         """
         if not self._slots and self._world.size == 1:
             return
-        # This rank had no samples
-        every = self._merged or [_Merged(_before(place)) for place in self._places]
-        for place, merged in zip(self._places, every, strict=True):
+        # A rank without samples has recorded nothing, but takes part in the collectives.
+        all_merged = self._merged or [_Merged(_before(place)) for place in self._places]
+        for place, merged in zip(self._places, all_merged, strict=True):
             if not self._is_checked:
                 self._check(place, merged)
             place.now.copy_(self._combine(merged, _before(place)))
@@ -128,8 +133,9 @@ class SampleState:
 
     def _check(self, place: Place, merged: _Merged) -> None:
         if self._world.size > 1:
+            # All ranks, in the first step only: are the rows of the ranks disjoint?
             collectives.all_reduce(merged.writers)  # collective
-        # Waits for the device, in the first step
+        # Waits for the device, in the first step only.
         if not is_by_rows(merged.writers):
             raise ConfigError(
                 f"the task's sample_state has '{place.name.removeprefix('task/')}', but several micro-batches of the "
@@ -141,26 +147,32 @@ class SampleState:
         """Return the values that the last writers of all ranks gave. Collective on several ranks."""
         if self._world.size == 1:
             return merged.values
-        last = merged.writer.clone()
-        collectives.all_reduce(last, op=dist.ReduceOp.MAX)  # collective
-        mine = (merged.writer == last) & (last > 0)
+        last_writer = merged.writer.clone()
+        # All ranks: the last writer of each element wins.
+        collectives.all_reduce(last_writer, op=dist.ReduceOp.MAX)  # collective
+        mine = (merged.writer == last_writer) & (last_writer > 0)
         values = _bytes(torch.where(mine, merged.values, torch.zeros_like(before)))
-        collectives.all_reduce(values)  # collective; one rank has bytes other than 0, so they are not rounded
-        return torch.where(last > 0, values.view(before.dtype).view(before.shape), before)
+        # All ranks. For each byte only the winner's is not 0, so the sum is that byte.
+        collectives.all_reduce(values)  # collective
+        return torch.where(last_writer > 0, values.view(before.dtype).view(before.shape), before)
 
 
 def changed_elements(now: Tensor, before: Tensor) -> Tensor:
-    """Return which elements of a tensor have other bits than before. Does not wait for the device."""
+    """Return which elements of a tensor have other bits than before.
+
+    Does not wait for the device.
+    """
     return (_bytes(now) != _bytes(before)).any(1).view(before.shape)
 
 
 def is_by_rows(writers: Tensor) -> bool:
-    """Whether a tensor is state by rows: most elements that are written have one writer. Waits for the device.
+    """Whether a tensor is state by rows. Waits for the device.
+
+    In such a tensor most of the written elements have one writer.
 
     Args:
         writers: how many wrote each element.
     """
-    # Waits for the device
     several, any_at_all = torch.stack([(writers > 1).sum(), (writers > 0).sum()]).tolist()
     return bool(2 * several < any_at_all or not any_at_all)
 

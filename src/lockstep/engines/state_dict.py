@@ -42,12 +42,14 @@ _INITIAL_VALUES: dict[str, dict[str, float | str]] = {
     "Rprop": {"step_size": "lr"},
 }
 
+# Packages whose optimizers contain no other optimizer with a state.
 _PLAIN_PACKAGES = (
     "torch.optim",
     "torch.distributed",
     "lockstep.optim",
-)  # their optimizers hold no other one with state
-_PARTS = 16  # parts that `first_step` splits the parameters into
+)
+# Number of parts into which `first_step` splits the parameters, so that copies take little memory.
+_PARTS = 16
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -69,17 +71,17 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     """Copy `state` into the model and the optimizer. Raises CheckpointError for mismatched names."""
     materialise(optimizer)
-    for _, each in _optimizers_in(optimizer):
-        forget(model, each.state, state)
-    own = named_state(model, optimizer)
-    missing = sorted(own.keys() ^ state.keys())
+    for _, inner in _optimizers_in(optimizer):
+        forget(model, inner.state, state)
+    present_state = named_state(model, optimizer)
+    missing = sorted(present_state.keys() ^ state.keys())
     if missing:
         raise CheckpointError(
             f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
             "optimizer that wrote it"
         )
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in present_state.items():
             if tensor is not state[name]:
                 copy_into(tensor, state[name])
     set_extra(model, state)
@@ -89,6 +91,7 @@ def restore_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Tenso
         return
     for slot in _slots(model, optimizer):
         if not isinstance(slot.value, Tensor | bool) and not isinstance(slot.holder, tuple):
+            # Reads from the device, at a load only.
             slot.holder[slot.key] = type(slot.value)(state[slot.name].item())
 
 
@@ -102,9 +105,9 @@ class _StateSlot(NamedTuple):
 
 
 def _slots(model: nn.Module, optimizer: Optimizer) -> Iterator[_StateSlot]:
-    for prefix, each in _optimizers_in(optimizer):
+    for prefix, inner in _optimizers_in(optimizer):
         for name, parameter in model.named_parameters():
-            yield from _leaves(each.state.get(parameter, {}), f"optimizer/{name}/{prefix}")
+            yield from _leaves(inner.state.get(parameter, {}), f"optimizer/{name}/{prefix}")
 
 
 def _leaves(holder: Any, prefix: str) -> list[_StateSlot]:
@@ -119,8 +122,8 @@ def _leaves(holder: Any, prefix: str) -> list[_StateSlot]:
 
 def _name_of_lbfgs(model: nn.Module, optimizer: Optimizer) -> str:
     """Return the name prefix of LBFGS's state, which it stores once, with the first parameter."""
-    first = optimizer.param_groups[0]["params"][0]
-    return next(f"optimizer/{name}" for name, parameter in model.named_parameters() if parameter is first)
+    first_parameter = optimizer.param_groups[0]["params"][0]
+    return next(f"optimizer/{name}" for name, parameter in model.named_parameters() if parameter is first_parameter)
 
 
 def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
@@ -141,8 +144,8 @@ def _optimizers_in(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
 
 def drop_states(optimizer: Optimizer) -> None:
     """Clear all states, so that the next step creates them as a first step does."""
-    for _, each in _optimizers_in(optimizer):
-        each.state.clear()
+    for _, inner in _optimizers_in(optimizer):
+        inner.state.clear()
 
 
 def forget(model: nn.Module, states: MutableMapping[Any, Any], state: Mapping[str, Tensor]) -> None:
@@ -179,7 +182,10 @@ def materialise(optimizer: Optimizer, states: Mapping[Any, Any] | None = None) -
 
 
 def has_states(states: Mapping[Any, Any]) -> bool:
-    """Whether an optimizer has states; a look at a parameter's (`"z" in self.state[p]`) leaves an empty one."""
+    """Whether an optimizer has states.
+
+    A lookup such as `"z" in self.state[p]` leaves an empty one, which does not count.
+    """
     return any(not isinstance(values, dict) or bool(values) for values in states.values())
 
 
@@ -194,15 +200,16 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         optimizer: any.
         states: its state.
     """
-    # ZeroRedundancyOptimizer has the optimizer inside
+    # ZeroRedundancyOptimizer has the optimizer inside.
     inner = getattr(optimizer, "optim", optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    own = {}
+    attributes = {}
     for name, value in vars(inner).items():
         if name not in ("state", "param_groups"):
-            own[name] = value
+            attributes[name] = value
+    # With a rate of 0, and gradients of 0, no parameter moves, except by rules that ignore both; see `_step_unmoved`.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -211,7 +218,8 @@ def first_step(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         _step_unmoved(optimizer, chunk)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    vars(inner).update(own)  # attributes that the optimizer counts in
+    # Restore attributes in which the optimizer counts, too.
+    vars(inner).update(attributes)
     for group, options in zip(optimizer.param_groups, settings, strict=True):
         group.update(options)
         for parameter in group["params"]:
@@ -247,7 +255,7 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     """Step these parameters with zero gradients; restore their values and clear gradients."""
     on_host = not _steps_in_parts(optimizer)
     locals_ = [local_of(parameter) for parameter in parameters]
-    # Waits for the device
+    # Waits for the device, in a copy to the host.
     before = [local.to("cpu", copy=True) if on_host else local.clone() for local in locals_]
     zeros = torch.zeros((), device=locals_[0].device if locals_ else None)
 
@@ -270,7 +278,7 @@ def _step_unmoved(optimizer: Optimizer, parameters: list[Tensor]) -> None:
         ) from error
     for parameter, local, values in zip(parameters, locals_, before, strict=True):
         parameter.grad = None
-        # An optimizer replaced its memory: `.data =`
+        # The optimizer has replaced the parameter's memory (`.data =`).
         if local_of(parameter).data_ptr() != local.data_ptr():
             parameter.data = local
         local.copy_(values)
@@ -292,8 +300,8 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], values: dict[str, Any]
         group: the parameter's group; its `lr` is the base rate.
         values: the parameter's state.
     """
-    kinds = (kind.__name__ for kind in type(optimizer).__mro__)
-    initial = next((_INITIAL_VALUES[kind] for kind in kinds if kind in _INITIAL_VALUES), {})
+    class_names = (class_name.__name__ for class_name in type(optimizer).__mro__)
+    initial = next((_INITIAL_VALUES[class_name] for class_name in class_names if class_name in _INITIAL_VALUES), {})
     for key, value in values.items():
         if isinstance(value, Tensor):
             start = initial.get(key, 0.0)
@@ -317,25 +325,25 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], *, on_host: bool = False) -> None:
         self._on_host = on_host
         self._parameters = [(p, local_of(p), self._copy(local_of(p))) for p in parameters]
-        # ZeroRedundancyOptimizer has the optimizer inside
+        # ZeroRedundancyOptimizer has the optimizer inside.
         inner = getattr(optimizer, "optim", None)
         outer = [optimizer] if isinstance(inner, Optimizer) else []
         self._copies = [
-            self._copy_optimizer(each) for each in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))
+            self._copy_optimizer(part) for part in (*outer, *(o for _, o in _optimizers_in(inner or optimizer)))
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore everything."""
         for parameter, local, values in self._parameters:
-            # An optimizer replaced its memory: `.data =`
+            # The optimizer has replaced the parameter's memory (`.data =`).
             if local_of(parameter).data_ptr() != local.data_ptr():
                 parameter.data = local
             local.copy_(values)
-        for optimizer, own, groups, states in self._copies:
-            for name in vars(optimizer).keys() - own.keys() - {"state", "param_groups"}:
+        for optimizer, attributes, groups, states in self._copies:
+            for name in vars(optimizer).keys() - attributes.keys() - {"state", "param_groups"}:
                 delattr(optimizer, name)
-            for name, frozen in own.items():
+            for name, frozen in attributes.items():
                 optimizer.__dict__[name] = self._thaw(frozen)
             for group, settings in groups:
                 for key in group.keys() - settings.keys() - {"params"}:
@@ -346,18 +354,18 @@ class Snapshot:
                 optimizer.state[parameter] = self._thaw(values)
 
     def _copy_optimizer(self, optimizer: Optimizer) -> tuple[Optimizer, dict[str, Any], list[Any], dict[Any, Any]]:
-        own = {}
+        attributes = {}
         for k, v in vars(optimizer).items():
             if k not in ("state", "param_groups"):
-                own[k] = self._freeze(v)
+                attributes[k] = self._freeze(v)
         groups = []
         for group in optimizer.param_groups:
             groups.append((group, {key: self._freeze(value) for key, value in group.items() if key != "params"}))
-        return optimizer, own, groups, {p: self._freeze(values) for p, values in optimizer.state.items()}
+        return optimizer, attributes, groups, {p: self._freeze(values) for p, values in optimizer.state.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        # may wait
+        # Waits for the device.
         if self._on_host and tensor.is_cuda:
             return tensor.to("cpu", copy=True)
         return tensor.clone()
@@ -367,9 +375,9 @@ class Snapshot:
         if isinstance(value, Tensor):
             return value, self._copy(local_of(value))
         if isinstance(value, list):
-            return value, [self._freeze(each) for each in value]
+            return value, [self._freeze(element) for element in value]
         if isinstance(value, dict):
-            return value, {key: self._freeze(each) for key, each in value.items()}
+            return value, {key: self._freeze(element) for key, element in value.items()}
         return value, None
 
     def _thaw(self, frozen: Any) -> Any:
@@ -377,9 +385,9 @@ class Snapshot:
         if isinstance(value, Tensor):
             local_of(value).copy_(copy)
         elif isinstance(value, list):
-            value[:] = [self._thaw(each) for each in copy]
+            value[:] = [self._thaw(element) for element in copy]
         elif isinstance(value, dict):
-            entries = {key: self._thaw(each) for key, each in copy.items()}
+            entries = {key: self._thaw(element) for key, element in copy.items()}
             value.clear()
             value.update(entries)
         return value

@@ -59,6 +59,7 @@ class Copied:
 
     @contextmanager
     def _micro_batch(self, last: bool, counts: bool) -> Iterator[None]:
+        # Written once a step, unless somebody else changed the weights since.
         if not self._is_active or self._copies.moved():
             self._copies.write()
         with self._engine.accumulate(last, counts), self._copies.used():
@@ -185,9 +186,9 @@ class Remade:
         make: see `Make`.
         optimizer: builds it from the model as the engine holds it.
         changes: see `Changes`.
-        given: `optimizer` returns one fixed object, and cannot build another.
-        refused: why the engine cannot be rebuilt, with the way out; "": it can.
-        follows: the engine reads the optimizers' groups in each step, and need not be rebuilt.
+        fixed_optimizer: `optimizer` returns one fixed object, and cannot build another.
+        refusal: why the engine cannot be rebuilt, with the way out; "": it can.
+        reads_groups: the engine reads the optimizers' groups in each step, and need not be rebuilt.
     """
 
     def __init__(
@@ -216,6 +217,7 @@ class Remade:
         self._in_step = self._is_active = False
         self._since = dict(former.since) if former else {}
         self._has_set = former is not None
+        # Names in the order of first training; averages of parameters that are frozen now are kept for them.
         self._ever_trained = dict.fromkeys(
             former.made if former else ()
         )  # trained when the engine was built, or earlier
@@ -238,7 +240,7 @@ class Remade:
         momentum: float | None = None,
         evaluate: Evaluate | None = None,
     ) -> StepResult:
-        # A pass that the optimizer repeats does not begin a step
+        # A pass that the optimizer repeats inside its step must not begin another one.
         self._in_step = self._is_active = True
         self._steps += 1
         try:
@@ -258,10 +260,12 @@ class Remade:
 
     def trained(self) -> TrainedSet | None:
         """Return the current set; None if it never changed."""
-        now = self._names_now()
-        if not self._has_set and now == self._trained and [*self._ever_trained] == now:
+        names = self._names_now()
+        if not self._has_set and names == self._trained and [*self._ever_trained] == names:
             return None
-        return TrainedSet([*self._ever_trained], now, {name: step for name, step in self._since.items() if name in now})
+        return TrainedSet(
+            [*self._ever_trained], names, {name: step for name, step in self._since.items() if name in names}
+        )
 
     @property
     def since(self) -> dict[str, int]:
@@ -276,6 +280,7 @@ class Remade:
 
     def _begin(self) -> None:
         self._in_step = True
+        # Two list comparisons a step: cheap enough to notice every change without a hook.
         if self._flags() != self._built_flags or self._group_ids() != self._groups:
             self._handle_change()
 
@@ -299,23 +304,23 @@ class Remade:
     def _record_optimizer(self, make: MakeOptimizer) -> MakeOptimizer:
         def build(model: nn.Module) -> Optimizer:
             self._optimizer = make(model)
-            # Or some refuse their first step
+            # Some optimizers with two sets of weights refuse a step before they are switched to training.
             switch(self._optimizer, training=True)
             return self._optimizer
 
         return build
 
     def _handle_change(self) -> None:
-        now = self._names_now()
+        names = self._names_now()
         before = set(self._trained)
-        fresh = [name for name in now if name not in before]
+        fresh = [name for name in names if name not in before]
         changes = [f"unfroze {listed(fresh)}"] if fresh else []
-        if removals := [name for name in self._trained if name not in set(now)]:
+        if removals := [name for name in self._trained if name not in set(names)]:
             changes.append(f"froze {listed(removals)}")
         if not changes:
             changes = ["changed the optimizer's groups"]
         change = " and ".join(changes)
-        self._check_agreement(change, now)
+        self._check_agreement(change, names)
         if self._refusal:
             raise LockstepError(f"after step {self._steps} the run {change}: {self._refusal}")
         if fixed := next((name for name in fresh if name in self._changes.fixed), ""):
@@ -326,29 +331,31 @@ class Remade:
             self._record_build()
         else:
             self._rebuild(fresh)
-        self._changes.changed(TrainedSet([*self._ever_trained], now, dict(self._since)))
+        self._changes.changed(TrainedSet([*self._ever_trained], names, dict(self._since)))
 
     def _check_agreement(self, change: str, now: list[str]) -> None:
-        """Raise LockstepError, naming parameters, unless all ranks changed alike. Collective."""
+        """Raise LockstepError, naming parameters, unless all ranks made the same change. Collective."""
         if self._world.size == 1:
             return
         report = {"remade": change, "trained": now, "groups": [len(group) for group in self._group_ids()]}
         try:
-            # A rank without a change is elsewhere. Wait half of the timeout, so that this error comes before theirs.
+            # A rank without a change is elsewhere. Wait for half of the timeout, so that this error comes before
+            # theirs.
             arrived = collectives.barrier(group=self._world.control, async_op=True)  # collective
             collectives.wait(arrived, timedelta(seconds=self._world.timeout / 2))
-            every = self._world.gather(report)  # collective
+            # All ranks, only after a change.
+            reports = self._world.gather(report)  # collective
         except PeerError as error:
             raise LockstepError(
                 f"{rank_label(self._world.rank)}: after step {self._steps} this rank {change}, but not every rank did: "
                 "make the same change on every rank, after the same step"
             ) from error
-        odd = next((rank for rank, each in enumerate(every) if each != every[0]), None)
+        odd = next((rank for rank, report_of_rank in enumerate(reports) if report_of_rank != reports[0]), None)
         if odd is not None:
             actions = []
-            for each in (every[0], every[odd]):
-                if isinstance(each, dict):
-                    actions.append(each["remade"])
+            for report_of_rank in (reports[0], reports[odd]):
+                if isinstance(report_of_rank, dict):
+                    actions.append(report_of_rank["remade"])
                 else:
                     actions.append("did not")
             raise LockstepError(
@@ -370,12 +377,13 @@ class Remade:
         rule_changes = _rule_changes(former, optimizer)
         drops = {names[key] for key in rule_changes if key in names}
         if not self._is_active:
-            # Created to be loaded into: the first step creates its own
+            # These states were created only to be loaded into; the first step creates its own.
             former.state.clear()
         elif optimizer is not former:
             optimizer.state.update({p: values for p, values in former.state.items() if id(p) not in rule_changes})
+        # The wrapper and the optimizer are reused; the engine itself must be freed before the next is built.
         del self.engine
-        # Hooks make cycles of an engine and its parameters; DDP's reducer must be gone before the next
+        # Hooks form cycles of an engine and its parameters. DDP's reducer must be gone before the next one is made.
         gc.collect()
         self.engine = self._make(self._record_optimizer(lambda model: optimizer), wrapper, [*self._ever_trained])
         self.model = self.engine.model
@@ -391,6 +399,7 @@ class Remade:
         optimizer = former
         if self._changes.again is not None:
             optimizer = self._changes.again(self._plain, former)
+        # A scheduler of torch holds the former optimizer, whose step it has wrapped; then only its groups may grow.
         elif missing and not self._fixed_optimizer and not hasattr(former.step, "_wrapped_by_lr_sched"):
             optimizer = self._make_optimizer(self._plain)
         owned = _groups_by_parameter(optimizer)
@@ -408,8 +417,11 @@ class Remade:
         for n, t in state.items():
             if not (n.startswith("optimizer/") and _parameter_of(n) in drops):
                 entries[n] = t
-        own = self.engine.state_dict()  # collective
-        entries |= {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE) and name not in entries}
+        # All ranks. New parameters start with the averages that the new engine gave them.
+        present_state = self.engine.state_dict()  # collective
+        entries |= {
+            name: tensor for name, tensor in present_state.items() if name.startswith(AVERAGE) and name not in entries
+        }
         self.engine.load_state_dict(entries)  # collective
 
 

@@ -27,7 +27,8 @@ from lockstep.engines.state_dict import forget, has_states, materialise
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.tensors import as_bytes, has_gaps, local_of, shared_memory
 
-with warnings.catch_warnings():  # torch's package warns of its own use of TorchScript when it is loaded
+with warnings.catch_warnings():
+    # torch's package warns of its own use of TorchScript when it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -50,7 +51,9 @@ class Zero:
         self._plain = plain = optimizer(model)
         self._group_settings = settings_of(plain)
         self._zero = _split(plain)
-        if has_modes(plain):  # it has the groups, and none of the states
+        # The user's optimizer has the groups, but the split one has the states, so its switches must go there.
+        if has_modes(plain):
+            # A weak reference: the optimizer may outlive the engine.
             this = weakref.ref(self)
             for name in ("eval", "train"):
                 setattr(plain, name, partial(_switch_shards, this, name))
@@ -81,13 +84,16 @@ class Zero:
         evaluate: Evaluate | None = None,
     ) -> StepResult:
         self._replicas.finish()
+        # Taken before the update, in which each owner's copy replaces those of the other ranks.
         self._add_totals()
         self._check_groups()
         self._group_settings.write(factor, momentum)
-        for own, user in self._groups():
-            _copy_settings(user, own)
-        self._plain._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns that it never steps
-        return self._update(None, limit, None, evaluate)  # collective: the owners broadcast
+        for shard_group, user in self._groups():
+            _copy_settings(user, shard_group)
+        # The user's optimizer never steps itself. Without this mark torch's schedulers warn that it does not.
+        self._plain._opt_called = True  # type: ignore[attr-defined]
+        # All ranks: each owner broadcasts the parameters that it has updated.
+        return self._update(None, limit, None, evaluate)  # collective
 
     def _add_totals(self) -> None:
         """Add the bits of this rank's copies to their totals, before the owners' replace them."""
@@ -99,13 +105,15 @@ class Zero:
                 self._totals = self._totals.add_(totals)
 
     def copies(self) -> dict[str, Tensor]:
-        """Return, by trained parameter, the total of its bits before each update: equal where all copies were.
+        """Return the total of each trained parameter's bits before each update.
 
-        The state does not show a copy that a fault changed between two updates: the owner's replaced it.
+        The totals of two ranks are equal if their copies were equal before all updates.
+
+        The state does not show a copy that a fault changed between two updates: the owner's copy replaced it.
         """
         if self._totals is None:
             return {}
-        # Waits for the device
+        # Waits for the device; called when replicas are compared.
         return dict(zip(self._trained, self._totals.cpu().unbind(), strict=True))
 
     def rehearse(self, loss: Callable[[], Tensor]) -> None:
@@ -133,15 +141,17 @@ class Zero:
 
         That optimizer never steps itself.
         """
+        # Private to torch's Optimizer, which has no public list of hooks.
         if hooks := list(self._plain._optimizer_step_pre_hooks.values()):
             for hook in hooks:
                 hook(self._plain, *args[1:])
-            for own, user in self._groups():
-                _copy_settings(user, own)
+            for shard_group, user in self._groups():
+                _copy_settings(user, shard_group)
 
     def _run_post_hooks(self, *args: Any) -> None:
-        for own, user in self._groups():
-            _copy_settings(own, user)  # an optimizer may count in its groups
+        for shard_group, user in self._groups():
+            # Some optimizers count steps in their groups.
+            _copy_settings(shard_group, user)
         for hook in list(self._plain._optimizer_step_post_hooks.values()):
             hook(self._plain, *args[1:])
 
@@ -154,26 +164,32 @@ class Zero:
         return [(group, plain[id(group["params"][0])]) for group in self._zero.param_groups if group["params"]]
 
     def switch(self, name: str) -> None:
-        """Call `eval` or `train` of the optimizer on each owner, which then broadcasts its parameters. Collective."""
-        for own, user in self._groups():
-            _copy_settings(user, own)
-        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
-            _copy_settings(own, inner)
+        """Call `eval` or `train` of the optimizer on each owner. Collective.
+
+        Each owner then broadcasts its parameters.
+        """
+        for shard_group, user in self._groups():
+            _copy_settings(user, shard_group)
+        for shard_group, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(shard_group, inner)
+        # The settings pass through three levels: the user's groups, the split ones, and those of this rank's shard.
         getattr(self._zero.optim, name)()
-        for own, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
-            _copy_settings(inner, own)
-        for own, user in self._groups():
-            _copy_settings(own, user)
-        self._zero._sync_params()  # type: ignore[attr-defined]  # collective; private: torch has no other way to it
+        for shard_group, inner in zip(self._zero.param_groups, self._zero.optim.param_groups, strict=True):
+            _copy_settings(inner, shard_group)
+        for shard_group, user in self._groups():
+            _copy_settings(shard_group, user)
+        # All ranks. Private to torch, which has no other way to broadcast from the owners.
+        self._zero._sync_params()  # type: ignore[attr-defined]  # collective
 
     def state_dict(self) -> dict[str, Tensor]:
         self._materialise()
         state = {f"model/{name}": tensor for name, tensor in self._module.state_dict().items()}
         local = {f"optimizer/{name}/{key}": value for name, key, value in self._own_states()}
         described = {name: [*_describe(value), self._world.rank] for name, value in local.items()}
-        for part in self._world.gather(described):  # collective
-            for name, (dtype, shape, kind, owner) in part.items():
-                state[name] = self._distribute(local.get(name), dtype, shape, kind, owner)
+        # All ranks: only the owner of a state knows its dtype and shape.
+        for states_of_rank in self._world.gather(described):  # collective
+            for name, (dtype, shape, device_type, owner) in states_of_rank.items():
+                state[name] = self._distribute(local.get(name), dtype, shape, device_type, owner)
         return state | self._update.scaling()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -181,10 +197,10 @@ class Zero:
         self._materialise()
         forget(self._module, self._zero.optim.state, state)
         self._adopt(state)
-        own = self.state_dict()
-        state = state | self._send_to_owners(state, own)
+        present_state = self.state_dict()
+        state = state | self._send_to_owners(state, present_state)
         self._update.blank = False
-        missing = sorted((own.keys() - self._update.scaling().keys()) ^ state.keys())
+        missing = sorted((present_state.keys() - self._update.scaling().keys()) ^ state.keys())
         if missing:
             raise CheckpointError(
                 f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
@@ -197,15 +213,17 @@ class Zero:
             for name, key, value in self._own_states():
                 source = local_of(state[f"optimizer/{name}/{key}"])
                 if isinstance(value, Tensor):
-                    # Else it was loaded in place
+                    # A tensor of the same memory was loaded in place already.
                     if source.data_ptr() != value.data_ptr():
                         value.copy_(source)
                 else:
+                    # Reads from the device, at a load only.
                     self._zero.optim.state[self._parameter(name)][key] = type(value)(source.item())
 
     def _adopt(self, state: dict[str, Tensor]) -> None:
         """Take over the states of now frozen parameters, each on its owner. Collective."""
-        names = {name for part in self._world.gather([*self._state_names()]) for name in part}  # collective
+        # All ranks: a state is adopted only if no rank has it.
+        names = {name for shard in self._world.gather([*self._state_names()]) for name in shard}  # collective
         for name, tensor in state.items():
             if name.startswith("optimizer/") and name not in names and _owner(tensor) == self._world.rank:
                 parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
@@ -227,15 +245,17 @@ class Zero:
                 values = local.new_empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
                 if source == self._world.rank:
                     values.copy_(local_of(tensor))
+                # All ranks take part, in the same order of names; the new owner keeps the values.
                 collectives.broadcast(values, src=source)  # collective
                 received[name] = values
         return received
 
     def _materialise(self) -> None:
         """Create the optimizer's state if no rank has any, on each for its own. Collective."""
-        own: dict[Tensor, dict[str, Any]] = self._zero.optim.state
-        if not any(self._world.gather(has_states(own))):  # collective
-            self._update.blank = materialise(self._zero.optim, own) or self._update.blank
+        states: dict[Tensor, dict[str, Any]] = self._zero.optim.state
+        # All ranks decide together, since creating states steps the optimizer on each.
+        if not any(self._world.gather(has_states(states))):  # collective
+            self._update.blank = materialise(self._zero.optim, states) or self._update.blank
 
     def _own_states(self) -> Iterator[tuple[str, str, Any]]:
         """Yield (parameter's name, key, value) of the states on this rank."""
@@ -252,12 +272,13 @@ class Zero:
         """Return a DTensor that the rank `owner` holds whole, and no other rank holds."""
         mesh = self._meshes.get((kind, owner))
         if mesh is None:
-            # A mesh of one rank communicates nothing: without a backend it costs no process group.
+            # A mesh of one rank communicates nothing. Without a backend (a private option) it costs no process group.
             mesh = self._meshes[kind, owner] = DeviceMesh(kind, [owner], _init_backend=False)
         wide = getattr(torch, dtype)
         if isinstance(value, Tensor):
             local = value
         else:
+            # A rank without the state needs a value of the right dtype all the same; nobody reads it.
             local = torch.tensor(0.0 if value is None else float(value), dtype=wide)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Replicate()], shape=torch.Size(shape), stride=stride)
@@ -280,9 +301,12 @@ def _check_memory(trained: dict[str, nn.Parameter]) -> None:
 
 
 def _sum_of_words(tensor: Tensor) -> Tensor:
-    """Sum a tensor's memory as int64 words modulo 2**64, 0-dim: one pass, as fast as a norm."""
+    """Sum a tensor's memory as int64 words modulo 2**64.
+
+    0-dim. One pass over memory, as fast as a norm.
+    """
     data = as_bytes(tensor)
-    # `view` needs words of 8 bytes to begin at one
+    # A view as int64 must begin at a multiple of 8 bytes.
     if data.storage_offset() % 8:
         data = data.clone()
     end = data.numel() // 8 * 8
@@ -299,7 +323,10 @@ def _switch_shards(engine: "weakref.ref[Zero]", name: str) -> None:
 
 
 def _copy_settings(source: dict[str, Any], target: dict[str, Any]) -> None:
-    """Copy a group's settings to its counterpart, without `names`, which are of the user's group alone."""
+    """Copy a group's settings to its counterpart, without `params` and `names`.
+
+    `names` belong to the user's group alone.
+    """
     target.update({key: value for key, value in source.items() if key not in ("params", "names")})
 
 
@@ -323,10 +350,10 @@ def _split(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     Drops `names`, which would be wrong for a part of a group.
     """
     groups = [{key: value for key, value in group.items() if key != "names"} for group in optimizer.param_groups]
-    # Group by group, each parameter goes to the least loaded rank. The group with the largest one comes first: the
-    # others even out the loads.
+    # Group by group, torch gives each parameter to the least loaded rank. The group with the largest parameter comes
+    # first, so that the others even out the loads.
     groups.sort(key=lambda group: -max((p.numel() for p in group["params"]), default=0))
-    # AdamW's defaults have a key that AdamW does not take
+    # torch stores a key in the defaults of AdamW that its constructor does not take.
     takes = signature(type(optimizer)).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in takes}
     return ZeroRedundancyOptimizer(groups, type(optimizer), **defaults)

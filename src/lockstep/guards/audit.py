@@ -45,8 +45,10 @@ __all__ = [
 
 # --- recomputation
 
-_LOSS = ""  # name of the loss among those of the parameters
-_OUTPUT_NEUTRAL = nn.modules.batchnorm._NormBase  # running statistics do not affect the output in training
+# The loss's name among those of the parameters.
+_LOSS = ""
+# Private to torch: the base of BatchNorm layers, whose running statistics do not affect the output in training.
+_OUTPUT_NEUTRAL = nn.modules.batchnorm._NormBase
 
 
 class Recomputation(NamedTuple):
@@ -114,7 +116,7 @@ class Recomputer:
     def begin(self) -> None:
         """Begin an audited step: copy what its forwards may change."""
         self._pending = {}
-        # May have changed since the last step
+        # Parameters may have been frozen or unfrozen since the last step.
         self._trained = _trainable_parameters(self._model)
         self._start_state, self._state = _StateCopy(self._model, self._task), _digest_state(self._model, self._task)
 
@@ -130,9 +132,11 @@ class Recomputer:
 
         def seen(loss: Tensor) -> Tensor:
             pending.bits.add(_LOSS, loss)
+            # torch gives the method no types.
             handles.append(loss.register_hook(pending.roots.append))  # type: ignore[no-untyped-call]
-            # Called before this gradient is added to the others'
+            # These hooks are called before a gradient is added to the others'.
             for name, parameter in self._trained.items():
+                # As above: no types.
                 handles.append(parameter.register_hook(partial(pending.bits.add, name)))  # type: ignore[no-untyped-call]
             return loss
 
@@ -155,14 +159,14 @@ class Recomputer:
 
     def moved(self) -> bool:
         """Whether forwards have changed, since `begin`, state that affects a forward."""
-        # Waits for the device
+        # Waits for the device, once per audited step.
         return _digest_state(self._model, self._task).read() != self._state.read()
 
     def unlike(self, batch: MicroBatch, result: Recomputation) -> str:
         """Return why this rank cannot recompute a result: "data", "buffers", or "" if it can."""
         if of_batch(batch.held) != result.data:
             return "data"
-        # waits for the device
+        # Waits for the device, once per recomputed micro-batch.
         if of_digests(self._state.read()) == result.state:
             return ""
         return "buffers"
@@ -181,7 +185,7 @@ class Recomputer:
         Raises:
             ConfigError: the model's gradient can only be computed in a full backward.
         """
-        now = _StateCopy(self._model, self._task)
+        state_now = _StateCopy(self._model, self._task)
         digests = Digests()
         with _preserve_generators(self._device):
             try:
@@ -194,8 +198,9 @@ class Recomputer:
                     if gradient is not None:
                         digests.add(name, gradient)
             finally:
-                now.put_back()
-        bits = digests.read()  # waits for the device
+                state_now.put_back()
+        # Waits for the device.
+        bits = digests.read()
         if _digest_names(bits) != result.names:
             raise ConfigError(_REENTRANT)
         return bits
@@ -204,6 +209,7 @@ class Recomputer:
         """Compute gradients without touching `.grad` or the engine's accumulation hooks."""
         parameters = list(self._trained.values())
         try:
+            # `grad` instead of `backward`: the engine's hooks must not count or exchange these gradients.
             return torch.autograd.grad(loss, parameters, torch.full_like(loss, root).detach(), allow_unused=True)
         except RuntimeError as error:
             if error_origin(error) != _REENTRANT_SOURCE:
@@ -211,7 +217,8 @@ class Recomputer:
             raise ConfigError(_REENTRANT) from error
 
 
-_REENTRANT_SOURCE = "torch.utils.checkpoint:backward"  # for use_reentrant=True; errors in its recomputation are deeper
+# The origin of the error of checkpoint(use_reentrant=True). Errors within its recomputation come from deeper functions.
+_REENTRANT_SOURCE = "torch.utils.checkpoint:backward"
 _REENTRANT = (
     "--guards.audit: a recomputation gives gradients to other parameters: call the model's activation checkpoint() "
     "with use_reentrant=False, or drop --guards.audit"
@@ -270,7 +277,8 @@ class _StateCopy:
 
 
 def _copy_if_changed(tensor: Tensor, value: Tensor) -> None:
-    if not torch.equal(tensor, value):  # waits for the device
+    # Waits for the device.
+    if not torch.equal(tensor, value):
         tensor.copy_(value)
 
 
@@ -299,7 +307,7 @@ def named(names: list[str]) -> str:
         gradient = f"the gradient{'s' * (len(parameters) > 1)} of {parameters[0]}{more}"
     else:
         gradient = ""
-    return " and ".join(part for part in ("the loss" * (_LOSS in names), gradient) if part)
+    return " and ".join(phrase for phrase in ("the loss" * (_LOSS in names), gradient) if phrase)
 
 
 def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -308,10 +316,14 @@ def _trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 # --- majority vote
 
-BY_ITSELF = "itself"  # a rank's own results differ
-BY_OTHERS = "others"  # a minority: most others have another result
-ONE_OF_TWO = "two"  # two ranks differ, and there is no third
-EVERYBODY = "everybody"  # no majority, or most ranks' own results differ: nondeterministic, not a device
+# A rank's own results differ.
+BY_ITSELF = "itself"
+# A minority: most other ranks have another result.
+BY_OTHERS = "others"
+# Two ranks differ, and there is no third one.
+ONE_OF_TWO = "two"
+# No majority, or the results of most ranks differ among themselves: a nondeterministic operation, not a device.
+EVERYBODY = "everybody"
 
 
 class VoteVerdict(NamedTuple):
@@ -344,7 +356,8 @@ def judged(by_rank: Sequence[Sequence[str]]) -> VoteVerdict:
 # --- audit of a run
 
 _LOG = logging.getLogger("lockstep")
-_TRIES = 3  # recomputations by each rank of a micro-batch with differing results
+# Recomputations of a disputed micro-batch by each rank.
+_TRIES = 3
 _UNLIKE_TEXT = {
     "data": "loading its data again gives other values; make each sample depend only on its index",
     "buffers": "the buffers of the model or the task differ on the rank that recomputes it",
@@ -379,7 +392,8 @@ def audited(
         first_only: choose at most the first of each rank.
         least: minimum number per rank.
     """
-    uniform = (derive(seed, "audit", step) >> 11) * 2.0**-53  # in [0, 1)
+    # 53 random bits make a float in [0, 1).
+    uniform = (derive(seed, "audit", step) >> 11) * 2.0**-53
     if not least and share * max(stop - start for start, stop in runs) + uniform < 1.0:
         return []
     if len(runs) > 1:
@@ -392,10 +406,10 @@ def audited(
         count = min(max(math.floor(share * size + uniform), least), size)
         begin = derive(seed, "audit", step, owner) % size if size else 0
         if first_only:
-            places = [0] * bool(count)
+            offsets = [0] * bool(count)
         else:
-            places = [(begin + k) % size for k in range(count)]
-        chosen += [Audited((owner - shift) % len(runs), start + place) for place in places]
+            offsets = [(begin + k) % size for k in range(count)]
+        chosen += [Audited((owner - shift) % len(runs), start + offset) for offset in offsets]
     return chosen
 
 
@@ -409,6 +423,7 @@ class Audit:
         kept: returns the steps of the checkpoints; called on rank 0 only.
     """
 
+    # PLR0913: the parts of a run that the audit reads, made by `training`.
     def __init__(  # noqa: PLR0913
         self,
         share: float,
@@ -430,13 +445,14 @@ class Audit:
         self._again = again
         self._clock = clock
         self._kept = kept
-        # Forwards change state that affects the next: only a step's start is known
+        # Set once forwards change state that affects the next forward. Then only a step's first micro-batch starts from
+        # a known state.
         self._first_only = False
         self._step, self._plan = -1, list[Audited]()
         self._stream: Generator[tuple[int, MicroBatch], None, None] | None = None
-        # This rank's results that differ
+        # Digests of this rank's recomputations that differ.
         self._odd: dict[int, dict[str, str]] = {}
-        # Rank -> step of its last micro-batch that matched
+        # Rank -> step of its last micro-batch that matched.
         self._last_matched: dict[int, int] = {}
         self._warned: set[str] = set()
 
@@ -449,7 +465,7 @@ class Audit:
             self._step, self._plan = step, self._plan_step(step)
             if self._plan:
                 self._again.begin()
-        if batch.weight and any(batch.index == each.micro for each in self._plan):
+        if batch.weight and any(batch.index == entry.micro for entry in self._plan):
             return self._again.watched(batch)
         return _NO_WATCH
 
@@ -465,10 +481,12 @@ class Audit:
         if not self._plan:
             return
         own_results = {index: [*results] for index, results in self._again.told().items()}
+        # All ranks, in audited steps: the results of the audited micro-batches, and whether forwards changed state.
         gathered = self._world.gather([sorted(own_results.items()), self._again.moved()])  # collective
         owners = {micro: rank for rank, (comparison, _) in enumerate(gathered) for micro, _ in comparison}
         results = {micro: Recomputation(*values) for comparison, _ in gathered for micro, values in comparison}
         comparison = self._recompute(step, results)
+        # All ranks: which micro-batches match.
         ranks = [
             _Comparison(*each) for each in self._world.gather([comparison.alike, comparison.wrong, comparison.unlike])
         ]  # collective
@@ -498,16 +516,16 @@ class Audit:
         audits = audited(
             *(self._seed, step, self._share, runs), first_only=self._first_only or begins, least=int(begins)
         )
-        return [each for each in audits if each.micro < present]
+        return [entry for entry in audits if entry.micro < present]
 
     def _recompute(self, step: int, results: dict[int, Recomputation]) -> _Comparison:
         """Recompute this rank's part, and compare it."""
         comparison = _Comparison([], [], [])
         self._odd = {}
-        for _, micro in [each for each in self._plan if each.auditor == self._world.rank]:
+        for _, micro in [entry for entry in self._plan if entry.auditor == self._world.rank]:
             batch = self._load(step, micro)
             result = results.get(micro)
-            # An empty slot, without items, or a skipped step
+            # Not comparable: an empty slot, a micro-batch without items, or a skipped step.
             if result is None or not math.isfinite(result.root):
                 continue
             reason = self._again.unlike(batch, result)
@@ -538,8 +556,11 @@ class Audit:
     def _own_audits(self, start: int, first: int) -> Iterator[tuple[int, int]]:
         """Yield what this rank recomputes, from micro-batch `first` of step `start` on."""
         for step in range(start, self._batches.step_plan.steps):
-            own = [each.micro for each in self._plan_step(step) if each.auditor == self._world.rank]
-            yield from ((step, micro) for micro in (own[own.index(first) :] if step == start else own))
+            micro_batches = [entry.micro for entry in self._plan_step(step) if entry.auditor == self._world.rank]
+            yield from (
+                (step, micro)
+                for micro in (micro_batches[micro_batches.index(first) :] if step == start else micro_batches)
+            )
 
     def _warn(self, step: int, unlike: list[tuple[int, str]]) -> None:
         for micro, reason in unlike:
@@ -555,16 +576,19 @@ class Audit:
     def _describe_fault(self, step: int, disputed: Audited, owner: int, result: Recomputation) -> str:
         """Describe the faulty device in one line. Collective: every rank recomputes the micro-batch."""
         parameters = {f"model/{name}": p.detach() for name, p in self._model.named_parameters()}
+        # All ranks: different parameters would explain the difference without a faulty device.
         desync.check(parameters, self._world, step)  # collective
         before = (self._again.own(disputed.micro), self._odd.get(disputed.micro))
         own_bits = [bits for bits in before if bits]
-        with suppress(DataError):  # a rank that cannot load it does not vote
+        with suppress(DataError):
+            # A rank that cannot load the micro-batch does not vote.
             for _ in range(_TRIES):
                 batch = self._batches.alone(step, disputed.micro)
                 if self._again.unlike(batch, result):
                     break
                 own_bits.append(self._again.bits(step, batch, result))
         newest = max(self._kept(), default=0) if self._world.is_main else 0
+        # All ranks: each has recomputed the disputed micro-batch.
         gathered = self._world.gather([own_bits, _device_label(self._world.device), newest])  # collective
         results = [rank_bits for rank_bits, _, _ in gathered]
         ranks, why = judged([[of_digests(each) for each in rank_bits] for rank_bits in results])
@@ -616,10 +640,10 @@ class Audit:
     def _last_match(self, ranks: list[int]) -> str:
         steps = [self._last_matched[rank] for rank in ranks if rank in self._last_matched]
         if len(steps) == len(ranks):
-            last = f"in step {min(steps) + 1}"
+            when = f"in step {min(steps) + 1}"
         else:
-            last = "none in this start"
-        return f", and the last matching audit there was {last}"
+            when = "none in this start"
+        return f", and the last matching audit there was {when}"
 
 
 def _device_label(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Digest samples, so that ranks and resumes can compare the content of a few of them.
+"""Digest samples, so that ranks and resumes can compare a few of them.
 
     found = Contents({"training set": dataset}, seed=0)[KEY][0]     # on each rank, in a loader process or not
     check_contents(world, found, accept)                            # DifferenceError: the sample and the ranks
@@ -40,16 +40,24 @@ __all__ = [
     "first_difference",
 ]
 
-KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])  # one key for everything
-_PLACES = (0.0, 0.5, 1.0, 0.25, 0.75)  # of the samples in their set, the most telling first
-_ENOUGH = 1.0  # seconds after the first sample in which further ones are read
-_DEEP = 12  # levels of nested containers
-_LONGEST = 1 << 22  # elements; of a longer tensor evenly spaced ones count
-_ROUNDING = 1e-4  # relative to a tensor's norm
+# One key stands for all samples.
+KEY: Final = Key(step=0, micro=0, weight=1.0, epochs=[], samples=[])
+# Positions of the samples in their set, as a share of it; the most telling ones come first.
+_PLACES = (0.0, 0.5, 1.0, 0.25, 0.75)
+# Seconds after the first sample in which further ones are read.
+_ENOUGH = 1.0
+# Levels of nested containers.
+_DEEP = 12
+# Elements; of a longer tensor evenly spaced ones are digested.
+_LONGEST = 1 << 22
+# Tolerance, relative to a tensor's norm: processors round floats differently.
+_ROUNDING = 1e-4
 _FAILED = "cannot be loaded"
-_MOST_SUMS = 256  # tensors of a sample that have sums
+# Most tensors of a sample that have sums.
+_MOST_SUMS = 256
 
-Digest = list[Any]  # [hash, [norm, weighted sum, norm, weighted sum, ...], types not compared], as JSON
+# [hash, [norm, weighted sum, norm, weighted sum, ...], types not compared], as JSON.
+Digest = list[Any]
 
 
 @final
@@ -71,16 +79,16 @@ class Contents:
         """Return ({sample's label: its digest}, 0); a digest is None if two readings differ."""
         digests: dict[str, Digest | None] = {}
         ends = math.inf
-        for place in _PLACES:
+        for share_of_set in _PLACES:
             for name, dataset in self._sets.items():
-                index = int(place * (len(dataset) - 1))
+                index = int(share_of_set * (len(dataset) - 1))
                 label = f"sample {index} of the {name}"
                 if label in digests or time.monotonic() > ends:
                     continue
-                first = self._read(dataset, index)
-                second = self._read(dataset, index)
-                digests[label] = first if alike(first, second) else None
-                # The first may have opened files
+                first_reading = self._read(dataset, index)
+                second_reading = self._read(dataset, index)
+                digests[label] = first_reading if alike(first_reading, second_reading) else None
+                # The time starts after the first sample, whose loading may have opened files.
                 ends = min(ends, time.monotonic() + _ENOUGH)
         return digests, 0
 
@@ -112,6 +120,7 @@ def check_contents(
         DifferenceError: on every rank, naming the sample and the ranks that differ from rank 0.
     """
     lines = list[str]()
+    # All ranks, before step 1; the next gather carries the digests.
     world.defer(
         [socket.gethostname(), digests], lambda ranks: lines.extend(_compare(ranks) + accept(ranks[0][1]))
     )  # collective
@@ -190,18 +199,20 @@ class _ContentReader:
 
     def add(self, value: Any, depth: int = 0) -> None:
         """Digest `value`; a type that cannot be digested is recorded."""
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        type_name = f"{type(value).__module__}.{type(value).__qualname__}"
         try:
             supported = depth <= _DEEP and self._add_known(value, depth)
-        except Exception:  # its own methods failed
+        except Exception:
+            # A method of the value itself has failed.
             supported = False
         if not supported:
-            self.left_out.add(kind)
-            self._mark(kind)
+            self.left_out.add(type_name)
+            self._mark(type_name)
 
     def _mark(self, *parts: object) -> None:
         self.hash.update(repr(parts).encode())
 
+    # C901: one branch for each supported type.
     def _add_known(self, value: Any, depth: int) -> bool:  # noqa: C901
         if isinstance(value, Tensor):
             return self._add_tensor(value)
@@ -209,7 +220,7 @@ class _ContentReader:
             return self._add_array(np.asarray(value), depth)
         if isinstance(value, float):
             return self._add_floats("float", torch.tensor([value], dtype=torch.float64))
-        # Nodes may keep their files in different folders
+        # Nodes may have the same files in different folders, so only a path's last part counts.
         if isinstance(value, str | PurePath):
             self._mark("text", os.path.basename(value) if os.path.isabs(value) else str(value))
         elif isinstance(value, bytes | bytearray):
@@ -235,11 +246,11 @@ class _ContentReader:
         return True
 
     def _add_sequence(self, values: Any, depth: int) -> None:
-        kinds = {type(each) for each in values}
+        types = {type(each) for each in values}
         self._mark("items", len(values))
-        if len(values) > 1 and kinds == {float}:
+        if len(values) > 1 and types == {float}:
             self._add_floats("floats", torch.tensor(values, dtype=torch.float64))
-        elif kinds <= {int, bool}:
+        elif types <= {int, bool}:
             self._mark(*values)
         else:
             for each in values:
@@ -253,8 +264,8 @@ class _ContentReader:
         array = np.ascontiguousarray(array)
         name = f"{array.dtype.str}{array.shape}"
         if array.dtype.kind in "fc" or array.dtype == np.uint8:
-            parts = [array.real, array.imag] if array.dtype.kind == "c" else [array]
-            return all(self._add_floats(name, torch.tensor(part.astype(np.float64))) for part in parts)
+            components = [array.real, array.imag] if array.dtype.kind == "c" else [array]
+            return all(self._add_floats(name, torch.tensor(component.astype(np.float64))) for component in components)
         self._mark(name)
         self.hash.update(array.tobytes())
         return True
@@ -263,6 +274,7 @@ class _ContentReader:
         plain = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
         if not plain or tensor.is_meta or hasattr(tensor, "placements"):
             return False
+        # Samples are in host memory, so this waits for no device in practice.
         host = tensor.detach().cpu()
         name = f"{host.dtype}{tuple(host.shape)}"
         if host.is_complex():

@@ -40,10 +40,14 @@ __all__ = [
 # --- digests
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-_CHUNK = 1 << 24  # words per chunk: their indices take 128 MiB
-_NAN = 3.25e-4  # replaces each NaN, whose sign and payload are unspecified
-_ALIGNED = 64  # bytes: CPU kernels of small products choose their order by the alignment
+# The golden ratio's 64 bits as an int64: multiples of it spread over all words.
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+# Words per chunk: their indices take 128 MiB.
+_CHUNK = 1 << 24
+# Replaces each NaN, whose sign and payload are unspecified.
+_NAN = 3.25e-4
+# Bytes. CPU kernels of small products choose their order of summation by the alignment.
+_ALIGNED = 64
 
 
 def word_sum(local: Tensor) -> Tensor:
@@ -59,8 +63,8 @@ def word_sum(local: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _CHUNK):
         chunk = words[start : start + _CHUNK]
-        places = torch.arange(start, start + chunk.numel(), device=words.device, dtype=torch.int64)
-        total += places.mul_(_ODD).bitwise_or_(1).mul_(chunk).sum()
+        weights = torch.arange(start, start + chunk.numel(), device=words.device, dtype=torch.int64)
+        total += weights.mul_(_ODD).bitwise_or_(1).mul_(chunk).sum()
     return total
 
 
@@ -82,7 +86,7 @@ class Digests:
     def read(self) -> dict[str, str]:
         """Return name -> 16 hexadecimal digits, in the order of `add`."""
         waiting = [digest for digest in self._digests.values() if isinstance(digest, Tensor)]
-        # Waits for the device, once
+        # Waits for the device, once for all tensors.
         numbers = iter(torch.stack(waiting).tolist() if waiting else ())
         return {
             name: digest if isinstance(digest, str) else f"{next(numbers) & ((1 << 64) - 1):016x}"
@@ -163,26 +167,27 @@ def fingerprints(state: dict[str, Tensor]) -> dict[str, list[Any]]:
         else:
             waiting.append((name, word_sum(local)))
     if waiting:
+        # Waits for the device, once, in `tolist`.
         for (name, _), value in zip(waiting, torch.stack([sums for _, sums in waiting]).tolist(), strict=True):
-            # Waits for the device, once, in tolist
             table[name][1] = f"{value & ((1 << 64) - 1):016x}"
     return table
 
 
 def _hash_of(local: Tensor) -> str:
     """Hash a host tensor's bytes in row-major order."""
-    is_plain = (
-        type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
-    )  # a subclass may have no memory of its own
+    # A subclass of Tensor may have no memory of its own.
+    is_plain = type(local) in (Tensor, nn.Parameter) and local.is_contiguous()
     if not is_plain or not local.nbytes or local.is_quantized or local.is_conj() or local.is_neg():
         return xxhash.xxh3_64_hexdigest(bytes_of(local))
-    # Its memory where it lies, which `local` keeps: a view by torch and numpy takes ten times as long as a small hash.
+    # Hash the memory in place, which `local` keeps alive: a view by torch and numpy would take ten times as long as a
+    # small hash.
     return xxhash.xxh3_64_hexdigest((ctypes.c_char * local.nbytes).from_address(local.data_ptr()))
 
 
 # --- replicas
 
-REPLACED = "replaced/"  # prefix of the totals of copies that updates replace, in a state to be compared
+# Prefix of the totals of copies that updates have replaced, in a state to be compared.
+REPLACED = "replaced/"
 
 
 def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[], Mapping[str, str]] = dict) -> None:
@@ -200,6 +205,7 @@ def check(state: dict[str, Tensor], world: World, step: int, kinds: Callable[[],
     """
     if world.size > 1:
         replicas = Replicas(state, world)
+        # All ranks: a digest per set of ranks. The next gather carries it if several checks run together.
         world.defer(replicas.digests, lambda ranks: replicas.compare(ranks, step, kinds))  # collective
 
 
@@ -214,9 +220,9 @@ class Replicas:
         cache: dict[Any, _Holders] = {}
         self._world = world
         self._holders = {name: _holders_of(tensor, world, cache) for name, tensor in state.items()}
-        self._own = fingerprints({name: each for name, each in state.items() if self._holders[name].size > 1})
+        self._own = fingerprints({name: part for name, part in state.items() if self._holders[name].size > 1})
         digests: dict[_Holders, Any] = {}
-        # Sorted by name, the same on every rank
+        # In order of names, which is the same on every rank.
         for name, value in self._own.items():
             digests.setdefault(self._holders[name], xxhash.xxh3_64()).update(repr((name, value)).encode())
         self.digests = [[*group, digest.hexdigest()] for group, digest in digests.items()]
@@ -232,11 +238,14 @@ class Replicas:
             for name, value in self._own.items():
                 if self._holders[name].key in odd:
                     details[name] = value
+            # All ranks, only before an error: which tensors differ on which ranks?
             raise DifferenceError(_describe(self._world.gather(details), step, kinds()))  # collective
 
 
 class _Holders(NamedTuple):
-    """The ranks with the same part of a tensor: a digest of their numbers, and how many they are.
+    """The ranks with the same shard of a tensor.
+
+    A digest of their numbers, and how many they are.
 
     The digest is as short for a thousand ranks as for two: what is exchanged grows with the ranks, not their square.
     """
@@ -246,7 +255,9 @@ class _Holders(NamedTuple):
 
 
 def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Holders:
-    """Return the ranks with the same part of a tensor; none if this rank has no part.
+    """Return the ranks with the same shard of a tensor.
+
+    None of them if this rank has no shard.
 
     Args:
         cache: cache, by mesh and placement.
@@ -264,34 +275,42 @@ def _holders_of(tensor: Tensor, world: World, cache: dict[Any, _Holders]) -> _Ho
 
 def _copies(ranks: Tensor, placements: Any, at: list[int]) -> list[int]:
     """Return the mesh's ranks that differ from `at` only in replicated dimensions."""
-    same = [slice(None) if type(kind).__name__ == "Replicate" else i for kind, i in zip(placements, at, strict=True)]
+    same = [
+        slice(None) if type(placement).__name__ == "Replicate" else i
+        for placement, i in zip(placements, at, strict=True)
+    ]
     return sorted(ranks[tuple(same)].reshape(-1).tolist())
 
 
 def _differing(gathered: list[list[list[Any]]]) -> set[str]:
-    """Return the keys of the sets of ranks whose digests differ, or of which a rank sent none.
+    """Return the keys of the sets of ranks whose digests differ.
+
+    A set also differs if one of its ranks has sent no digest.
 
     Args:
         gathered: by rank, [key, size, digest] of each set that it belongs to.
     """
     values: dict[str, set[str]] = {}
     missing: dict[str, int] = {}
-    for own in gathered:
-        for key, size, digest in own:
+    for digests_of_rank in gathered:
+        for key, size, digest in digests_of_rank:
             values.setdefault(key, set()).add(digest)
             missing[key] = missing.get(key, size) - 1
-    return {key for key, each in values.items() if len(each) > 1 or missing[key]}
+    return {key for key, digests in values.items() if len(digests) > 1 or missing[key]}
 
 
 def _describe(ranks: list[dict[str, list[Any]]], step: int, kinds: Mapping[str, str]) -> str:
-    names = list(dict.fromkeys(name for each in ranks for name in each))
+    names = list(dict.fromkeys(name for tensors_of_rank in ranks for name in tensors_of_rank))
     odd = [(name, values) for name in names if (values := _differing_ranks(ranks, name))]
     if odd:
         name, cause = _cause([name for name, _ in odd], kinds)
         more = f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
         ranks_text = _describe_odd_ranks(dict(odd)[name])
         return f"after step {step} {ranks_text} in {_tensor_label(name, kinds)}{more}; {cause}"
-    few = next((name for name in names if len({repr(each.get(name, [""])[0]) for each in ranks}) > 1), "in number")
+    few = next(
+        (name for name in names if len({repr(tensors_of_rank.get(name, [""])[0]) for tensors_of_rank in ranks}) > 1),
+        "in number",
+    )
     return f"after step {step} the replicas have different tensors, beginning with {few}; start all ranks alike"
 
 
@@ -340,9 +359,9 @@ def _tensor_label(name: str, kinds: Mapping[str, str]) -> str:
 def _differing_ranks(ranks: list[dict[str, list[Any]]], name: str) -> dict[int, str]:
     """Return rank -> fingerprint of a tensor part with different bits, or {}."""
     by_part: dict[str, dict[int, str]] = {}
-    for rank, each in enumerate(ranks):
-        if name in each:
-            by_part.setdefault(repr(each[name][0]), {})[rank] = each[name][1]
+    for rank, tensors_of_rank in enumerate(ranks):
+        if name in tensors_of_rank:
+            by_part.setdefault(repr(tensors_of_rank[name][0]), {})[rank] = tensors_of_rank[name][1]
     return next((values for values in by_part.values() if len(set(values.values())) > 1), {})
 
 

@@ -43,7 +43,7 @@ class LossParameters:
         self._task = task
         self._outputs: set[Any] = set()
         self._leaves: list[weakref.ref[Tensor]] = []
-        # A private name of torch
+        # Private to torch: `compile` leaves no public trace.
         self._is_compiled = model._compiled_call_impl is not None
 
     @contextmanager
@@ -57,7 +57,7 @@ class LossParameters:
             return
 
         def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            tensors = [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor)]
+            tensors = [output_leaf for output_leaf in pytree.tree_leaves(outputs) if isinstance(output_leaf, Tensor)]
             self._outputs |= {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
         hook = self._model.register_forward_hook(note)
@@ -67,11 +67,12 @@ class LossParameters:
             hook.remove()
 
     def look(self, loss: Tensor, batch: Any) -> None:
-        """Collect the leaves of a loss that are not reached through the model and are not the batch's inputs."""
-        own = {id(parameter) for parameter in self._model.parameters()}
-        own |= {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
-        own |= {id(each) for each in pytree.tree_leaves(batch)}
-        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in own]
+        """Collect a loss's leaves that are neither the model's nor the batch's."""
+        known = {id(parameter) for parameter in self._model.parameters()}
+        known |= {id(p) for model in self._task.fixed_models.values() for p in model.parameters()}
+        known |= {id(input_leaf) for input_leaf in pytree.tree_leaves(batch)}
+        leaves = [leaf for leaf in self._search(loss) if id(leaf) not in known]
+        # Weak references: a leaf that belongs to the loss alone is gone after the backward.
         self._leaves = [weakref.ref(leaf) for leaf in leaves]
         self._outputs = set()
 
@@ -88,17 +89,18 @@ class LossParameters:
         names = dict(_own_tensors(user_task(self._task)))
         trained = _optimized(user_task(self._task))
         leaves = [leaf for leaf in leaves if id(leaf) not in trained]
-        # Gathered parameters of a sharded model, and copies of the weights that compiled code reads, are leaves too.
+        # Leaves that are no mistake: gathered parameters of a sharded model, and copies of weights that compiled code
+        # reads.
         if self._is_compiled or any(map(is_dtensor, self._model.parameters())):
             leaves = [leaf for leaf in leaves if id(leaf) in names]
-        found = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
-        if not found:
+        uses_by_name = [names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in leaves]
+        if not uses_by_name:
             return
-        if len(found) > _MAX_SHOWN:
-            more = f" and {len(found) - _MAX_SHOWN} more"
+        if len(uses_by_name) > _MAX_SHOWN:
+            more = f" and {len(uses_by_name) - _MAX_SHOWN} more"
         else:
             more = ""
-        uses = ", ".join(found[:_MAX_SHOWN]) + more
+        uses = ", ".join(uses_by_name[:_MAX_SHOWN]) + more
         raise ConfigError(
             f"the task's `loss` uses {uses}, which require gradients and are not in the model, so nothing would train "
             "them: return them from model(), as a part of the module, or freeze them with requires_grad_(False)"
@@ -125,16 +127,19 @@ def _optimized(owner: Any) -> set[int]:
 
 
 def _own_tensors(owner: Any) -> Iterator[tuple[int, str]]:
-    """Yield the ids and names of tensors in the attributes of a task, and in their modules and containers."""
+    """Yield the ids and names of a task's own tensors.
+
+    They are in its attributes, and in the modules and containers there.
+    """
     for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
         if isinstance(value, nn.Module):
             for path, parameter in value.named_parameters():
                 yield id(parameter), f"task.{name}.{path}"
             continue
         if isinstance(value, list | tuple):
-            entries = [(f"task.{name}[{index}]", each) for index, each in enumerate(value)]
+            entries = [(f"task.{name}[{index}]", member) for index, member in enumerate(value)]
         elif isinstance(value, dict):
-            entries = [(f"task.{name}[{key!r}]", each) for key, each in value.items()]
+            entries = [(f"task.{name}[{key!r}]", member) for key, member in value.items()]
         else:
             entries = [(f"task.{name}", value)]
-        yield from ((id(each), path) for path, each in entries if isinstance(each, Tensor))
+        yield from ((id(member), path) for path, member in entries if isinstance(member, Tensor))

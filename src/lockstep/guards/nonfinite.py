@@ -1,4 +1,4 @@
-"""Read steps' numbers late, and find the source of a loss or gradient that is not finite.
+"""Read steps' numbers late, and find the source of a non-finite loss or gradient.
 
     found = origin(...)     # "micro-batch 3 (samples 17, 4) on rank 1: the first output that is not finite is ..."
 
@@ -92,7 +92,8 @@ class DeferredReader:
         self._cuda = device.type == "cuda"
         self._lag = int(self._cuda) if self.lag is None else self.lag
         self._in_flight: deque[_Copy] = deque()
-        self._free: list[Any] = []  # completed events, for reuse
+        # Completed events, for reuse.
+        self._free: list[Any] = []
 
     @property
     def late(self) -> bool:
@@ -104,18 +105,19 @@ class DeferredReader:
 
         Their number depends only on the number of steps.
         """
-        every = _values(record)
+        all_values = _values(record)
         if not self._lag and not self._cuda:
-            return [_read(record, micro, [float(value) for value in every])]
-        host, tensors = _split(every, "cuda" if self._cuda else "cpu")
+            return [_read(record, micro, [float(value) for value in all_values])]
+        host, tensors = _split(all_values, "cuda" if self._cuda else "cpu")
         if tensors:
             values = torch.stack([tensor.reshape(()) for tensor in tensors])
         else:
             values = torch.empty(0)
         event = None
         if self._cuda:
-            # From a device this goes into pinned memory
+            # A non-blocking copy from a device goes into pinned memory.
             values = values.to("cpu", non_blocking=True)
+            # torch gives the constructor no types.
             event = self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._in_flight.append(_Copy(record, micro, values, host, event))
@@ -131,16 +133,18 @@ class DeferredReader:
     def _receive(self) -> ReadStep:
         record, micro, values, host, event = self._in_flight.popleft()
         if event:
-            # Waits for the device, one step behind: it is busy with the next one
+            # Waits for the device, one step behind. It is busy with the next step, so nothing is lost.
             event.synchronize()
             self._free.append(event)
+        # The values are on the host by now.
         return _read(record, micro, _merge_values(host, values.tolist()))
 
 
 def floats(values: Sequence[Tensor | float]) -> list[float]:
     """Return the values on the host. Waits for the device, once."""
-    kind = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
-    host, tensors = _split(values, kind)
+    device_type = next((v.device.type for v in values if isinstance(v, Tensor) and v.device.type != "cpu"), "")
+    host, tensors = _split(values, device_type)
+    # Waits for the device, once for all values.
     return _merge_values(host, torch.stack([t.reshape(()) for t in tensors]).tolist() if tensors else [])
 
 
@@ -186,7 +190,9 @@ class Rollback(LockstepError):
 
 
 class Skips:
-    """The skipped steps of a run. Rank 0 reads and writes the file, and shares it.
+    """The skipped steps of a run.
+
+    Rank 0 reads and writes the file, and shares its content.
 
     Args:
         path: of the file; its content is used if it was written for the same plan.
@@ -204,6 +210,7 @@ class Skips:
     ) -> None:
         self._path, self._limit, self._world, self._plan = path, limit, world, _digest_of(plan)
         if steps is None:
+            # All ranks, at the start: every rank must skip the same steps.
             steps = world.gather(read_skips(path, plan) if world.is_main else [])[0]  # collective
         self.steps = steps
 
@@ -221,10 +228,12 @@ class Skips:
             )
         self.steps.append(step)
         error = self._write() if self._world.is_main else None
+        # All ranks: an error of rank 0's disk must end all of them.
         self._world.check(error)  # collective
 
     def _write(self) -> LockstepError | None:
-        try:  # atomic: without it a rollback would run the step again
+        try:
+            # Atomic, since a damaged file would let a rollback run the step again.
             write_whole(
                 self._path, json.dumps({"skipped": [step + 1 for step in self.steps], "plan": self._plan}) + "\n"
             )
@@ -238,7 +247,7 @@ def read_skips(path: Path, plan: dict[str, Any]) -> list[int]:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         data = json.loads(retry_io(lambda: path.read_text(encoding="utf-8")))
         if data["plan"] == _digest_of(plan):
-            # Written before it counted as messages do
+            # Files of earlier versions have 0-based steps under "steps".
             if "skipped" not in data:
                 return [int(step) for step in data["steps"]]
             return [int(step) - 1 for step in data["skipped"]]
@@ -273,22 +282,24 @@ def origin(
     """
     own_finding: list[Any] | None = None
     losses = iter(step.losses)
-    # Alone: in statistics of all ranks, one micro-batch that is not finite would make those of the others so.
+    # Normalise alone: in statistics over all ranks one non-finite micro-batch would spoil those of the others.
     with unmoved(plain.buffers()), normalised_alone():
-        # all, on every rank: their forwards may have collectives
+        # Every rank runs all of its micro-batches, since their forwards may have collectives.
         for batch in step.micro:
             seed(step.record.step, batch.index)
             module, finite = _first_nonfinite(plain, loss_of, batch)
             before = whole or not batch.weight or math.isfinite(next(losses))
             if own_finding is None and batch.weight and (module or not finite or not before):
                 own_finding = [batch.index, module, finite, samples(step.record.step, batch.index)]
+    # The forwards had no backward, after which fsdp would reshard by itself.
     at_rest(plain)
+    # All ranks, once a step is found to be non-finite.
     findings = [[*each, rank] for rank, each in enumerate(world.gather(own_finding)) if each]  # collective
     if not findings and whole:
         return "the outputs of all micro-batches are finite: the loss over the whole step, or a backward, is not"
     if not findings:
         return "the losses are finite: the backward is not"
-    # Losses may share statistics: one that is still not finite when recomputed comes before the others.
+    # Losses may share statistics, so a loss that is non-finite even when it is recomputed comes first.
     index, module, finite, chosen, rank = min(findings, key=lambda each: (not each[1] and each[2], each))
     sample_list = ", ".join(str(sample) for sample in chosen[:16]) + (", ..." if len(chosen) > 16 else "")
     cause = f"every module's output is finite, {'what `outputs` returned' if whole else 'its loss'} is not"
@@ -313,7 +324,7 @@ def _first_nonfinite(plain: nn.Module, loss_of: Callable[[Any], Tensor], batch: 
     handles = [module.register_forward_hook(hook(name or type(module).__name__)) for name, module in _modules(plain)]
     try:
         with torch.no_grad(), eager():
-            # Waits for the device: the run stops or skips a step anyway
+            # Waits for the device. The run stops or skips a step anyway.
             loss = float(loss_of(batch))
     finally:
         for handle in handles:

@@ -58,9 +58,11 @@ class Preemption:
         return self._again
 
     def _stop_request(self, number: int, _: FrameType | None) -> None:
+        # A second Ctrl-C: raise at once, instead of waiting for the end of the step.
         if number == signal.SIGINT and self._interrupted:
             self._again = True
             raise _Interrupted
+        # Writing to a terminal that was closed would fail.
         if number == signal.SIGHUP:
             leave_terminal()
         self._interrupted = self._interrupted or number == signal.SIGINT

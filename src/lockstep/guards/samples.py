@@ -2,8 +2,9 @@
 
     dataset = RetryingDataset(dataset, retries=2, skips=0, rank=0)
 
-The next sample replaces a skipped one, on any rank and in any process, so every world size skips alike. Each try, and
-the replacement, is seeded as in a run without an error. For a loader process that dies see `data/loader.py`.
+The next sample replaces a skipped one, on any rank and in any process, so every world size skips the same samples.
+Each try, and the replacement, is seeded as in a run without an error. For a loader process that dies see
+`data/loader.py`.
 """
 
 import logging
@@ -23,7 +24,8 @@ from lockstep.errors import SampleError, StorageError
 __all__ = ["RetryingDataset", "loading_failures"]
 
 _LOG = logging.getLogger("lockstep")
-_PAUSE = 0.05  # seconds before a retry; a network disk may need them
+# Seconds before a retry: a network disk may need them.
+_PAUSE = 0.05
 
 
 class RetryingDataset(Dataset[Any]):
@@ -46,10 +48,10 @@ class RetryingDataset(Dataset[Any]):
         self._inner = inner
         self._retries = retries
         self._rank = rank
-        # One must be left to replace the others
+        # At least one sample must remain to replace the others.
         self._skips = min(skips, max(0, len(inner) - 1))
         self.counts: Tensor = shared_zeros(2)
-        # samples, each + 1
+        # The skipped samples, each plus 1, since 0 marks a free entry.
         self._skipped: Tensor = shared_zeros(max(1, self._skips))
         self.draws_random, self.collation_draws, self.known_rows = draws(inner), collate_draws(inner), rows_of(inner)
         if hasattr(inner, "__getitems__"):
@@ -84,7 +86,8 @@ class RetryingDataset(Dataset[Any]):
                 seed(index)
                 try:
                     return self._inner[index]
-                except StorageError:  # asked again already, and no fault of this sample
+                except StorageError:
+                    # The store was asked several times already, and the sample is not at fault.
                     raise
                 except Exception as error:
                     failure = error
@@ -96,7 +99,8 @@ class RetryingDataset(Dataset[Any]):
             return self._inner.__getitems__(indices)
         except StorageError:
             raise
-        except Exception:  # find the failing one, one by one
+        except Exception:
+            # Find the failing sample, one by one.
             return [self[index] for index in indices]
 
     def _leave_out(self, index: int, error: Exception) -> None:
@@ -105,7 +109,8 @@ class RetryingDataset(Dataset[Any]):
         reason = (str(error).splitlines() or [""])[0]
         line = f"{rank_label(self._rank)}: sample {index}{file} cannot be loaded: {type(error).__name__}: {reason}"
         count = int(self.counts[1])
-        if index + 1 not in self._skipped[:count]:  # of an earlier epoch
+        # A sample that was skipped in an earlier epoch does not count again.
+        if index + 1 not in self._skipped[:count]:
             if count >= self._skips:
                 more = f"; {self._skips} were skipped before" if self._skips else ""
                 raise SampleError(f"{line}{more}; repair it, or skip such samples: --guards.bad-samples N") from error
@@ -127,11 +132,11 @@ class Counting(Protocol):
 def loading_failures(loading: Sequence[Counting | Loader]) -> list[float]:
     """Return [retries, skipped samples, restarts of loader processes] on this rank so far."""
     counts = [0.0, 0.0, 0.0]
-    for each in loading:
-        if hasattr(each, "counts"):
-            counts[0], counts[1] = map(float, each.counts.tolist())
+    for counter in loading:
+        if hasattr(counter, "counts"):
+            counts[0], counts[1] = map(float, counter.counts.tolist())
         else:
-            counts[2] = float(each.restarts)
+            counts[2] = float(counter.restarts)
     return counts
 
 

@@ -12,15 +12,24 @@ from lockstep.run_state import SpikeState
 
 __all__ = ["Spike"]
 
+# Norms in the estimate.
 _WINDOW = 128
+# Fewest norms for an estimate: before, no step is a spike.
 _LEAST = 32
+# Steps between two estimates.
 _EVERY = 16
+# A spike exceeds the median by more than this many standard deviations.
 _DEVIATIONS = 8.0
+# A spike also exceeds this many medians.
 _TIMES = 3.0
+# Latest norms, for a rise of all norms.
 _LATELY = 8
+# A spike also exceeds this many medians of the latest norms.
 _RISEN = 2.5
-_NORMAL = 1.4826  # median absolute deviation -> standard deviation of a normal distribution
-_LATE = 2  # steps until an estimate applies: a device delivers a step's norm during the next step
+# Factor from the median absolute deviation to the standard deviation of a normal distribution.
+_NORMAL = 1.4826
+# Steps until an estimate applies: a device delivers a step's norm during the next step.
+_LATE = 2
 
 
 class Spike:
@@ -36,17 +45,20 @@ class Spike:
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._latest: deque[float] = deque(maxlen=_LATELY)  # the last of them
+        # The last few of them.
+        self._latest: deque[float] = deque(maxlen=_LATELY)
         self._count = 0
-        self._usual = math.inf  # limit by the last 128 norms, as last estimated
-        # (first step, limit): the current and the next
+        # The limit by the last 128 norms, as last estimated.
+        self._usual = math.inf
+        # (first step, limit) of the current limit and of the next one.
         self._limits: deque[tuple[int, float]] = deque(maxlen=2)
-        self._first = 0  # the first step to learn from
+        # The first step whose norm is used.
+        self._first = 0
 
     def limit(self, step: int) -> float:
         """Return the norm above which `step` is a spike."""
-        for first, limit in reversed(self._limits):
-            if step >= first:
+        for first_step, limit in reversed(self._limits):
+            if step >= first_step:
                 return limit
         return math.inf
 
@@ -90,8 +102,8 @@ class Spike:
             trained: hash of the trained set.
         """
         limits: list[tuple[int, float]] = []
-        for first, limit in self._limits:
-            limits = [*limits, (first, limit)] if math.isfinite(limit) else []
+        for first_step, limit in self._limits:
+            limits = [*limits, (first_step, limit)] if math.isfinite(limit) else []
         return SpikeState(
             list(self._norms), self._count, limits, None if math.isinf(self._usual) else self._usual, trained
         )
@@ -105,8 +117,8 @@ class Spike:
         self._count = state.count
         self._limits.clear()
         self._limits.extend(state.limits)
-        last = self._limits[-1][1] if self._limits else math.inf
-        self._usual = last if state.usual is None else state.usual
+        last_limit = self._limits[-1][1] if self._limits else math.inf
+        self._usual = last_limit if state.usual is None else state.usual
 
     def _lately(self) -> float:
         """Return the median of the last 8 norms."""

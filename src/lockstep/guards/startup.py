@@ -40,6 +40,7 @@ def check_programs(world: World, task: Task, order: list[int]) -> None:
         LockstepError: they differ; key, values and rank are named.
     """
     own_program = program(task) | {"data order": hashlib.sha256(repr(order).encode()).hexdigest()[:16]}
+    # All ranks, once before step 1.
     world.check_same("program", own_program)  # collective
 
 
@@ -67,14 +68,14 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
     if world.size == 1:
         return
     weights = {}
-    for kind, model in models.items():
+    for model_name, model in models.items():
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor):
-                weights[f"{kind}/{name}"] = value
+                weights[f"{model_name}/{name}"] = value
     replicas = desync.Replicas(weights, world)
 
     def compare(ranks: list[Any]) -> None:
-        # Only rank 0 drew them; they are broadcast
+        # With tensors on the meta device only rank 0 has drawn weights; they are broadcast later.
         if any(has_meta for has_meta, _ in ranks):
             return
         try:
@@ -85,6 +86,7 @@ def check_weights(world: World, models: Mapping[str, nn.Module]) -> None:
                 f"before step 1: the initial weights differ: {difference}; seed the model alike"
             ) from error
 
+    # All ranks, once before step 1; the next gather carries the digests.
     world.defer([any(tensor.is_meta for tensor in weights.values()), replicas.digests], compare)  # collective
 
 
@@ -99,6 +101,7 @@ def _code() -> str:
 def _task_code(task: Task) -> str:
     try:
         text = inspect.getsource(type(user_task(task)))
-    except (OSError, TypeError):  # made in an interactive session
+    except (OSError, TypeError):
+        # The class was made in an interactive session.
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,10 +16,14 @@ from lockstep.distributed.progress import rank_label
 
 __all__ = ["Straggler"]
 
+# Fewest steps of a comparison.
 _STEPS = 5
+# Comparisons in a row that must find the same rank slow.
 _STRIKES = 3
-_LEAST = 2e-3  # seconds per step; a smaller difference is noise, whatever the ratio
-_SHARED = ("data", "computing")  # these grow with a rank's share
+# Seconds per step; a smaller difference is noise, whatever the ratio.
+_LEAST = 2e-3
+# These grow with a rank's share of the micro-batches.
+_SHARED = ("data", "computing")
 _KINDS = {"data": "loading data", "computing": "computing", "writing": "writing"}
 
 
@@ -50,7 +54,8 @@ class Straggler:
         if exchange.count == self._count or not self._ratio:
             return ""
         self._count = exchange.count
-        if exchange.count > 2:  # the first ones measure the start
+        # The first exchanges measure the start.
+        if exchange.count > 2:
             self._windows.append(exchange.busy_by_rank)
         if step - self._since < _STEPS or not self._windows:
             return ""
@@ -65,14 +70,15 @@ class Straggler:
 
     def _find_slow_rank(self, heard: list[list[BusySeconds]], step: int) -> str:
         slowest = None
-        for kind in _KINDS:
-            seconds = [median(getattr(vitals[rank], kind) for vitals in heard) for rank in range(len(heard[0]))]
+        for activity in _KINDS:
+            seconds = [median(getattr(vitals[rank], activity) for vitals in heard) for rank in range(len(heard[0]))]
             slow = max(range(len(seconds)), key=seconds.__getitem__)
+            # The median of the others, so that one more slow rank does not hide this one.
             others_median = median(value for rank, value in enumerate(seconds) if rank != slow)
-            if kind in _SHARED and self._relieved(slow, step):
+            if activity in _SHARED and self._relieved(slow, step):
                 continue
             if seconds[slow] > max(self._ratio * others_median, others_median + _LEAST) and slowest is None:
-                slowest = (slow, kind, seconds[slow], others_median)
+                slowest = (slow, activity, seconds[slow], others_median)
         suspect = slowest[:2] if slowest else None
         if suspect and suspect == self._suspect:
             self._strikes = self._strikes + 1

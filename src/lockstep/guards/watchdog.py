@@ -21,6 +21,8 @@ from types import FrameType
 from typing import Any, Self
 
 import torch
+
+# torch exports TCPStore only from its private module.
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed import collectives, exchange, membership, world
@@ -51,11 +53,16 @@ __all__ = [
 
 # --- heartbeats and stacks
 
-_REQUEST_INTERVAL = 0.005  # seconds between two checks whether all ranks requested something, in a small world
-_REQUEST_SHARE = 1e-4  # and at least this many seconds for each rank: all ranks ask one store
-_PLACES_INTERVAL = 0.5  # seconds between two checks of the others' heartbeats
-_HEARTBEAT_INTERVAL = 1.0  # seconds between two heartbeats, in a small world
-_HEARTBEAT_SHARE = 0.02  # and at least this many seconds for each rank
+# Seconds between two checks whether all ranks have requested something, in a small world.
+_REQUEST_INTERVAL = 0.005
+# The same in a large world: seconds for each rank, since all ranks ask one store.
+_REQUEST_SHARE = 1e-4
+# Seconds between two checks of the other ranks' heartbeats.
+_PLACES_INTERVAL = 0.5
+# Seconds between two heartbeats of a rank, in a small world.
+_HEARTBEAT_INTERVAL = 1.0
+# The same in a large world: seconds for each rank.
+_HEARTBEAT_SHARE = 0.02
 
 
 class Heartbeats:
@@ -68,7 +75,10 @@ class Heartbeats:
 
     @property
     def interval(self) -> float:
-        """Seconds between two heartbeats of a rank, so that one store serves any number of ranks."""
+        """Seconds between two heartbeats of a rank.
+
+        The interval grows with the ranks, so that one store serves any number of them.
+        """
         return max(_HEARTBEAT_INTERVAL, _HEARTBEAT_SHARE * self.size)
 
     def tell(self, rank: int, place: RankProgress) -> None:
@@ -88,23 +98,28 @@ class Heartbeats:
 
     def append(self, key: str, text: str) -> None:
         """Append to the value of `key`."""
-        store: Any = self.store  # torch's stub lacks it
+        # torch's type stub lacks the method.
+        store: Any = self.store
         store.append(f"{self.keys}/{key}", text)
 
     def passed(self, step: int) -> list[int]:
-        """Return the ranks that are past `step`, or at the end. Two requests to the store, for any number of ranks.
+        """Return the ranks that are past `step`, or at the end.
 
-        None is before every rank has published a heartbeat, which it does as it starts.
+        Takes two requests to the store, for any number of ranks.
+
+        Empty until every rank has published a heartbeat, which it does as it starts.
         """
         keys = [f"{self.keys}/at/{rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return []
-        steps = [int(place.partition(b" ")[0]) for place in self.store.multi_get(keys)]
+        steps = [int(heartbeat.partition(b" ")[0]) for heartbeat in self.store.multi_get(keys)]
         return [rank for rank, at in enumerate(steps) if at > step]
 
 
 def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Callable[[], float]) -> bool:
-    """Return whether every rank requests `action` in the body of a step. Call once a rank and step.
+    """Return whether every rank requests `action` in the body of a step.
+
+    Call it once per rank and step.
 
     Uses no collective: a rank without the request waits in the next step for this one, which its heartbeat shows.
 
@@ -120,16 +135,17 @@ def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Call
     request = f"{action}-{step}"
     began = looked = time.monotonic()
     by_all = [f"{heartbeats.keys}/{request}/all"]
-    with suppress(RuntimeError):  # the store is gone, and the others with it
+    with suppress(RuntimeError):
+        # The store is gone, and the other ranks with it, so RuntimeError is ignored here.
         if heartbeats.store.add(f"{heartbeats.keys}/{request}/ranks", 1) >= heartbeats.size:
             heartbeats.store.set(by_all[0], "")
         while not heartbeats.store.check(by_all):
-            now = time.monotonic()
-            if now - looked > max(_PLACES_INTERVAL, heartbeats.interval / 4):
-                looked = now
+            time_now = time.monotonic()
+            if time_now - looked > max(_PLACES_INTERVAL, heartbeats.interval / 4):
+                looked = time_now
                 if heartbeats.passed(step) and not heartbeats.store.check(by_all):
                     return False
-            if now - began > patience():
+            if time_now - began > patience():
                 return False
             time.sleep(max(_REQUEST_INTERVAL, _REQUEST_SHARE * heartbeats.size))
         return True
@@ -139,7 +155,8 @@ def all_do(heartbeats: Heartbeats | None, action: str, step: int, patience: Call
 def waited_for(heartbeats: Heartbeats, step: int, patience: float = 2.5) -> list[int]:
     """Return the ranks that pass `step` within `patience` seconds."""
     end = time.monotonic() + patience
-    with suppress(RuntimeError):  # the store is gone
+    with suppress(RuntimeError):
+        # A RuntimeError shows that the store is gone.
         while time.monotonic() < end:
             if ahead := heartbeats.passed(step):
                 return ahead
@@ -156,8 +173,10 @@ def read_alone(rank: int, global_step: int, ahead: list[int]) -> str:
     )
 
 
-_COLLECTIVES = 20  # entries of the flight recorder to show
-_WAITING = (collectives, exchange, membership, world)  # modules that wait for other ranks
+# Entries of the flight recorder that are shown.
+_COLLECTIVES = 20
+# Modules that wait for other ranks.
+_WAITING = (collectives, exchange, membership, world)
 _WAITING_CODE = (__file__, *(str(module.__file__) for module in _WAITING))
 _WAITS = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/", *_WAITING_CODE)
 _OUTSIDE = ("/threading.py", "/torch/nn/modules/module.py", "/torch/_tensor.py")
@@ -181,7 +200,7 @@ def dump(logs: Path, rank: int, reason: str) -> Path:
 
 def _collectives() -> list[str]:
     """Return the flight recorder's last entries, oldest first, or why there are none."""
-    # From torch 2.13 for gloo
+    # Private to torch; from 2.13 on also for gloo.
     recorder: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     if recorder is None or os.environ.get("TORCH_FR_BUFFER_SIZE", "0") == "0":
         return ["no record of collectives: set TORCH_FR_BUFFER_SIZE=1000 (lockstep launch does)"]
@@ -198,9 +217,10 @@ def _collectives() -> list[str]:
 
 def where_main() -> tuple[str, bool]:
     """Return the main thread's line, and whether it waits for other ranks or the device."""
+    # Private to Python: the only way to see another thread's frame.
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAITS)
-    while frame and frame.f_back and any(frame.f_code.co_filename.endswith(part) for part in _OUTSIDE):
+    waits = frame is not None and any(module_path in frame.f_code.co_filename for module_path in _WAITS)
+    while frame and frame.f_back and any(frame.f_code.co_filename.endswith(module_path) for module_path in _OUTSIDE):
         frame = frame.f_back
     if frame is None:
         return "an unknown place", False
@@ -209,12 +229,19 @@ def where_main() -> tuple[str, bool]:
 
 _LOG = logging.getLogger("lockstep")
 
-_ANSWER_TIME = 0.6  # seconds in which the ranks must answer a call, in a small world
-_ANSWER_SHARE = 0.002  # and so many seconds more for each rank
-_CALL_INTERVAL = 0.25  # seconds between two checks for a call: well below the time to answer
-_ANSWER_LOOKS = 12  # looks of the rank that called at the answers, within the time to answer
-_PUBLISH_TIME = 0.5  # seconds after that in which its verdict arrives
-_LEAST_WAIT = 0.01  # seconds; torch takes 0 for no limit
+# Seconds in which the ranks must answer a call, in a small world.
+_ANSWER_TIME = 0.6
+# Further seconds for each rank.
+_ANSWER_SHARE = 0.002
+# Seconds between two checks for a call: well below the time to answer.
+_CALL_INTERVAL = 0.25
+# How often the rank that called looks at the answers, within the time to answer.
+_ANSWER_LOOKS = 12
+# Seconds after that in which its verdict arrives.
+_PUBLISH_TIME = 0.5
+# Seconds; torch treats 0 as no limit.
+_LEAST_WAIT = 0.01
+# Time limit of a request to the store.
 _STORE = timedelta(seconds=1.0)
 
 
@@ -271,15 +298,15 @@ class Inquiry:
             return self._verdict
 
     def _run_inquiry(self, reason: str) -> str:
-        place = self._progress.place
+        position = self._progress.place
         line, waits = where_main()
         if threading.current_thread() is threading.main_thread():
             line = "its exchange with the others"
             waits = True
-        dump(self._folder / "logs", self._world.rank, f"{reason}; {place}, {line}")
-        _LOG.warning("%s: in %s, at %s", reason, place, line, extra={"only_file": True})
+        dump(self._folder / "logs", self._world.rank, f"{reason}; {position}, {line}")
+        _LOG.warning("%s: in %s, at %s", reason, position, line, extra={"only_file": True})
         if self.heartbeats is None:
-            return f"{rank_label(self._world.rank)} made no progress: it is in {place}, at {line}"
+            return f"{rank_label(self._world.rank)} made no progress: it is in {position}, at {line}"
         verdicts: list[str] = []
         asking = threading.Thread(target=self._ask, args=(line, waits, verdicts), daemon=True)
         asking.start()
@@ -289,19 +316,25 @@ class Inquiry:
         return self._describe_silence()
 
     def _ask(self, line: str, waits: bool, verdicts: list[str]) -> None:
-        """Append the verdict on the ranks' answers to `verdicts`; nothing if the store does not answer."""
+        """Append the verdict on the ranks' answers to `verdicts`.
+
+        Appends nothing if the store does not answer.
+        """
         end = time.monotonic() + self.answer_time
-        # No new connection: a thousand at once take the store seconds
+        # Use the existing connection: opening a thousand at once takes the store seconds.
         heartbeats = self.heartbeats
         while heartbeats and not verdicts:
             with contextlib.suppress(RuntimeError):
                 verdicts.append(self._verdict_from(heartbeats, line, waits, end))
                 return
-            # One whose request timed out may take the next answer for its own
+            # After a timeout a connection may take the late answer for that of the next request.
             heartbeats = self.connect()
 
     def _verdict_from(self, heartbeats: Heartbeats, line: str, waits: bool, end: float) -> str:
-        """Answer; as the first that calls, also collect the answers and publish the verdict, else wait for it."""
+        """Answer, and return the verdict on all answers.
+
+        The first rank that calls collects the answers and publishes the verdict. The others wait for it.
+        """
         store = heartbeats.store
         key = f"{self._keys}/verdict"
         self._answer(heartbeats, line, waits)
@@ -309,7 +342,7 @@ class Inquiry:
             verdict = self._describe_missing(self._collect_answers(heartbeats, end), heartbeats)
             store.set(key, verdict)
             return verdict
-        # Not in time: the rank that called first is gone too
+        # If the verdict does not come in time, the rank that called first is gone, too.
         with contextlib.suppress(RuntimeError):
             store.wait([key], timedelta(seconds=max(_LEAST_WAIT, end + _PUBLISH_TIME - time.monotonic())))
         if store.check([key]):
@@ -320,9 +353,9 @@ class Inquiry:
         """Publish where this rank is, once per process."""
         with self._answering:
             if not self._has_answered:
-                place = self._progress.place
-                answer: dict[str, Any] = {"rank": self._world.rank, "step": place.step, "number": place.number}
-                # It waited, and is on its way out
+                position = self._progress.place
+                answer: dict[str, Any] = {"rank": self._world.rank, "step": position.step, "number": position.number}
+                # A rank that has lost its peers has waited, and is on its way out.
                 answer |= {"line": line, "waits": waits or has_lost_peers()}
                 heartbeats.append("answers", json.dumps(answer) + "\n")
                 self._has_answered = True
@@ -337,7 +370,10 @@ class Inquiry:
             time.sleep(self.answer_time / _ANSWER_LOOKS)
 
     def _describe_silence(self) -> str:
-        """Describe a store without an answer. It is evidence about its node alone, not about the ranks."""
+        """Describe a store without an answer.
+
+        It is evidence about its node alone, not about the ranks.
+        """
         host, port, _ = meeting_point()
         return (
             f"the rendezvous store at {host}:{port}, on the node of {rank_label(0)}, does not answer"
@@ -362,22 +398,24 @@ class Inquiry:
     def _last_position(self, rank: int, heartbeats: Heartbeats | None = None) -> str:
         """Describe the last position of a silent rank.
 
-        It comes from the launcher's folder on this machine, or from its last heartbeat.
+        Read from the launcher's folder on this machine, or from its last heartbeat.
         """
         if self._world.is_first:
             folder = os.environ.get(FOLDER_VARIABLE)
         else:
             folder = None
-        place = RankProgress.read(Path(folder) / str(rank)) if folder else None
-        if place:
-            return f": it was in {place}"
+        position = RankProgress.read(Path(folder) / str(rank)) if folder else None
+        if position:
+            return f": it was in {position}"
         heartbeat = heartbeats.place_of(rank) if heartbeats else ""
         if heartbeat:
             return f": it was in {heartbeat} at its last heartbeat"
         return ""
 
     def connect(self, wait: timedelta = _STORE) -> Heartbeats | None:
-        """Open another connection to the store, since a thread may be blocked in an earlier one.
+        """Open another connection to the store.
+
+        A thread may be blocked in an earlier one.
 
         None in a world of one, or without a rendezvous store: then the ranks end by their timeouts, without names.
         """
@@ -394,14 +432,21 @@ class Inquiry:
 
 # --- watchdog
 
-_CHECK_INTERVAL = 0.25  # seconds between two checks of the progress
-_REPLACEMENT_INTERVAL = 0.25  # seconds between two checks for a replacement process
-_STOP_FILE_INTERVAL = 1.0  # seconds between two checks for the file STOP
-_GRACE = 1.0  # seconds in which the main thread may notice by itself
-_LOSS_GRACE = 5.0  # seconds after `--timeout` in which a wait for a lost rank must end
-_ORPHAN = 1.0  # seconds after twice its longest phase that a rank without a launcher may block
+# Seconds between two checks of the progress.
+_CHECK_INTERVAL = 0.25
+# Seconds between two checks for a replacement process.
+_REPLACEMENT_INTERVAL = 0.25
+# Seconds between two checks for the file STOP.
+_STOP_FILE_INTERVAL = 1.0
+# Seconds in which the main thread may notice a problem by itself.
+_GRACE = 1.0
+# Seconds after `--timeout` in which a wait for a lost rank must end.
+_LOSS_GRACE = 5.0
+# Seconds after twice its longest phase that a rank without a launcher may block.
+_ORPHAN = 1.0
 _MISSED = "another rank reports a missing rank"
-_READ_ALONE_AFTER = 1.0  # seconds after which a rank that reads the loss checks whether the others continued
+# Seconds after which a rank that reads the loss checks whether the other ranks continued.
+_READ_ALONE_AFTER = 1.0
 _ORPHANED = "the launcher is gone and this rank is blocked; restart the command"
 
 
@@ -429,8 +474,9 @@ class HangWatchdog:
         self._inquiry = Inquiry(world, exchange.progress, folder)
         self._failed_since = 0.0
         self._warned = False
-        self._looked = 0.0  # time of the last look at the others' heartbeats
-        # start and duration of this phase; longest of others
+        # Time of the last look at the other ranks' heartbeats.
+        self._looked = 0.0
+        # Start and duration of the current phase; and the longest duration of the others.
         self._present = (0.0, 0.0)
         self._longest = 0.0
         self._thread = threading.Thread(target=self._run, name="lockstep-watch", daemon=True)
@@ -438,7 +484,7 @@ class HangWatchdog:
     def __enter__(self) -> Self:
         self._exchange.progress.at(self._exchange.progress.step, COMPUTING)
         self._thread.start()
-        # Its own thread: a file system may answer late, or never
+        # A thread of its own: a file system may answer late, or never.
         if self._world.is_main:
             threading.Thread(target=self._watch_stop_file, name="lockstep-stop", daemon=True).start()
         if self._member and self._world.is_main:
@@ -446,7 +492,7 @@ class HangWatchdog:
                 target=self._watch_replacements, args=(self._member,), name="lockstep-wish", daemon=True
             ).start()
         heartbeats = self._inquiry.heartbeats
-        # Its own thread: a store that is gone may never answer
+        # A thread of its own: a store that is gone may never answer.
         if heartbeats is not None:
             threading.Thread(
                 target=self._publish_heartbeats, args=(heartbeats,), name="lockstep-tell", daemon=True
@@ -482,7 +528,7 @@ class HangWatchdog:
     def _watch_stop_file(self) -> None:
         """Watch for the file STOP on rank 0, and pass the request to the others."""
         while not self._ended.wait(_STOP_FILE_INTERVAL):
-            # missing, or the file system fails
+            # The file is missing, or the file system fails.
             with contextlib.suppress(OSError):
                 os.lstat(self._folder / "STOP")
                 self._exchange.stop(SAVE_AND_END)
@@ -490,13 +536,13 @@ class HangWatchdog:
     def _reason(self) -> str | LockstepError:
         """Return why this process must end, or the error itself; "" if all is well."""
         progress = self._exchange.progress
-        now = time.monotonic()
-        idle = now - progress.since
+        time_now = time.monotonic()
+        idle = time_now - progress.since
         limit = self._world.timeout + (_LOSS_GRACE if self._member else 0.0)
         if progress.since != self._present[0]:
             self._longest = max(self._longest, self._present[1])
         self._present = progress.since, idle
-        # A process blocked in a collective does not see the signal
+        # A process that is blocked in a collective does not see the launcher's signal.
         if launcher_is_gone():
             limit = min(limit, _ORPHAN + 2 * self._longest)
         watched = (WAITING, COMPUTING, READING) if self._world.size == 1 else (WAITING, COMPUTING, READING, IN_BODY)
@@ -509,18 +555,18 @@ class HangWatchdog:
         heartbeats = self._inquiry.heartbeats
         if heartbeats is None:
             return ""
-        # All ranks may wait here, each looking at all others
+        # All ranks may wait here, and each looks at all others, so look rarely in a large world.
         pause = max(_CHECK_INTERVAL, heartbeats.interval / 4)
-        if progress.phase == READING and idle > _READ_ALONE_AFTER and now - self._looked >= pause:
-            self._looked = now
+        if progress.phase == READING and idle > _READ_ALONE_AFTER and time_now - self._looked >= pause:
+            self._looked = time_now
             with contextlib.suppress(RuntimeError):
                 ahead = heartbeats.passed(progress.step)
                 if ahead:
                     return LockstepError(read_alone(self._world.rank, progress.step + 1, ahead))
         if self._member:
             return ""
-        self._failed_since = (self._failed_since or now) if self._exchange.has_failed() else 0.0
-        if self._failed_since and now - self._failed_since > _GRACE:
+        self._failed_since = (self._failed_since or time_now) if self._exchange.has_failed() else 0.0
+        if self._failed_since and time_now - self._failed_since > _GRACE:
             return "an exchange failed"
         return _MISSED if self._inquiry.called else ""
 
@@ -536,7 +582,8 @@ class HangWatchdog:
 
     def _watch_replacements(self, member: Member) -> None:
         """Watch on rank 0 for a replacement process, and pass the request to the others."""
-        with contextlib.suppress(RuntimeError):  # the launcher is gone
+        with contextlib.suppress(RuntimeError):
+            # A RuntimeError shows that the launcher is gone.
             store = member.connection()
             while not self._ended.wait(_REPLACEMENT_INTERVAL):
                 if member.has_candidate(store):
@@ -549,7 +596,8 @@ class HangWatchdog:
         else:
             verdict = self._inquiry.verdict(reason)
             if self._ended.wait(_GRACE if reason == _MISSED else 0.0):
-                return  # the main thread noticed by itself
+                # The main thread has noticed by itself.
+                return
             error = PeerError(
                 f"{verdict}; the run ends after {self._world.timeout:g} s without progress; raise --timeout "
                 "for slow steps or data"
@@ -561,7 +609,8 @@ class HangWatchdog:
             for handler in _LOG.handlers:
                 handler.flush()
             sys.stderr.flush()
-        finally:  # also with a full disk
+        finally:
+            # Also if the disk is full and the log cannot be written.
             os._exit(1)
 
     def connect(self) -> Heartbeats | None:

@@ -76,15 +76,17 @@ def parse(text: str) -> list[GroupRule]:
         ConfigError: the text is not of that form.
     """
     rules = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        pattern, colon, settings = part.partition(":")
+    for rule_text in filter(None, (rule_text.strip() for rule_text in text.split(";"))):
+        pattern, colon, settings = rule_text.partition(":")
         if not (pattern.strip() and colon and settings.strip()):
-            raise ConfigError(f"--optim.groups '{part}' is not of the form {_FORM}")
+            raise ConfigError(f"--optim.groups '{rule_text}' is not of the form {_FORM}")
         rule = GroupRule(pattern.strip())
         for setting in settings.split(","):
-            rule = rule._replace(**_parse_setting(setting.strip(), part))
+            rule = rule._replace(**_parse_setting(setting.strip(), rule_text))
         if rule.frozen and rule != GroupRule(rule.pattern, frozen=True):
-            raise ConfigError(f"--optim.groups '{part}': frozen parameters have no rate and no decay; remove either")
+            raise ConfigError(
+                f"--optim.groups '{rule_text}': frozen parameters have no rate and no decay; remove either"
+            )
         rules.append(rule)
     return rules
 
@@ -164,7 +166,7 @@ def groups(
     chosen = matched(model, rules.patterns)
     depths = _depths(model, rules)
     buckets: dict[tuple[bool, bool, float, float], list[tuple[str, nn.Parameter]]] = {}
-    # A tied parameter comes once
+    # `named_parameters` yields a tied parameter once.
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -195,24 +197,28 @@ def groups(
 
 def embeddings(model: nn.Module) -> set[torch.Tensor]:
     """Return the weights of the model's embeddings, which includes tied heads."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, kinds)}
+    embedding_types = (nn.Embedding, nn.EmbeddingBag)
+    return {module.weight for module in model.modules() if isinstance(module, embedding_types)}
 
 
 def matched(model: nn.Module, rules: Sequence[GroupRule]) -> dict[str, GroupRule]:
-    """Map each name to its first matching rule. Raises ConfigError for a rule without a match."""
+    """Map each name to its first matching rule.
+
+    Raises ConfigError for a rule without a match.
+    """
     names = [name for name, _ in model.named_parameters()] if rules else []
     matches: dict[str, GroupRule] = {}
     for rule in rules:
-        own = [name for name in names if fnmatchcase(name, rule.pattern)]
-        fresh = [name for name in own if name not in matches]
+        matching = [name for name in names if fnmatchcase(name, rule.pattern)]
+        fresh = [name for name in matching if name not in matches]
         if not fresh:
-            raise ConfigError(_unmatched(rule.pattern, names, own and matches[own[0]].pattern))
+            raise ConfigError(_unmatched(rule.pattern, names, matching and matches[matching[0]].pattern))
         matches |= dict.fromkeys(fresh, rule)
     return matches
 
 
 def _unmatched(pattern: str, names: list[str], earlier: str | list[str]) -> str:
+    # An earlier rule matches the same parameters, so this one would never apply.
     if earlier:
         return f"--optim.groups: '{pattern}' has no effect: '{earlier}' before it matches the same; put it first"
     modules = {f"{name.rpartition('.')[0]}.*" for name in names} | {f"{name.partition('.')[0]}.*" for name in names}
@@ -235,13 +241,14 @@ def _depths(model: nn.Module, rules: Rules) -> dict[str, float]:
         )
     layer_of = {parameter: k for k, block in enumerate(rules.blocks, 1) for parameter in block.parameters()}
     tables = embeddings(model)
-    last = len(rules.blocks) + 1
+    last_layer = len(rules.blocks) + 1
     entered = False
     depths = {}
     for name, parameter in model.named_parameters():
         layer = layer_of.get(parameter)
         entered = entered or layer is not None
         if layer is None:
-            layer = last if entered and parameter not in tables else 0
-        depths[name] = rules.layer_decay ** (last - layer)
+            # Before the first layer: 0. After a layer: the head. Embeddings are 0 wherever they are.
+            layer = last_layer if entered and parameter not in tables else 0
+        depths[name] = rules.layer_decay ** (last_layer - layer)
     return depths

@@ -13,6 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+# Private to torch: its Muon has no public functions for one matrix.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from lockstep.distributed.exchange import assign_owners, gather_rows, scatter_rows
@@ -46,7 +48,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Also of load_state_dict, which makes new groups
+        # `load_state_dict` calls this, too, and makes new groups.
         super().__setstate__(state)
         self._share()
 
@@ -54,12 +56,14 @@ class MuonAdamW(Optimizer):
         """Build torch's two optimizers over this one's own group dicts."""
         self._parts = []
         for muon in (True, False):
-            own = [group for group in self.param_groups if group["muon"] is muon]
-            split = muon and any(is_dtensor(parameter) for group in own for parameter in group["params"])
-            if own:
-                part: Optimizer = _RowsMuon(own) if split else Muon(own) if muon else AdamW(own)
-                part.state = self.state
-                self._parts.append(part)
+            selected = [group for group in self.param_groups if group["muon"] is muon]
+            split = muon and any(is_dtensor(parameter) for group in selected for parameter in group["params"])
+            # torch's optimizers must share the group dicts and the state, or rates and checkpoints would not reach
+            # them.
+            if selected:
+                member: Optimizer = _RowsMuon(selected) if split else Muon(selected) if muon else AdamW(selected)
+                member.state = self.state
+                self._parts.append(member)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -68,8 +72,8 @@ class MuonAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        for member in self._parts:
+            member.step()
         return loss
 
 
@@ -91,6 +95,7 @@ class _RowsMuon(Muon):
                 if parameter.grad is None:
                     continue
                 update = self._momentum(parameter, group)
+                # At rate 0, as when states are created, nothing moves, so nothing is exchanged.
                 if group["lr"] != 0.0:
                     entries.append((parameter, group))
                     updates.append(update)
@@ -110,22 +115,32 @@ class _RowsMuon(Muon):
             update = gradient.lerp(buffer, group["momentum"])
         else:
             update = buffer
+        # Muon rounds to bfloat16 first, so the exchange may send half of the bytes.
         return update.to(torch.bfloat16, copy=True)
 
     def _apply(self, entries: list[tuple[Tensor, dict[str, Any]]], updates: list[Tensor]) -> None:
+        # mypy does not see that the parameter is a DTensor.
         mesh: Any = entries[0][0].device_mesh  # type: ignore[attr-defined]
-        last = mesh.ndim - 1  # the shards' dimension
-        shards = mesh.get_group(last)
-        rank = mesh.get_local_rank(last)
+        # The last dimension of the mesh is that of the shards.
+        shard_dimension = mesh.ndim - 1
+        shards = mesh.get_group(shard_dimension)
+        rank = mesh.get_local_rank(shard_dimension)
         device = torch.device(mesh.device_type)
         shapes = [tuple(parameter.shape) for parameter, _ in entries]
-        owners = assign_owners([rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(last))
-        own = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
+        # The cost of a Newton-Schulz iteration on a matrix.
+        owners = assign_owners(
+            [rows * columns * min(rows, columns) for rows, columns in shapes], mesh.size(shard_dimension)
+        )
+        groups_here = [group for (_, group), owner in zip(entries, owners, strict=True) if owner == rank]
         updates = [update.to(device) for update in updates]
+        # All ranks of the sharding group: the rows of each matrix go to its owner.
         matrices = [
             _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            for matrix, group in zip(gather_rows(updates, shapes, owners, shards), own, strict=True)  # collective
+            for matrix, group in zip(
+                gather_rows(updates, shapes, owners, shards), groups_here, strict=True
+            )  # collective
         ]
+        # All ranks of the sharding group: each gets its rows of the results back.
         results = scatter_rows(matrices, shapes, owners, updates[0], shards)  # collective
         for (parameter, group), rows in zip(entries, results, strict=True):
             local = local_of(parameter)

@@ -38,22 +38,24 @@ class Several(Optimizer):
     def __init__(self, members: Sequence[Optimizer]) -> None:
         """Combine the members. Raises ConfigError if two of them share a parameter."""
         self.members = list(members)
-        # Bound now: other code may later replace the members' `step`.
-        self._steps = [_own_step(each) for each in self.members]
+        # Bound now, since other code may later replace the members' `step`.
+        self._steps = [_own_step(member) for member in self.members]
         owned: set[Tensor] = set()
-        for group in (group for each in self.members for group in each.param_groups):
+        for group in (group for member in self.members for group in member.param_groups):
             if any(parameter in owned for parameter in group["params"]):
                 raise ConfigError(
                     "two of the optimizers share a parameter, so its state would be ambiguous; give each parameter to "
                     "one optimizer"
                 )
             owned.update(group["params"])
-        super().__init__([group for each in self.members for group in each.param_groups], {})
+        super().__init__([group for member in self.members for group in member.param_groups], {})
+        # mypy expects a dict; this mapping delegates to the members' states.
         self.state = _States(self.members)  # type: ignore[assignment]
 
+    # mypy: the parent returns a loss, and this method has none.
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for place in range(len(self.members)):
-            self.step_one(place)
+        for index in range(len(self.members)):
+            self.step_one(index)
 
     def step_one(self, place: int) -> None:
         """Step one member."""
@@ -71,9 +73,9 @@ class _States(MutableMapping[Any, Any]):
         self._members = members
 
     def __getitem__(self, parameter: Any) -> Any:
-        for each in self._members:
-            if parameter in each.state:
-                return each.state[parameter]
+        for member in self._members:
+            if parameter in member.state:
+                return member.state[parameter]
         raise KeyError(parameter)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
@@ -84,17 +86,18 @@ class _States(MutableMapping[Any, Any]):
         owner.state[parameter] = value
 
     def __delitem__(self, parameter: Any) -> None:
-        for each in self._members:
-            each.state.pop(parameter, None)
+        for member in self._members:
+            member.state.pop(parameter, None)
 
     def __iter__(self) -> Iterator[Any]:
-        return (parameter for each in self._members for parameter in each.state)
+        return (parameter for member in self._members for parameter in member.state)
 
     def __len__(self) -> int:
-        return sum(len(each.state) for each in self._members)
+        return sum(len(member.state) for member in self._members)
 
 
-_FUSED = {"cpu", "cuda"}  # device types whose fused AdamW every supported torch has
+# Device types whose fused AdamW every supported torch has.
+_FUSED = {"cpu", "cuda"}
 
 
 def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
@@ -104,11 +107,11 @@ def rules_of(config: Config, blocks: Sequence[nn.Module] = ()) -> Rules:
         ConfigError: a rule is malformed, or needs another optimizer.
     """
     rules = parse(config.optim.groups)
-    kinds = [rule for rule in rules if rule.by]
-    if kinds and config.optim.name != "muon":
+    assigned = [rule for rule in rules if rule.by]
+    if assigned and config.optim.name != "muon":
         raise ConfigError(
-            f"--optim.groups '{kinds[0].pattern}: {kinds[0].by}' needs --optim.name muon, not {config.optim.name}; "
-            f"remove '{kinds[0].by}'"
+            f"--optim.groups '{assigned[0].pattern}: {assigned[0].by}' needs --optim.name muon, not "
+            f"{config.optim.name}; remove '{assigned[0].by}'"
         )
     return Rules(rules, config.optim.layer_decay, blocks)
 
@@ -131,6 +134,7 @@ def make_optimizer(model: nn.Module, config: Config, blocks: Sequence[nn.Module]
         "rules": rules_of(config, blocks),
     }
     if optim.name == "sgd":
+        # Exact mode needs arithmetic that does not depend on an element's place in a tensor.
         decay["fused"] = False if config.exact else None
         return sgd(model, lr=config.lr, momentum=optim.momentum, nesterov=optim.nesterov, **decay)
     adams: dict[str, Any] = {"betas": (optim.beta1, optim.beta2), "eps": optim.eps}
@@ -203,7 +207,7 @@ def adam(
 def _kernel(members: list[dict[str, Any]], fused: bool | None) -> dict[str, Any]:
     if fused is None:
         fused = all(_fusable(parameter) for group in members for parameter in group["params"])
-    # Foreach gives the plain loop's bits with fewer calls
+    # torch's foreach implementation has the bits of its plain loop, with fewer calls.
     return {"fused": fused, "foreach": None if fused else True}
 
 
@@ -244,9 +248,11 @@ def sgd(
     return torch.optim.SGD(members, **settings, **({"fused": True} if fused else {"foreach": True}))
 
 
-_SCALES = {"match-rms": "match_rms_adamw", "original": "original"}  # as torch names them
+# Names of the scales in torch.
+_SCALES = {"match-rms": "match_rms_adamw", "original": "original"}
 
 
+# PLR0913: the settings of two optimizers.
 def muon(  # noqa: PLR0913
     model: nn.Module,
     *,

@@ -28,7 +28,8 @@ __all__ = [
 
 Make = Callable[[Optimizer, int], Any]
 
-_DUMMY_MOMENTUM = 0.9  # momentum of the dummy optimizer: some schedulers need one
+# Momentum of the dummy optimizer: some schedulers need one.
+_DUMMY_MOMENTUM = 0.9
 
 
 @final
@@ -82,13 +83,13 @@ def _tabulate(make: Make, lr: float, steps: int) -> "array[float]":
     table = array("d")
     try:
         with warnings.catch_warnings():
-            # Warnings of torch's own SequentialLR
+            # torch's own SequentialLR causes warnings.
             warnings.simplefilter("ignore")
             scheduler = make(optimizer, steps)
             _check(scheduler, optimizer)
             for step in range(steps):
                 if step:
-                    # Before the scheduler's, as torch requires
+                    # torch requires the optimizer's step before the scheduler's.
                     optimizer.step()
                     scheduler.step()
                 table.append(float(group["lr"]) / lr)
@@ -128,11 +129,15 @@ SHAPES = (
     *("cosine", "cosine-periodic", "linear", "polynomial", "wsd", "constant"),
     *("inverse-sqrt", "step", "one-cycle", "plateau"),
 )
-NONE = "none"  # writes no rate
-_CYCLE_START = 0.04  # one-cycle: the first rate as a fraction of the peak; torch's div_factor is 25
-_MOMENTUM = (0.85, 0.95)  # one-cycle: at the peak of the rate, and at both ends; torch's
+# Writes no rate.
+NONE = "none"
+# one-cycle: the first rate as a fraction of the peak, 1 / torch's `div_factor` of 25.
+_CYCLE_START = 0.04
+# one-cycle: torch's momentum at the peak of the rate, and at both ends.
+_MOMENTUM = (0.85, 0.95)
 
 
+# PLR0913: a pure function of the flags of --optim, without an object to hold them.
 def factor(  # noqa: PLR0913
     step: int,
     horizon: int,
@@ -168,9 +173,9 @@ def factor(  # noqa: PLR0913
     continue, and for "cosine-periodic".
     """
     if shape == "one-cycle":
-        place, falling = _in_cycle(step, horizon, warmup)
+        height, falling = _in_cycle(step, horizon, warmup)
         low = floor if falling else _CYCLE_START
-        return low + (1.0 - low) * place
+        return low + (1.0 - low) * height
     share = max(floor, gamma**drops) if shape == "plateau" else 1.0
     if step < warmup:
         return share * (step + 1) / (warmup + 1)
@@ -214,7 +219,8 @@ def _in_cycle(step: int, horizon: int, warmup: int) -> tuple[float, bool]:
 
     The height goes from 0 to 1 and back along half cosines.
     """
-    peak = warmup - 1  # the step of the highest rate
+    # The step of the highest rate.
+    peak = warmup - 1
     if step <= peak:
         return 0.5 * (1.0 - math.cos(math.pi * step / peak)) if peak else 1.0, False
     progress = min(1.0, (step - peak) / max(1, horizon - 1 - peak))

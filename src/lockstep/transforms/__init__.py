@@ -50,11 +50,13 @@ class Transforms:
     activation_checkpointing: str = "none"
     compile_scope: str = "auto"
     exact: bool = False
-    masked: bool | None = None  # attention gets a mask; None: unknown
+    # Attention gets a mask; None: unknown.
+    masked: bool | None = None
     weight_copies: str = "forward"
     grad_dtype: str = "float32"
 
 
+# PLR0913: one argument for each decision of the caller.
 def prepare(  # noqa: PLR0913
     model: nn.Module,
     *,
@@ -96,6 +98,7 @@ def prepare(  # noqa: PLR0913
     if chosen.exact and compile_model:
         _check_compiler()
         pin_compiler()
+    # Replace the layers first: autocast and compilation wrap the forwards.
     if chosen.batchnorm == "replay":
         model = recording(model, say)
     elif chosen.batchnorm == "sync":
@@ -130,6 +133,7 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
             "deterministic mode; use auto"
         )
     twice = check_policy(chosen.activation_checkpointing) and chosen.batchnorm == "local"
+    # Private to torch: the base of all BatchNorm layers.
     norms = nn.modules.batchnorm._BatchNorm
     if twice and any(isinstance(module, norms) for block in blocks for module in block.modules()):
         raise ConfigError(
@@ -139,7 +143,10 @@ def _check(chosen: Transforms, blocks: Sequence[nn.Module]) -> None:
 
 
 def _check_compiler() -> None:
-    """Raise ConfigError if the compiler is set to choose kernels by speed, which varies by run."""
+    """Raise ConfigError if the compiler is set to choose kernels by speed.
+
+    The choice varies from run to run.
+    """
     variables = autotuned()
     if variables:
         raise ConfigError(

@@ -37,8 +37,10 @@ _BACKENDS = {
 _NAMES = {int(backend.value): name for name, backend in _BACKENDS.items()}
 
 
-_CUDNN_FIRST = 91500  # torch puts cuDNN first on Hopper above this version, after out-of-bounds reads (pytorch#171627)
-_CUDNN_MASKS = 92600  # from this version on its backward with a mask has no NaN on Hopper (pytorch#196678)
+# Above this version of cuDNN torch puts it first on Hopper, because of out-of-bounds reads before (pytorch#171627).
+_CUDNN_FIRST = 91500
+# From this version on cuDNN's backward with a mask has no NaN on Hopper (pytorch#196678).
+_CUDNN_MASKS = 92600
 
 
 class AttentionFacts(NamedTuple):
@@ -75,6 +77,7 @@ def facts_of(device: torch.device) -> AttentionFacts:
     deterministic = torch.are_deterministic_algorithms_enabled()
     if device.type != "cuda" or torch.version.hip:
         return AttentionFacts((0, 0), 0, deterministic)
+    # torch gives the method no types.
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     return AttentionFacts(torch.cuda.get_device_capability(device), int(version), deterministic)
 
@@ -113,7 +116,9 @@ def order_of(facts: AttentionFacts, *, masked: bool | None) -> KernelOrder:
 def attention(
     model: nn.Module, choice: str, blocks: Sequence[nn.Module] = (), order: KernelOrder = AS_TORCH
 ) -> nn.Module:
-    """Restrict the model's attention to one kernel, or to those of `order` for "auto". In place.
+    """Restrict the model's attention to one kernel. In place.
+
+    "auto" allows the kernels of `order`.
 
     Args:
         model: to be changed.
@@ -144,6 +149,7 @@ def _only(names: tuple[str, ...]) -> AbstractContextManager[Any]:
     return sdpa_kernel(backends)
 
 
+# Older versions of torch have no argument for the order.
 _HAS_PRIORITY = "set_priority" in inspect.signature(sdpa_kernel).parameters
 
 
@@ -185,6 +191,7 @@ def described(
     shape = heads_of(model)
     if shape is None:
         return None
+    # A small query: which kernel torch chooses depends on shape, dtype and device, not on the length.
     query = torch.zeros(1, shape.heads, 16, shape.size, dtype=dtype, device=device, requires_grad=True)
     if masked:
         mask = torch.ones(16, 16, dtype=torch.bool, device=device).tril().expand(1, 1, 16, 16)
@@ -197,7 +204,7 @@ def described(
     reasons = {}
     for name, reason in refusals.items():
         reasons[name] = reason or dict(order.without).get(name, "")
-    # Else left out only in doubt, or not at all: it may be chosen by name
+    # Otherwise the kernels are left out only in doubt, or not at all. The user may choose such a kernel by name.
     if masked is not None and order.names:
         refusals = reasons
     if refusals.get(choice):
@@ -205,6 +212,7 @@ def described(
         raise ConfigError(f"--attention {choice} cannot run here: {refusals[choice]}; use auto, or one of {fits}")
     names = order.names if choice == "auto" else (choice,)
     with _only(names) if names else nullcontext():
+        # Private to torch: the choice that `scaled_dot_product_attention` itself makes.
         runs = _NAMES.get(torch._fused_sdp_choice(query, query, query, mask, shape.dropout, not masked), "math")
     shape_text = f"{shape.heads} heads of {shape.size}, {str(dtype).removeprefix('torch.')}, causal, "
     shape_text += {True: "a mask", False: "no mask", None: "masks unknown"}[masked]
@@ -254,6 +262,7 @@ def _refusal(name: str, query: Tensor, mask: Tensor | None, dropout: float) -> s
         return ""
     can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
     params = torch.backends.cuda.SDPAParams(query, query, query, mask, dropout, mask is None, False)
+    # torch reports why a kernel is not usable as a warning, and only with debug=True.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if can(params, debug=True):

@@ -129,7 +129,9 @@ def normalised_alone() -> Iterator[None]:
 
 
 class Recording(_BatchNorm):
-    """Common part of the three kinds. Before `bind`, and in evaluation, it is torch's own layer.
+    """Common part of the three layers.
+
+    Before `bind`, and in evaluation, it is torch's own layer.
 
     Attributes:
         runs: training forwards since it was last zeroed; 0-dim, int64, None before `bind`.
@@ -155,17 +157,19 @@ class Recording(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.mean is None or self.var is None or self.runs is None:
             return super().forward(input)
+        # torch gives the method no types.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        # A tensor: a compiled forward is recompiled for each value of a Python number
+        # A tensor counts the runs: for each value of a Python number a compiled forward would be compiled again.
         self.runs.add_(1)
         if self.share is not None and not torch.compiler.is_compiling():
-            # The graph stores but never reads them: as `data`, later writes raise no error there.
+            # The graph saves these tensors but never reads them. As `data`, later writes to them raise no error there.
             mean = self.mean.data
             var = self.var.data
             return F.batch_norm(input, mean, var, self.weight, self.bias, True, self.share, self.eps)
-        # A recomputed compiled graph must not keep tensors that a second run writes, not even for their shape.
+        # Fresh tensors: a recomputed compiled graph must not keep tensors that a second run writes, not even for their
+        # shape.
         mean, var = (input.new_zeros(self.num_features, dtype=self.mean.dtype) for _ in range(2))
-        # With 1 the kernel stores the batch's own statistics
+        # With a momentum of 1 the kernel stores the batch's own statistics.
         share = 1.0 if self.share is None else self.share
         output = F.batch_norm(input, mean, var, self.weight, self.bias, True, share, self.eps)
         for statistic, added in ((self.mean, mean), (self.var, var)):
@@ -194,17 +198,21 @@ class Synchronised(Recording):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or (_count_ranks() == 1 and not _FORWARD.alone):
             return super().forward(input)
+        # torch gives the method no types.
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output: Tensor = self._normalise(input)
         return output
 
-    # The compiler cannot trace collectives of an autograd function: it breaks the graph here.
+    # The compiler cannot trace the collectives of an autograd function, so it breaks the graph here. torch gives the
+    # decorator no types.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, input: Tensor) -> Tensor:
+        # torch gives `apply` no types.
         results: tuple[Tensor, ...] = _Normalise.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
         output, mean, var, total = results
         if self.mean is not None and self.var is not None and self.runs is not None:
             with torch.no_grad():
+                # The running variance is unbiased, as in torch's layer.
                 self._record(mean, var * (total / (total - 1.0).clamp(min=1.0)), total > 0.0)
         return output
 
@@ -219,11 +227,11 @@ class Synchronised(Recording):
         assert self.var is not None
         assert self.runs is not None
         self.runs.add_(counts.reshape(()))
-        for recorded, now in ((self.mean, mean), (self.var, var)):
+        for recorded, value in ((self.mean, mean), (self.var, var)):
             if self.share is None:
-                added = recorded + now
+                added = recorded + value
             else:
-                added = recorded * (1.0 - self.share) + self.share * now
+                added = recorded * (1.0 - self.share) + self.share * value
             recorded.copy_(torch.where(counts, added, recorded))
 
 
@@ -250,12 +258,16 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
     if _FORWARD.alone or _count_ranks() == 1:
         return values
     values = values.clone()
+    # All ranks, once per layer and direction.
     collectives.all_reduce(values)  # collective
     return values
 
 
 class _RankSum(torch.autograd.Function):
-    """The sum over all ranks, which is its own derivative: any number of backwards may follow."""
+    """The sum over all ranks, which is its own derivative.
+
+    So any number of backwards may follow.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -268,6 +280,7 @@ class _RankSum(torch.autograd.Function):
 
 def _sum_with_graph(values: Tensor) -> Tensor:
     """Return the sum over all ranks, to be differentiated. Collective."""
+    # All ranks. torch gives `apply` no types.
     total: Tensor = _RankSum.apply(values)  # type: ignore[no-untyped-call]  # collective
     return total
 
@@ -297,15 +310,18 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         input, weight, bias, mean, var, total = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient's own graph is asked for
-            found = _differentiable_gradients(ctx, gradients[0], input, weight, bias)  # collective
-            return found[0], found[1], found[2], None
+        # The caller asks for a graph of the gradient (create_graph=True).
+        if torch.is_grad_enabled():
+            with_graph = _differentiable_gradients(ctx, gradients[0], input, weight, bias)  # collective
+            return with_graph[0], with_graph[1], with_graph[2], None
         scale = _cast(weight, mean.dtype)
-        # In evaluation the kernel takes mean and variance for constants; what flows through them is added below.
+        # In evaluation mode the kernel treats mean and variance as constants. The gradient that flows through them is
+        # added below.
         direct, by_scale, by_shift = torch.ops.aten.native_batch_norm_backward(
             gradients[0], input, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
         )
         if ctx.needs_input_grad[0]:
+            # All ranks, also those with an empty slot: the statistics depend on every rank's samples.
             sums = _sum_over_ranks(torch.cat([by_scale, by_shift]).to(mean.dtype))  # collective
         if ctx.needs_input_grad[0] and ctx.counts:
             of_scale, of_shift = (sums / total.clamp(min=1.0)).chunk(2)
@@ -329,14 +345,16 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     var, mean = torch.var_mean(_widened(input), _summed_dims(input), correction=0)
     count = mean.new_full((1,), input.numel() // input.shape[1] if _FORWARD.counts else 0)
-    own = torch.cat([mean, var, count])
-    rows = [own]
+    # A row per rank; an empty slot has a count of 0, and so no weight.
+    local_row = torch.cat([mean, var, count])
+    rows = [local_row]
     if not _FORWARD.alone and _count_ranks() > 1:
-        rows = [torch.empty_like(own) for _ in range(_count_ranks())]
-        collectives.all_gather(rows, own)  # collective
+        rows = [torch.empty_like(local_row) for _ in range(_count_ranks())]
+        # All ranks, once per layer.
+        collectives.all_gather(rows, local_row)  # collective
     means, variances, counts = torch.stack(rows).split_with_sizes([len(mean), len(mean), 1], dim=1)
     total = counts.sum(0)
-    # A slot that is empty on every rank needs finite numbers only
+    # A slot that is empty on every rank needs finite numbers, but no meaning.
     weights = torch.where(total > 0.0, counts, 1.0)
     weights = weights / weights.sum(0)
     mean = (weights * means).sum(0)
@@ -358,8 +376,8 @@ def _differentiable_gradients(
     needed = [tensor for tensor in tensors if tensor is not None]
     with torch.enable_grad(), empty_slot(not ctx.counts):
         output = _normalise_by_parts(input, weight, bias, ctx.eps)
-        found = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
-    return [None if tensor is None else next(found) for tensor in tensors]
+        gradients = iter(torch.autograd.grad(output, needed, gradient, create_graph=True))
+    return [None if tensor is None else next(gradients) for tensor in tensors]
 
 
 def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -369,9 +387,11 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
     wide = _widened(input)
     counted = 1.0 if _FORWARD.counts else 0.0
     count = wide.new_full((1,), counted * input.numel() / input.shape[1])
+    # All ranks.
     sums = _sum_with_graph(torch.cat([wide.sum(dims) * counted, count]))  # collective
     total = sums[-1:].clamp(min=1.0)
     centred = wide - (sums[:-1] / total).view(shape)
+    # All ranks, after the mean is known: squares of deviations do not cancel.
     var = _sum_with_graph((centred**2).sum(dims) * counted) / total  # collective
     output = centred * torch.rsqrt(var + eps).view(shape)
     if weight is not None:
@@ -382,6 +402,7 @@ def _normalise_by_parts(input: Tensor, weight: Tensor | None, bias: Tensor | Non
 
 
 def _widened(input: Tensor) -> Tensor:
+    # Sums in half precision would lose most of their digits.
     if input.dtype.itemsize < 4:
         return input.float()
     return input
@@ -429,8 +450,8 @@ def recording(model: nn.Module, say: Callable[[str], None]) -> nn.Module:
 
 
 def _is_other(module: nn.Module) -> bool:
-    kinds = (Recording, nn.SyncBatchNorm, *_KINDS)
-    return isinstance(module, _BatchNorm) and type(module) not in kinds and not isinstance(module, Recording)
+    known_types = (Recording, nn.SyncBatchNorm, *_KINDS)
+    return isinstance(module, _BatchNorm) and type(module) not in known_types and not isinstance(module, Recording)
 
 
 def recorders(model: nn.Module) -> list[Recording]:

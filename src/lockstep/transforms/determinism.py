@@ -17,7 +17,9 @@ from lockstep.errors import ConfigError
 __all__ = ["autotuned", "check_graphs", "check_precision", "keep_fastpath_off", "pin", "pin_compiler"]
 
 _AUTOTUNE = tuple(f"TORCHINDUCTOR_MAX_AUTOTUNE{which}" for which in ("", "_POINTWISE", "_GEMM"))
-_SHAPE_LIMIT = 64  # of one compiled function
+# Most shapes of one compiled function, before its recompilation fails.
+_SHAPE_LIMIT = 64
+# A private module of torch, where torch.compile has its settings; it is never loaded here.
 _DYNAMO = "torch._dynamo.config"
 
 
@@ -80,6 +82,7 @@ def _default(module: str, name: str, unloaded: Callable[[], Any] = lambda: None)
     """
 
     def entry() -> Any:
+        # Private to torch: the entries of a config module, with a default for all threads.
         return getattr(sys.modules.get(module), "_config", {}).get(name)
 
     def read() -> Any:
@@ -104,7 +107,8 @@ _FASTPATH = _ProcessSetting(
     "fast path", torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled
 )
 _BENCHMARK = _setting("torch.backends.cudnn", "benchmark")
-_COMPILER = _variable("TORCHINDUCTOR_DETERMINISTIC")  # for an inductor loaded later, and for child processes
+# For an inductor that is loaded later, and for child processes.
+_COMPILER = _variable("TORCHINDUCTOR_DETERMINISTIC")
 _INDUCTOR, _INDUCTOR_ELSEWHERE = (
     kind("torch._inductor.config", "deterministic", lambda: os.environ.get(_COMPILER.name) == "1")
     for kind in (_setting, _default)
@@ -115,25 +119,30 @@ _DYNAMOS = tuple(
     for name in ("automatic_dynamic_shapes", "optimize_ddp", "recompile_limit", "fail_on_recompile_limit_hit")
 )
 
-_overrides: dict[str, _Override] = {}  # by setting name: those that lockstep has changed from the caller's value
+# By setting name: the settings that lockstep has changed from the caller's value.
+_overrides: dict[str, _Override] = {}
 
 
 def _table(device: torch.device) -> tuple[tuple[_ProcessSetting, Any, Any], ...]:
-    """List (setting, value of an exact run, value of a plain run); None: the caller's value.
+    """List (setting, value of an exact run, value of a plain run).
+
+    None: the caller's value.
 
     They are written in this order: `torch.use_deterministic_algorithms` changes inductor's setting too.
     """
-    # Sums are split by thread count
+    # CPU kernels split sums by the number of threads.
     threads = 1 if device.type == "cpu" else None
-    # Search the fastest convolution for each shape
+    # A plain run searches the fastest convolution for each shape.
     searched = True if device.type == "cuda" else None
     return (
         (_DETERMINISTIC, (True, False), None),
-        (_FILL, False, None),  # it fills new allocations with NaN
-        # In evaluation a whole attention layer uses a special kernel, but not with hooks or sharded weights.
+        # The option fills new allocations with NaN, which costs time and changes nothing.
+        (_FILL, False, None),
+        # In evaluation a whole attention layer would use a special kernel, but not with hooks or sharded weights.
         (_FASTPATH, False, None),
         (_BENCHMARK, False, searched),
-        (_COMPILER, "1", None),  # the compiler must not choose kernels by speed
+        # The compiler must not choose kernels by speed.
+        (_COMPILER, "1", None),
         (_INDUCTOR, True, None),
         (_INDUCTOR_ELSEWHERE, True, None),
         (_THREADS, threads, None),
@@ -152,7 +161,7 @@ def pin(*, exact: bool, matmul: str, device: torch.device) -> None:
         ConfigError: exact, but cuBLAS was started without a workspace that makes it deterministic. Nothing is changed.
     """
     torch.set_float32_matmul_precision(matmul)
-    # Convolutions have their own setting, on by default
+    # Convolutions have a setting of their own, which is on by default.
     torch.backends.cudnn.allow_tf32 = matmul != "highest"
     _write_settings({switch: pinned if exact else plain for switch, pinned, plain in _table(device)})
     if not exact:
@@ -170,15 +179,16 @@ def pin_compiler() -> None:
     config: Any = importlib.import_module(_DYNAMO)
     values = (
         False,
-        False,  # it splits a graph at DDP's buckets only
+        # It splits a graph at DDP's buckets, which only DDP has.
+        False,
         max(config.recompile_limit, _SHAPE_LIMIT),
         True,
     )
-    _change_compiler({each: value for both, value in zip(_DYNAMOS, values, strict=True) for each in both})
+    _change_compiler({setting: value for both, value in zip(_DYNAMOS, values, strict=True) for setting in both})
 
 
 def _unpin_compiler() -> None:
-    switches = [each for both in _DYNAMOS for each in both]
+    switches = [setting for both in _DYNAMOS for setting in both]
     if any(switch.name in _overrides for switch in switches):
         _change_compiler(dict.fromkeys(switches))
 
@@ -187,20 +197,20 @@ def _change_compiler(values: Mapping[_ProcessSetting, Any]) -> None:
     before = [switch.read() for switch in values]
     _write_settings(values)
     if before != [switch.read() for switch in values]:
-        # Earlier compilations count toward the recompile limit, and may have dynamic shapes: compile again.
+        # Earlier compilations count towards the limit, and may have dynamic shapes, so compile again.
         importlib.import_module("torch._dynamo").reset()
 
 
 def _write_settings(values: Mapping[_ProcessSetting, Any]) -> None:
     """Write each value; None restores the caller's, unless the caller has changed it since."""
-    # One may change another
+    # Read all values before the first write, since one setting may change another.
     current = [(switch, value, switch.read()) for switch, value in values.items()]
-    for switch, value, now in current:
+    for switch, value, current_value in current:
         override = _overrides.pop(switch.name, None)
-        if override is not None and override.ours != now:
+        if override is not None and override.ours != current_value:
             override = None
         if value is not None:
-            _overrides[switch.name] = _Override(now if override is None else override.before, value)
+            _overrides[switch.name] = _Override(current_value if override is None else override.before, value)
             switch.write(value)
         elif override is not None:
             switch.write(override.before)
@@ -219,10 +229,12 @@ def _check_cublas(device: torch.device) -> None:
     except RuntimeError as error:
         refused = error
     _write_settings({switch: None for switch, *_ in _table(device)})
+    # Repeat the product without the setting, to tell a refusal from a broken device.
     saved = [(switch, switch.read()) for switch in (_DETERMINISTIC, _INDUCTOR)]
     _DETERMINISTIC.write((False, False))
     try:
-        torch.mm(ones, ones)  # raises if the device itself is at fault
+        # Raises if the device itself is at fault.
+        torch.mm(ones, ones)
     finally:
         for switch, value in saved:
             switch.write(value)

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 
-_MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 matrix units
+# Ampere: the first with bfloat16 matrix units.
+_MIN_CAPABILITY = (8, 0)
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
@@ -50,12 +51,12 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 def is_fast(device: torch.device) -> bool:
     """Whether a device suits bf16 and compilation."""
-    own = compute_capability(device)
-    return own is not None and own >= _MIN_CAPABILITY
+    capability = compute_capability(device)
+    return capability is not None and capability >= _MIN_CAPABILITY
 
 
 _ATEN = torch.ops.aten
-# Outputs that `selective` keeps: products, which cost the most to recompute for their memory.
+# Outputs that `selective` keeps: matrix products, which cost the most to recompute for the memory of their results.
 _SAVED_OPERATORS = [
     operator.default
     for operator in (
@@ -72,12 +73,15 @@ _SAVED_OPERATORS = [
 
 
 def check_policy(policy: str) -> int:
-    """Return N, to recompute each N-th block; 0 for "none". Raises ConfigError for an unknown policy."""
+    """Return N, to recompute each N-th block; 0 for "none".
+
+    Raises ConfigError for an unknown policy.
+    """
     plain = {"none": 0, "full": 1, "selective": 1}
     if policy in plain:
         return plain[policy]
-    kind, _, number = policy.partition(":")
-    if kind != "every" or not number.isascii() or not number.isdigit() or not int(number):
+    policy_name, _, number = policy.partition(":")
+    if policy_name != "every" or not number.isascii() or not number.isdigit() or not int(number):
         raise ConfigError(
             f"--activation-checkpointing is '{policy}': choose one of none, full, selective, or every:N as in every:2"
         )
@@ -96,16 +100,16 @@ def checkpointed(model: nn.Module, policy: str, blocks: Sequence[nn.Module]) -> 
     Raises:
         ConfigError: no such policy, or no blocks to apply it to.
     """
-    every = check_policy(policy)
-    if not every:
+    interval = check_policy(policy)
+    if not interval:
         return model
-    if len(blocks) < every:
+    if len(blocks) < interval:
         raise ConfigError(
             f"--activation-checkpointing {policy}: the model has {len(blocks)} known blocks, so nothing would be "
             "recomputed; return its repeated blocks from the task's blocks(model), or drop the flag"
         )
     wrap = _recompute_selectively if policy == "selective" else _recompute
-    for block in blocks[every - 1 :: every]:
+    for block in blocks[interval - 1 :: interval]:
         block.forward = wrap(block.forward)
     return model
 
@@ -133,6 +137,7 @@ def eager() -> Iterator[None]:
     Does nothing if torch's compiler is not loaded. A torch without `set_stance` still compiles.
     """
     stance: Any = getattr(torch.compiler, "set_stance", None)
+    # Private to torch: if the module is not loaded, nothing was compiled, and loading it takes seconds.
     if stance is None or "torch._dynamo" not in sys.modules:
         yield
         return
@@ -140,7 +145,8 @@ def eager() -> Iterator[None]:
         yield
 
 
-HOW: dict[str, Any] = {}  # extra arguments of torch.compile; a test that counts graphs sets its backend here
+# Extra arguments of torch.compile. A test that counts graphs sets its backend here.
+HOW: dict[str, Any] = {}
 
 # --precision -> dtype of the parameters; dtype of autocast
 PARAMETERS = {
@@ -151,7 +157,8 @@ PARAMETERS = {
     "float64": torch.float64,
 }
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DEFAULTS = (torch.float32, torch.complex64)  # dtypes of tensors created without a dtype: they follow the precision
+# Dtypes of tensors that are created without a dtype: they follow the precision.
+_DEFAULTS = (torch.float32, torch.complex64)
 _DOUBLE = (torch.float64, torch.complex128)
 
 
@@ -206,8 +213,8 @@ def parameters_in(
     if dtype is not torch.float64:
         named = [*model.named_parameters(), *model.named_buffers()]
         double = []
-        for name, each in named:
-            if each.dtype in _DOUBLE and each not in unchanged:
+        for name, value in named:
+            if value.dtype in _DOUBLE and value not in unchanged:
                 double.append(name)
         _report_narrowed(double, dtype, say)
     wide = torch.complex128 if dtype is torch.float64 else torch.complex64
@@ -221,7 +228,8 @@ def parameters_in(
             return tensor.to(dtype)
         return tensor
 
-    model._apply(cast)  # type: ignore[no-untyped-call]  # as nn.Module.to does it
+    # Private to torch: what nn.Module.to calls. It has no types.
+    model._apply(cast)  # type: ignore[no-untyped-call]
     if not mixes:
         _report_dtypes("frozen parameters", {name: p for name, p in frozen.items() if p.dtype is not dtype}, dtype, say)
         _report_dtypes(
@@ -235,6 +243,7 @@ def _tables(model: nn.Module) -> dict[str, Tensor]:
     return {
         f"{prefix}.{name}".lstrip("."): buffer
         for prefix, module in model.named_modules()
+        # Private to torch, which has no public list of non-persistent buffers.
         for name in sorted(module._non_persistent_buffers_set)
         if (buffer := module._buffers.get(name)) is not None and buffer.is_floating_point()
     }
@@ -248,10 +257,10 @@ def _report_narrowed(names: list[str], dtype: torch.dtype, say: Callable[[str], 
 
 def _report_dtypes(kind: str, tensors: dict[str, Tensor], dtype: torch.dtype, say: Callable[[str], None]) -> None:
     if tensors:
-        first, tensor = next(iter(tensors.items()))
+        name, tensor = next(iter(tensors.items()))
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
         say(
-            f"{len(tensors)} {kind} keep a dtype other than {_name(dtype)}: {first} ({_name(tensor.dtype)}){more}; if "
+            f"{len(tensors)} {kind} keep a dtype other than {_name(dtype)}: {name} ({_name(tensor.dtype)}){more}; if "
             "torch refuses to multiply the two, cast in the forward, or use --precision bf16"
         )
 
@@ -276,8 +285,8 @@ def autocast(model: nn.Module, dtype: torch.dtype, device_type: str, *, float32_
         with torch.autocast(device_type, dtype, enabled=_Switch.on):
             outputs = plain(*inputs, **kwargs)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A context around the whole loss keeps the casts of weights. Those made here may have no graph (older
-            # torch), so a forward with a graph that follows, as after a teacher's, would lose its gradients.
+            # A context around the whole loss keeps the casts of weights. Those made here may have no graph in older
+            # versions of torch, so a later forward with a graph, as after a teacher's, would lose its gradients.
             torch.clear_autocast_cache()
         if float32_outputs:
             return _in_float32(outputs)
@@ -294,13 +303,13 @@ def _in_float32(value: Any) -> Any:
             return value.float()
         return value
     if isinstance(value, Mapping):
-        kind: Any = type(value)
-        return kind({key: _in_float32(each) for key, each in value.items()})
+        mapping_type: Any = type(value)
+        return mapping_type({key: _in_float32(item) for key, item in value.items()})
     if isinstance(value, tuple | list):
-        parts = [_in_float32(each) for each in value]
+        converted = [_in_float32(item) for item in value]
         if hasattr(value, "_fields"):
-            return type(value)(*parts)
-        return type(value)(parts)
+            return type(value)(*converted)
+        return type(value)(converted)
     return value
 
 
@@ -343,7 +352,7 @@ def task_in_precision(task: Task, precision: str, device_type: str, say: Callabl
         return nullcontext()
 
     def report(half: torch.dtype) -> None:
-        # Where everything is in half precision, as asked for
+        # With "bf16-true" everything is in half precision, as the user asked.
         if precision != "bf16-true":
             say(
                 f"the task's loss came in {_name(half)}, which rounds it to 2 or 3 digits: compute it in float32, from "
@@ -354,7 +363,9 @@ def task_in_precision(task: Task, precision: str, device_type: str, say: Callabl
 
 
 def compiled(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> nn.Module:
-    """Compile each of the `blocks`, or the whole model without blocks. In place; names stay plain.
+    """Compile each of the `blocks`, or the whole model if there are none.
+
+    In place; names stay plain.
 
     Blocks of one class share their compiled code, so a deep model starts as fast as a shallow one. The part after
     them, up to the loss, is compiled on its own if the model has it as a function, its attribute `ending` (see
@@ -382,8 +393,11 @@ def _wrap_in_frame(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it is compiled, so that hooks of its modules are traced."""
-    # A private name of torch's, the same since 2.11: `compile` leaves no public trace.
+    """Whether the model or a part of it is compiled.
+
+    Then hooks of its modules are traced.
+    """
+    # Private to torch, unchanged since 2.11: `compile` leaves no public trace.
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 

@@ -52,10 +52,11 @@ class WeightCopies:
         self._pairs = pairs
         self._dtype = dtype
         self._on = False
-        # Of the parameters at the last `write`; [] between steps
+        # The parameters' versions at the last `write`; [] between steps.
         self._versions: list[int] = []
         for _, master, copy in pairs:
             if not narrow:
+                # torch gives the method no types.
                 copy.register_post_accumulate_grad_hook(partial(_add, master))  # type: ignore[no-untyped-call]
             copy.requires_grad_(master.requires_grad)
 
@@ -77,11 +78,12 @@ class WeightCopies:
         for module in model.modules():
             modules |= {getattr(module, name): ("weight",) for name in getattr(module, "multiplies_by", ())}
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-        copied = dict[Tensor, Tensor]()  # tied weights have one copy
+        # Tied weights have one copy.
+        copied = dict[Tensor, Tensor]()
         for module, attributes in modules.items():
             for master in (module._parameters.get(attribute) for attribute in attributes):
                 if master is not None and master.dtype is torch.float32 and master not in copied:
-                    # A parameter outside any module, so that a compiler treats its shape as fixed.
+                    # An nn.Parameter outside any module, so that a compiler treats its shape as fixed.
                     copied[master] = nn.Parameter(master.detach().to(dtype))
         if not copied:
             raise ConfigError(
@@ -114,9 +116,10 @@ class WeightCopies:
         """Copy the parameters' values into the copies. Raises ConfigError for hooks on gradients, as `of`."""
         self._check_hooks()
         for _, master, copy in self._pairs:
-            # Frozen or unfrozen during the run
+            # The parameter was frozen or unfrozen during the run.
             if copy.requires_grad != master.requires_grad:
                 copy.requires_grad_(master.requires_grad)
+        # Private to torch: copies all weights in one kernel.
         torch._foreach_copy_(self.tensors, [master for _, master, _ in self._pairs])
         self._versions = [master._version for _, master, _ in self._pairs]
 
@@ -140,8 +143,10 @@ class WeightCopies:
 
     def serve(self, input: Tensor) -> bool:
         """Whether a product with `input` uses the copies now."""
-        kind = input.device.type
-        return self._on and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is self._dtype
+        device_type = input.device.type
+        return (
+            self._on and torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is self._dtype
+        )
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -154,6 +159,7 @@ class WeightCopies:
     def _check_hooks(self) -> None:
         for name, master, _ in self._pairs:
             tensor: Any = master
+            # Private to torch, which has no public way to ask for hooks on gradients.
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise ConfigError(
                     f"--weight-copies step: {name} has a hook on its gradient, which would never run; remove the hook "
@@ -225,8 +231,10 @@ def _attach(module: nn.Module, attributes: Sequence[str], copies: WeightCopies, 
     for attribute in attributes:
         master = module._parameters.get(attribute)
         attrs[f"{attribute}_copy"] = None if master is None else copied.get(master)
-    if attrs["weight_copy"] is None:  # its weight is not float32
+    # The layer's weight is not float32.
+    if attrs["weight_copy"] is None:
         return
     attrs["copies"] = copies
     if type(module) is nn.Linear:
+        # Change the class and not the instance's forward, which other techniques wrap.
         module.__class__ = CopiedLinear

@@ -37,7 +37,8 @@ _PASSTHROUGH = (
 )
 # The optimizer is torch's own, which needs no compiler; it serves ZeRO, whose updates go element by element.
 _OPTIMIZER = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-_KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}  # --optim.name -> of torch.optim
+# --optim.name -> class of torch.optim.
+_KINDS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 _CHECKED = (*_BATCHES, *_OPTIMIZER, "gradient_clipping", "optimizer", "scheduler", "bf16", "fp16")
 # Not supported, but allowed if switched off: sections by their "enabled", numbers by DeepSpeed's default.
 _OFF_SECTIONS = (
@@ -98,11 +99,15 @@ def _is_off(key: str, value: Any) -> bool:
 def check_batches(path: str, *, batch_size: int, micro_batch_size: int, ranks: int) -> None:
     """Raise ConfigError if the file's batch sizes contradict the flags on this many ranks."""
     config = read_config(path)
-    each = -(-batch_size // (micro_batch_size * ranks))
+    steps_per_rank = -(-batch_size // (micro_batch_size * ranks))
     for key, value, source in (
         (_BATCHES[0], batch_size, f"--batch-size {batch_size}"),
         (_BATCHES[1], micro_batch_size, f"--micro-batch-size {micro_batch_size}"),
-        (_BATCHES[2], each, f"--batch-size {batch_size} and --micro-batch-size {micro_batch_size} on {ranks} ranks"),
+        (
+            _BATCHES[2],
+            steps_per_rank,
+            f"--batch-size {batch_size} and --micro-batch-size {micro_batch_size} on {ranks} ranks",
+        ),
     ):
         _check_entry(config, key, value, source)
 
@@ -128,7 +133,7 @@ def merged(config: Mapping[str, Any], settings: DeepSpeedSettings) -> dict[str, 
     return {
         **{key: config[key] for key in _PASSTHROUGH if key in config},
         "zero_optimization": zero,
-        # One micro-batch a step as DeepSpeed counts; the engine marks the step's last one.
+        # DeepSpeed sees one micro-batch per step; the engine marks the step's last one itself.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": settings.clip if zero["stage"] else 0.0,
@@ -186,26 +191,26 @@ def _check_optimizer(section: Any, optimizer: Optimizer) -> None:
     if not isinstance(section, dict):
         raise ConfigError("--engine.config: optimizer must be a JSON object; remove it, since the flags set it")
     params = section.get("params", {})
-    kind = type(optimizer).__name__
+    class_name = type(optimizer).__name__
     if not isinstance(params, dict):
         raise ConfigError("--engine.config: optimizer.params must be a JSON object; remove it, since the flags set it")
-    if "type" in section and _KINDS.get(optimizer_name(section["type"], params)) != kind:
-        _check_entry(section, "type", kind, "the run's optimizer", "optimizer.")
+    if "type" in section and _KINDS.get(optimizer_name(section["type"], params)) != class_name:
+        _check_entry(section, "type", class_name, "the run's optimizer", "optimizer.")
     stray = [key for key in section if key not in ("type", "params")]
     if stray:
         raise ConfigError(f"--engine.config: 'optimizer.{stray[0]}' is unknown to this engine: remove it")
     groups = optimizer.param_groups
     for key, value in params.items():
-        # Checked when the file was read
+        # These keys were checked when the file was read.
         if key in ("adam_w_mode", "torch_adam", "bias_correction"):
             continue
         if key not in optimizer.defaults:
             raise ConfigError(f"--engine.config: 'optimizer.params.{key}' is unknown to {type(optimizer).__name__}")
         # Compare with the optimizer's defaults: --optim.groups, --optim.layer-decay and weights without decay change
         # groups. An optimizer of the task's own may set a value in its groups alone.
-        entry, default, *own = map(_plain, (value, optimizer.defaults[key], *(group[key] for group in groups)))
-        if entry not in ("auto", default) and (default in own or entry not in own):
-            expected = default if default in own else own[0]
+        entry, default, *group_values = map(_plain, (value, optimizer.defaults[key], *(group[key] for group in groups)))
+        if entry not in ("auto", default) and (default in group_values or entry not in group_values):
+            expected = default if default in group_values else group_values[0]
             raise ConfigError(
                 f"--engine.config: optimizer.params.{key} is {json.dumps(value)}, but the flags set "
                 f'{json.dumps(expected)}; remove it, or write "auto"'

@@ -89,6 +89,7 @@ class SplitState:
             state[full] = self._place_on(self._parameter(parameter), owners[full])
             if parameter.requires_grad:
                 for key in self._flat.elementwise():
+                    # All ranks: a state is split over them.
                     value = self._access.safe_get_full_optimizer_state(parameter, key)  # collective
                     full = f"optimizer/{name}/{key}"
                     state[full] = self._place_on(value, owners[full])
@@ -105,13 +106,14 @@ class SplitState:
         Another engine's state may lack that of a parameter that never had a gradient: here it starts from its initial
         values, but with the step count that all parameters share.
         """
-        own = self.state_dict()
+        # All ranks. The shapes come from here.
+        present_state = self.state_dict()
         stepped = {name.rpartition("/")[0] for name in state if name.startswith("optimizer/")}
         unstepped = set()
-        for n in own:
+        for n in present_state:
             if n.startswith("optimizer/") and stepped and n.rpartition("/")[0] not in stepped:
                 unstepped.add(n)
-        missing = sorted((own.keys() - unstepped) ^ state.keys())
+        missing = sorted((present_state.keys() - unstepped) ^ state.keys())
         if missing:
             raise CheckpointError(
                 f"the state does not match the model: {', '.join(missing[:3])} on one side only; use the model and "
@@ -126,7 +128,9 @@ class SplitState:
                 for key in self._flat.elementwise():
                     full = f"optimizer/{name}/{key}"
                     if full in unstepped:
-                        value = torch.zeros(own[full].shape, dtype=own[full].dtype, device=self._world.device)
+                        value = torch.zeros(
+                            present_state[full].shape, dtype=present_state[full].dtype, device=self._world.device
+                        )
                         self._flat.begin(key, value)
                     else:
                         value = self._gather(state[full], owners[full])
@@ -144,7 +148,7 @@ class SplitState:
 
         Under stage 1 gradients are whole until the step ends.
         """
-        # Of stage 3
+        # Only stage 3 has shards as attributes of the parameters.
         shards = [p.ds_tensor for p in self._model.parameters() if hasattr(p, "ds_tensor")]
         weights = [p.data for p in self._model.parameters()]
         gradients = count_bytes(parameter.data for _, parameter in self._trained())
@@ -189,13 +193,13 @@ class SplitState:
         """Assign each tensor to a rank, balanced by bytes; the same on every rank."""
         sizes = []
         for name, parameter in self._model.named_parameters():
-            # ZeRO 3 empties a parameter between uses
+            # ZeRO 3 leaves a parameter empty between uses; its size is here.
             count = getattr(parameter, "ds_numel", parameter.numel())
-            # Trained parameters are kept in float32
-            each = 4 if parameter.requires_grad else parameter.element_size()
-            sizes.append((each * count, f"model/{name}"))
+            # Trained parameters are stored in float32.
+            element_size = 4 if parameter.requires_grad else parameter.element_size()
+            sizes.append((element_size * count, f"model/{name}"))
             if parameter.requires_grad:
-                sizes += [(each * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
+                sizes += [(element_size * count, f"optimizer/{name}/{key}") for key in self._flat.elementwise()]
         return owners_of(sizes, self._world.size)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,15 +210,17 @@ class SplitState:
 
     def _ties(self) -> Iterator[tuple[str, str]]:
         """Yield (second name, first name) of tied parameters."""
-        first = {parameter: name for name, parameter in self._model.named_parameters()}
+        first_names = {parameter: name for name, parameter in self._model.named_parameters()}
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if first[parameter] != name:
-                yield name, first[parameter]
+            if first_names[parameter] != name:
+                yield name, first_names[parameter]
 
     def _parameter(self, parameter: nn.Parameter) -> Tensor:
         if parameter.requires_grad:
+            # All ranks: each has a part.
             value: Tensor = self._access.safe_get_full_fp32_param(parameter)  # collective
             return value.detach()
+        # All ranks, under ZeRO 3.
         with self._access.gathered([parameter], self._stage):  # collective under ZeRO 3
             return parameter.detach().clone()
 
@@ -246,18 +252,18 @@ class SplitState:
 
         ZeRO 3 keeps it in this form.
         """
-        each = parameter.ds_tensor.numel()
-        flat = torch.nn.functional.pad(value.flatten(), (0, each * self._world.size - value.numel()))
-        return flat[self._world.rank * each :][:each]
+        shard_size = parameter.ds_tensor.numel()
+        flat = torch.nn.functional.pad(value.flatten(), (0, shard_size * self._world.size - value.numel()))
+        return flat[self._world.rank * shard_size :][:shard_size]
 
     def _place_on(self, value: Tensor, owner: int) -> Tensor:
         """Return a DTensor in host memory that only the rank `owner` holds, whole."""
         mesh = self._meshes.get(owner)
         if mesh is None:
-            # A mesh of one rank communicates nothing: without a backend it costs no process group.
+            # A mesh of one rank communicates nothing. Without a backend (a private option) it costs no process group.
             mesh = self._meshes[owner] = DeviceMesh("cpu", [owner], _init_backend=False)
         is_owner = owner == self._world.rank
-        # waits
+        # Waits for the device, at a save.
         if is_owner:
             local = value.to("cpu", copy=True).contiguous()
         else:
@@ -273,6 +279,7 @@ class SplitState:
             value = local_of(tensor).to(self._world.device)
         else:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+        # All ranks: the owner alone has the values.
         collectives.broadcast(value, src=owner)  # collective
         return value
 
@@ -283,7 +290,7 @@ class _FlatStates:
     def __init__(self, zero: Any, stage: int) -> None:
         self._zero = zero
         self._stage = stage
-        # Before the first step: DeepSpeed itself links the states of the first group only, and then assumes all.
+        # Before the first step: DeepSpeed itself would link the states of the first group only, and then assume all.
         self._make_states()
 
     def _states(self) -> dict[Tensor, dict[str, Any]]:
@@ -305,7 +312,7 @@ class _FlatStates:
 
     def elements(self) -> int:
         """Count the elements that this rank updates."""
-        return sum(part.numel() for part in self._parts())
+        return sum(flat_tensor.numel() for flat_tensor in self._parts())
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's float32 weights and their optimizer states, except those on a disk."""
@@ -340,6 +347,7 @@ class _FlatStates:
             if isinstance(values[key], Tensor):
                 values[key].copy_(number)
             else:
+                # Reads from the device, at a load only.
                 values[key] = type(values[key])(number.item())
 
     def _make_states(self) -> None:
@@ -350,6 +358,7 @@ class _FlatStates:
         else:
             flats = None
         if flats is not None:
+            # Private to DeepSpeed: under ZeRO 3 its optimizer has parameters only within these two calls.
             self._zero._set_fp32_optimizer_param_groups()
         try:
             first_step(optimizer, optimizer.state)
@@ -357,6 +366,7 @@ class _FlatStates:
             if flats is not None:
                 self._zero._clear_fp32_optimizer_param_groups()
         if self._stage < 3:
+            # Private to DeepSpeed: links the states to the model's parameters, so that its accessors find them.
             self._zero._lazy_init_hp_params_optimizer_state()
 
 
@@ -418,6 +428,7 @@ class DeepSpeed:
     ) -> StepResult:
         if self._scaled and not self._split:
             gradients = [p.grad for p in self._update.parameters if p.grad is not None]
+            # Private to torch: multiplies all gradients in one kernel. DeepSpeed has averaged them.
             torch._foreach_mul_(gradients, float(self._world.size))
         result: StepResult = self._update(factor, limit, momentum, evaluate)
         return result
@@ -460,7 +471,7 @@ class _ZeroStep:
         self._scaler = LossScale(settings.loss_scaling) if settings.loss_scaling else None
         self._limit = math.inf
         self._last_norm = math.nan
-        # DeepSpeed calls it before it updates
+        # DeepSpeed calls this function before it updates: the one place where the norm can stop the update.
         method = "scaled_global_norm" if stage < 3 else "_get_norm_groups"
         self._norm = getattr(self._zero, method)
         setattr(self._zero, method, self._limited_norm)
@@ -473,6 +484,7 @@ class _ZeroStep:
         self._group_settings.write(factor, momentum)
         self._limit = limit
         self._last_norm = math.inf
+        # All ranks. Waits for the device, since DeepSpeed reads whether the gradients are finite.
         self._ds.step()  # collective; waits for the device
         applied = not self._zero.overflow
         for gradient in self._stale_gradients():
@@ -491,7 +503,7 @@ class _ZeroStep:
         """
         result = self._norm(*args, **settings)  # collective
         groups = [float(norm) for norm in (result if isinstance(result, list) else [result])]  # waits for the device
-        # -1 marks a norm that is not finite
+        # DeepSpeed returns -1 for a norm that is not finite.
         if min(groups) < 0.0:
             self._last_norm = math.inf
         else:
@@ -519,7 +531,7 @@ class _ZeroStep:
 
     def _scale(self) -> None:
         if self._scaler:
-            # The loss is multiplied by the ranks
+            # The loss is multiplied by the number of ranks.
             self._zero.loss_scale = self._scaler.scale / self._ranks
 
     def scaling(self) -> dict[str, Tensor]:
@@ -557,25 +569,28 @@ def _package(world: World) -> Any:
             f"--engine deepspeed needs the package deepspeed ({error.name} is missing): "
             "install the extra deepspeed of torch-lockstep"
         ) from error
-    except Exception as error:  # it searches for compilers and CUDA on import
+    except Exception as error:
+        # DeepSpeed searches for compilers and CUDA on import, and raises errors of any class.
         raise ConfigError(
             f"--engine deepspeed: the package cannot start here: {str(error).splitlines()[0]}; use --engine fsdp"
         ) from error
     if world.device.type == "cpu":
-        # Exchanges by shared memory need a compiler and minutes at the first start; gloo does without.
+        # Exchanges by shared memory need a compiler, and minutes at the first start; gloo needs neither.
         package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return package
 
 
 def _initialize(package: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    # Before DeepSpeed looks: stage 3 empties parameters.
+    # Look before DeepSpeed does: stage 3 empties the parameters.
     scalar = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
     try:
+        # All ranks.
         engine, *_ = package.initialize(model=model, optimizer=optimizer, config=config)  # collective
     except LockstepError:
         raise
     except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
+        # DeepSpeed raises plain exceptions: only the text shows that a build of its extensions failed.
         missing = "ninja" in message or "CUDA_HOME" in message or "compiler" in message or "Error building" in message
         if missing:
             way_out = "install a compiler and ninja"

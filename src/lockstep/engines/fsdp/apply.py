@@ -42,9 +42,12 @@ __all__ = [
 ]
 
 
-FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13 and newer
-CAN_RESET = hasattr(FSDPModule, "reset_iter_state")  # the same
-WATCH = "_lockstep_output_watch"  # an attribute of the model: the engine's hook on its output
+# torch 2.13 and later fill in gradients of unused parameters.
+FILLS_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+# torch 2.13 and later can discard an unfinished iteration.
+CAN_RESET = hasattr(FSDPModule, "reset_iter_state")
+# An attribute of the model: the engine's hook on its output.
+WATCH = "_lockstep_output_watch"
 
 
 class UsageCheck:
@@ -74,12 +77,14 @@ class UsageCheck:
             ConfigError: on every rank, if the coming exchange would not match.
         """
         flags = self._predict_use(loss)
-        first = self._first = self._first or flags
+        first_flags = self._first = self._first or flags
         mixed = []
-        for now, before in zip(flags, first, strict=True):
-            mixed.append(self._every and now is not before)
+        for flag, before in zip(flags, first_flags, strict=True):
+            mixed.append(self._every and flag is not before)
         counts = torch.tensor([flags, mixed], dtype=torch.int32)
+        # All ranks, before each backward that exchanges: FSDP would otherwise hang, or mix up gradients.
         collectives.all_reduce(counts, group=self._world.control)  # collective
+        # On the host, so it does not wait for the device.
         users, mixing = counts.tolist()
         names = []
         for name, n in zip(self._usage.names, users, strict=True):
@@ -103,8 +108,9 @@ class UsageCheck:
         return [before or parameter in leaves for before, parameter in zip(flags, self._usage.parameters, strict=True)]
 
     def _describe_users(self, name: str, flags: list[bool]) -> str:
-        place = self._usage.names.index(name)
-        by_rank = self._world.gather(flags[place])  # collective
+        index = self._usage.names.index(name)
+        # All ranks, only before an error: which of them use the parameter?
+        by_rank = self._world.gather(flags[index])  # collective
         users, idle = ([str(rank) for rank, uses in enumerate(by_rank) if uses is flag] for flag in (True, False))
         return f"used by rank {listed(users)} and not by rank {listed(idle)} in this step"
 
@@ -128,6 +134,7 @@ def reached(loss: Tensor) -> set[Tensor]:
         if node is None:
             continue
         if type(node).__name__ == "AccumulateGrad":
+            # torch declares no `variable`; AccumulateGrad nodes have the parameter there.
             leaves.add(node.variable)  # type: ignore[attr-defined]
         for following, _ in node.next_functions:
             if following not in visited:
@@ -183,7 +190,8 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         check_placeable(model, world)  # collective
     policies: dict[str, Any] = {
         "mesh": mesh,
-        # None: after each block's forward, but not the root's, whose backward would gather it again at once
+        # None is FSDP's default: a unit frees its gathered parameters after its forward. The root does not, since the
+        # backward would gather it again at once.
         "reshard_after_forward": False if options.sharding == "grad-op" else None,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
@@ -191,8 +199,8 @@ def shard(model: nn.Module, world: World, settings: Settings) -> DeviceMesh:
         place(list(block.modules()), world, send=options.meta_init, alone=joins)
         whole = set(find_whole(block))
         fully_shard(block, mp_policy=_precision(options, is_root=False), ignored_params=whole, **policies)
-    inside = {part for block in blocks.modules for part in block.modules()}
-    place([part for part in model.modules() if part not in inside], world, send=options.meta_init, alone=joins)
+    inside = {module for block in blocks.modules for module in block.modules()}
+    place([module for module in model.modules() if module not in inside], world, send=options.meta_init, alone=joins)
     whole = set(find_whole(model))
     fully_shard(model, mp_policy=_precision(options, is_root=True), ignored_params=whole, **policies)
     if not joins:
@@ -212,9 +220,9 @@ def again(model: nn.Module) -> DeviceMesh:
         ConfigError: a unit would train parameters of several dtypes.
     """
     for name, module in model.named_modules():
-        for each in _parameter_groups(module):
+        for parameter_group in _parameter_groups(module):
             trained = []
-            for parameter in each.fsdp_params:
+            for parameter in parameter_group.fsdp_params:
                 if parameter.sharded_param.requires_grad:
                     trained.append(parameter)
             if len({parameter.sharded_param.dtype for parameter in trained}) > 1:
@@ -222,43 +230,48 @@ def again(model: nn.Module) -> DeviceMesh:
                     f"--engine fsdp: the block '{name}' would train parameters of several dtypes, which it exchanges "
                     "together; give them one dtype, or use --engine ddp"
                 )
-            each._init_mp_dtypes()
+            # Private to FSDP: recomputes the dtypes that the group's first forward recorded.
+            parameter_group._init_mp_dtypes()
     return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 def _parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP's notes of the parameters that a unit exchanges together; none for another module."""
+    # Private to FSDP, which has no public access to a unit's groups of parameters.
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-    # Several from torch 2.13 on
+    # torch 2.13 and later have several groups per unit.
     group = getattr(state, "_fsdp_param_group", None)
     return getattr(state, "_fsdp_param_groups", None) or ([group] if group else [])
 
 
 def leave_groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Discard a sharded model's unfinished step, and its references to its groups; return these. `shard` brings others.
+    """Discard a sharded model's unfinished step; return its groups, now unreferenced.
 
-    What is left of the step: gathered parameters, gradients on their way, and the units' notes of where they are.
+    `shard` brings other groups.
+
+    The remains of the step: gathered parameters, gradients on their way, and the units' records of where they are.
     """
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         return []
-    # It keeps the engine, and with it a group
+    # The hook keeps the engine, and with it a process group.
     if watching := vars(model).pop(WATCH, None):
         watching.remove()
     discard_iteration(units)
     groups = dict[dist.ProcessGroup, None]()
     for unit in units:
         unit.reshard()
-        for part in _parameter_groups(unit):
-            for parameter in part.fsdp_params:
+        for parameter_group in _parameter_groups(unit):
+            for parameter in parameter_group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
             for name in _GROUPS:
-                if group := vars(part.mesh_info).get(name):
+                if group := vars(parameter_group.mesh_info).get(name):
                     groups[group] = None
-                    setattr(part.mesh_info, name, None)
-            part.mesh_info.mesh._pg_registry.clear()
+                    setattr(parameter_group.mesh_info, name, None)
+            # Private to DeviceMesh: its registry keeps references to the groups.
+            parameter_group.mesh_info.mesh._pg_registry.clear()
     return [*groups]
 
 
@@ -268,12 +281,13 @@ def discard_iteration(units: Sequence[Any]) -> None:
     Otherwise FSDP believes that a backward is still running, and exchanges no gradient in the next ones.
     """
     root = units[0]._get_fsdp_state()
-    if not root._is_root:  # set by the first forward
+    # The first forward marks the root; before it there is nothing to discard.
+    if not root._is_root:
         return
     if CAN_RESET:
         units[0].reset_iter_state()
         return
-    # Older torch has no public way: what `reset_iter_state` does, in the names of torch 2.11 and 2.12.
+    # torch 2.11 and 2.12 have no public function. This does what `reset_iter_state` of torch 2.13 does.
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     root._state_ctx.post_backward_final_callback_queued = False
@@ -286,21 +300,22 @@ def discard_iteration(units: Sequence[Any]) -> None:
             group._training_state = TrainingState.IDLE
 
 
-_GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")  # of FSDP's mesh_info
+# Attributes of FSDP's mesh_info that refer to process groups.
+_GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 
 def _renew(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give a sharded model the groups of `mesh`, in which this rank has the same shard.
+    """Give a sharded model the groups of `mesh`, where this rank has the same shard.
 
     The shards, averages and optimizer states are DTensors on one DeviceMesh object, which becomes a copy of `mesh`: so
-    all of them stay as they are. This rank's shard has the same place and size in any number of replicas.
+    these tensors stay as they are. This rank's shard has the same place and size in any number of replicas.
     """
     present = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     vars(present).update(vars(mesh))
     for module in model.modules():
-        for part in _parameter_groups(module):
-            # Reads groups and sizes from the mesh
-            part.mesh_info.__post_init__()
+        for parameter_group in _parameter_groups(module):
+            # FSDP reads groups and sizes from the mesh in this constructor only.
+            parameter_group.mesh_info.__post_init__()
 
 
 def replica_size(options: EngineOptions, world: World) -> int:
@@ -315,11 +330,11 @@ def replica_size(options: EngineOptions, world: World) -> int:
 
 def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
     """Form the ranks' mesh. Collective."""
-    kind = world.device.type
+    device_type = world.device.type
     size = replica_size(options, world)
     if options.sharding in ("full", "grad-op"):
-        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
-    # After a loss one group may be left
+        return init_device_mesh(device_type, (world.size,), mesh_dim_names=("shard",))
+    # After a failure a single group of replicas may remain.
     too_few = world.is_first and world.size == size
     if options.sharding == "hybrid" and (size < 2 or world.size % size or too_few):
         raise ConfigError(
@@ -328,13 +343,15 @@ def _mesh(options: EngineOptions, world: World) -> DeviceMesh:
         )
     names = ("replicate", "shard")
     if world.is_first:
-        return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=names)
-    # In groups of its own the loss of one more rank shows soon.
+        return init_device_mesh(device_type, (world.size // size, size), mesh_dim_names=names)
+    # New groups, not the default one: the failure of a further rank then shows soon.
     ranks = torch.arange(world.size).view(-1, size)
+    # Tensors on the host: no device is waited for.
     copies = ranks[:, world.rank % size].tolist()
-    parts = ranks[world.rank // size].tolist()
-    groups = [world.new_group(copies), world.new_group(parts)]  # collective
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
+    shard_ranks = ranks[world.rank // size].tolist()
+    # All ranks make their two groups in this order.
+    groups = [world.new_group(copies), world.new_group(shard_ranks)]  # collective
+    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _precision(options: EngineOptions, is_root: bool) -> MixedPrecisionPolicy:
@@ -362,7 +379,8 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptio
             f"--engine fsdp cannot split {strided[0]}, which is not contiguous (channels_last, or transposed); make it "
             "contiguous, or use --engine ddp"
         )
-    # AdamW and its kin update `view_as_real` of a parameter; for a shard that is a copy, so the shard never changes.
+    # AdamW and similar optimizers update `view_as_real` of a parameter. For a shard that is a copy, so the shard would
+    # never change.
     complexes = [name for name, p in model.named_parameters() if p.is_complex() and p.requires_grad]
     if complexes:
         raise ConfigError(
@@ -383,7 +401,10 @@ def _check_parameters(model: nn.Module, blocks: BlockUnits, options: EngineOptio
 
 
 def _check_aliases(model: nn.Module) -> None:
-    """Refuse a second way to a trained parameter, which would keep the values from before the split."""
+    """Refuse a second reference to a trained parameter.
+
+    It would keep the values from before the split.
+    """
     way_out = "take it from its module in the forward, or use --engine ddp"
     trained = {}
     for name, p in model.named_parameters():
@@ -396,15 +417,15 @@ def _check_aliases(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         setter: Any = type(module).__setattr__
         if setter is not nn.Module.__setattr__:
-            # Its own one notices that FSDP replaces a parameter, as that of an RNN does
+            # A custom setter, as an RNN's, notices that FSDP replaces a parameter.
             continue
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_modules"):
                 continue
-            found = next((names[id(leaf)] for leaf in pytree.tree_leaves(value) if id(leaf) in names), None)
-            if found is not None:
+            alias = next((names[id(leaf)] for leaf in pytree.tree_leaves(value) if id(leaf) in names), None)
+            if alias is not None:
                 path = f"{prefix}.{attribute}".lstrip(".")
-                raise ConfigError(f"--engine fsdp: {path} holds {found}, a parameter that it splits; {way_out}")
+                raise ConfigError(f"--engine fsdp: {path} holds {alias}, a parameter that it splits; {way_out}")
 
 
 def _prefetch(blocks: list[nn.Module], ahead: int) -> None:

@@ -40,8 +40,9 @@ def _sharded_norm(gradients: list[Tensor], group: dist.ProcessGroup, device: tor
     """Return the 2-norm of all gradients, 0-dim on `device`, from the shards of `group`."""
     shards = [local_of(gradient) for gradient in gradients if is_dtensor(gradient)]
     squares = combined(norms_of(shards)).to(device).square()
+    # All ranks of the sharding group; each has a part of every gradient.
     collectives.all_reduce(squares, group=group)  # collective
-    # Every rank has them: they count once
+    # Every rank has the whole ones, so they are added once, after the exchange.
     whole = [gradient for gradient in gradients if not is_dtensor(gradient)]
     return (squares + combined(norms_of(whole)).square().to(squares) if whole else squares).sqrt()
 
@@ -52,6 +53,7 @@ def _sharded_norms(gradients: list[Tensor], group: dist.ProcessGroup, device: to
         return []
     norms = norms_of([local_of(gradient) for gradient in gradients])
     squares = torch.stack(norms).to(device).square()
+    # As above, for each gradient.
     collectives.all_reduce(squares, group=group)  # collective
     summed = squares.sqrt().unbind()
     return [
@@ -77,9 +79,10 @@ class ExactNorm:
     def each(self, gradients: list[Tensor]) -> list[Tensor]:
         """Return the norm of each gradient. Collective."""
         shards: list[Tensor] = [gradient for gradient in gradients if is_dtensor(gradient)]
-        found = iter(self._of_shards(shards) if shards else ())
+        shard_norms = iter(self._of_shards(shards) if shards else ())
         return [
-            next(found) if is_dtensor(gradient) else norms_of([gradient])[0]  # every rank has a whole one
+            # Every rank has the gradient of a whole parameter.
+            next(shard_norms) if is_dtensor(gradient) else norms_of([gradient])[0]
             for gradient in gradients
         ]
 
@@ -89,21 +92,23 @@ class ExactNorm:
         norms = iter(norms_of(wholes))
         local = [next(norms) if owner == self._world.rank else None for owner in owners]
         if any(g.dtype is torch.float64 for g in gradients):
-            kind = torch.float64
+            dtype = torch.float64
         else:
-            kind = torch.float32
-        table = torch.zeros(len(gradients), dtype=kind, device=self._world.device)
+            dtype = torch.float32
+        table = torch.zeros(len(gradients), dtype=dtype, device=self._world.device)
         for index, norm in enumerate(local):
             if norm is not None:
                 table[index] = norm
+        # All ranks. Each norm is added to zeros, so it is not rounded.
         collectives.all_reduce(table)  # collective
         return list(table.unbind())
 
     def _gather_owned(self, gradients: list[Tensor], owners: list[int]) -> list[Tensor]:
         """Return the whole gradients that this rank owns, in order. Collective."""
         wide = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize)
-        parts = [local_of(gradient).to(wide) for gradient in gradients]
-        wholes = gather_rows(parts, [gradient.shape for gradient in gradients], owners)  # collective
+        local_shards = [local_of(gradient).to(wide) for gradient in gradients]
+        # All ranks: an all-to-all gathers each gradient on its owner.
+        wholes = gather_rows(local_shards, [gradient.shape for gradient in gradients], owners)  # collective
         sources = (gradient for gradient, owner in zip(gradients, owners, strict=True) if owner == self._world.rank)
         return [tensor.to(gradient.dtype) for tensor, gradient in zip(wholes, sources, strict=True)]
 
@@ -133,12 +138,14 @@ class ExactReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Take over `input_tensor` [ranks * n]; the last call fills `output_tensor` [n] with the sum."""
-        if input_tensor.is_cuda:  # it outlives the call, on this stream
+        # The allocator must know that the tensor outlives the call on this stream.
+        if input_tensor.is_cuda:
             input_tensor.record_stream(torch.cuda.current_stream())
-        place = self._subtrees.mine.start + self._count
+        micro_batch = self._subtrees.mine.start + self._count
         self._count += 1
-        if place < self._subtrees.mine.stop:  # else the slot is empty
-            self._sums.push(TreeSpan(place, place + 1), input_tensor)
+        # Beyond the run the slot is empty.
+        if micro_batch < self._subtrees.mine.stop:
+            self._sums.push(TreeSpan(micro_batch, micro_batch + 1), input_tensor)
         if not self.last:
             output_tensor.zero_()
             return
@@ -147,6 +154,7 @@ class ExactReduceScatter:
         def room(pieces: int) -> Tensor:
             return input_tensor.new_empty(pieces, len(output_tensor))
 
+        # One collective per round of the tree, on all ranks of the group.
         output_tensor.copy_(piece_of_sum(self._sums.taken(), room, self._subtrees, group))
 
 
@@ -179,10 +187,11 @@ class FSDP:
         self._synced = True
         self._backwards = 0
         self._in_backward = False
-        # Units that the current backward ran again, for checkpoints
+        # Numbers of the units that the current backward ran again, for activation checkpoints.
         self._recomputed: list[int] = []
         self._order = 0  # a hash of the units that this step's forwards ran
         self._whole = WholeParameters([], 0, world)
+        # One rank in exact mode: nothing to shard, and the tree gives the bits of any number of ranks.
         if settings.exact and world.size == 1:
             self._build_unsharded(optimizer)
             return
@@ -229,6 +238,7 @@ class FSDP:
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         if self._check and (self._synced or self._settings.options.accumulate == "shard"):
+            # All ranks: their backwards must exchange the same parameters.
             self._check(loss)  # collective
         self._run(loss, weight)
         self._backwards += 1
@@ -236,7 +246,7 @@ class FSDP:
         if self._tree:
             self._tree.push()
         elif self._comms and not self._comms[0].last:
-            # zeros: the sums are in the trees until the last micro-batch
+            # The gradients so far are zeros: the sums are in the trees until the last micro-batch.
             for parameter in self._parameters:
                 parameter.grad = None
 
@@ -253,6 +263,7 @@ class FSDP:
             self._tree.finish()
         elif self._comms:
             check_slots(backwards, self._comms[0].slots, self._world)
+        # All ranks: FSDP exchanges only the gradients of shards.
         self._whole.finish()  # collective
         if self._usage:
             self._drop_unused(self._usage, backwards)
@@ -299,14 +310,16 @@ class FSDP:
         self._recomputed.clear()
         self._in_backward = True
         try:
+            # All ranks: each unit gathers its parameters and reduces its gradients. torch gives `backward` no types.
             loss.backward(self._roots(loss, self._update.scale * weight))  # type: ignore[no-untyped-call]  # collective
-        except BaseException:  # a check of the loss goes on after its own failures
+        except BaseException:
+            # The check of the loss continues after failures of its own, so FSDP must be ready for another backward.
             if self._tree is None:
                 discard_iteration(self._units)
             raise
         finally:
             self._in_backward = False
-        # FSDP ends its backward with the first of those inside it, and loses gradients of a block that runs again.
+        # FSDP ends a backward with the first of those inside it, and loses gradients of a block that runs again.
         if self._usage and self._usage.is_reentrant and len(set(self._recomputed)) < len(self._recomputed):
             raise ConfigError(
                 f"{_NAME} loses gradients of a block that reentrant checkpoints run twice: call checkpoint() with "
@@ -318,6 +331,7 @@ class FSDP:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    # torch gives `register_hook` no types.
                     tensor.register_hook(self._check_in_backward)  # type: ignore[no-untyped-call]
 
     def _check_in_backward(self, gradient: Tensor) -> None:
@@ -348,7 +362,7 @@ class FSDP:
         if self._settings.exact:
             exact = ExactNorm(self._world)
             return exact, exact.each
-        # The shards' dimension is the last
+        # The last dimension of the mesh is that of the shards.
         group = mesh.get_group(mesh.ndim - 1)
         options = {"group": group, "device": self._world.device}
         return partial(_sharded_norm, **options), partial(_sharded_norms, **options)
@@ -365,13 +379,13 @@ class FSDP:
     def _set_sum_reduction(self) -> None:
         """Sum gradients instead of averaging; in exact mode in the tree's order."""
         exact = self._settings.exact
-        parts = Subtrees(exact, self._world) if exact else None
+        subtrees = Subtrees(exact, self._world) if exact else None
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            # A factor alone needs an operation that gloo lacks
+            # gloo does not support the reduction that FSDP would choose for a factor alone.
             unit.set_force_sum_reduction_for_comms(True)
-            if parts:
-                self._comms.append(ExactReduceScatter(parts))
+            if subtrees:
+                self._comms.append(ExactReduceScatter(subtrees))
                 unit.set_custom_reduce_scatter(self._comms[-1])
 
     def _watch_usage(self) -> None:
@@ -393,16 +407,16 @@ class FSDP:
         if FILLS_UNUSED:
             cast(Any, self.model).set_reduce_scatter_unused_params(True)
         elif self._world.size > 1:
-            every = bool(self._settings.exact) or options.accumulate == "shard"
-            self._check = UsageCheck(self._usage, self._world, every)
+            checks_every_backward = bool(self._settings.exact) or options.accumulate == "shard"
+            self._check = UsageCheck(self._usage, self._world, checks_every_backward)
 
     def _watch_order(self) -> None:
-        """Hash the order in which the units run; those of a compiled model are not watched."""
+        """Hash the order in which the units run, except in a compiled model."""
         this = weakref.ref(self)
         for unit in self._units:
             if hook := vars(unit).pop(_ORDER, None):  # from a former engine
                 hook.remove()
-        # The hooks would be traced, and run in some calls only
+        # The hooks would be traced, and run in some calls only.
         if is_compiled(self.model):
             return
         for number, unit in enumerate(self._units, 1):
@@ -412,11 +426,13 @@ class FSDP:
         """Note that a unit runs."""
         if self._in_backward:
             self._recomputed.append(number)
+        # 31 is the usual multiplier of polynomial hashes.
         self._order = (self._order * 31 + number) % _ORDERS
 
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, gathered parameter) of trained shards, gathering one unit at a time."""
         for unit in self._units:
+            # All ranks gather the unit, one unit at a time, so that at most one is whole.
             unit.unshard()  # collective
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad and not is_whole(parameter) and not isinstance(parameter, DTensor):
@@ -435,9 +451,11 @@ class FSDP:
                 f"--engine fsdp: {len(names)} parameters are not used by every micro-batch ({listed(names)}); "
                 "one that no rank uses is left alone in that step"
             )
-        if self._check:  # no gradient was filled in
+        # No gradient was filled in where each exchange is checked.
+        if self._check:
             self._check.begin()
             return
+        # All ranks, once a step, on the host.
         unused = usage.unused(self._order)  # collective
         if not usage.is_alike:
             raise LockstepError(
@@ -451,8 +469,10 @@ class FSDP:
                     parameters[name].grad = None
 
 
-_ORDER = "_lockstep_order"  # an attribute of a unit: the engine's hook
-_ORDERS = 2**20  # so that the sum of squares over the ranks fits into 64 bits
+# An attribute of a unit: the engine's hook.
+_ORDER = "_lockstep_order"
+# Number of hashes: the sum of squares over the ranks must fit into 64 bits.
+_ORDERS = 2**20
 
 
 def _note_unit(engine: "weakref.ref[FSDP]", number: int, module: nn.Module, args: Any) -> None:

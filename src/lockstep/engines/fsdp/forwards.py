@@ -29,7 +29,9 @@ __all__ = ["equal_forwards", "is_split", "same_units"]
 
 @contextmanager
 def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
-    """Make every rank take part in all forwards of the context. Collective, for a sharded model on several ranks.
+    """Make every rank take part in all forwards of the context.
+
+    Collective for a sharded model on several ranks.
 
     Raises:
         ConfigError: some ranks call the model and others never do, so these have no input to repeat.
@@ -38,14 +40,16 @@ def equal_forwards(model: nn.Module, world: World) -> Iterator[None]:
         yield
         return
     forwards = _Forwards(world)
-    # Before FSDP's own hook, which gathers.
+    # Prepended, so that it runs before FSDP's own hook, which gathers.
     handle = model.register_forward_pre_hook(forwards.announce, prepend=True, with_kwargs=True)
     try:
         yield
-    except BaseException:  # also sys.exit and a KeyboardInterrupt of the task
+    except BaseException:
+        # Also for sys.exit and a KeyboardInterrupt of the task.
         forwards.has_failed = True
         raise
-    finally:  # also after an error of this rank: the others may be in a forward
+    finally:
+        # Also after an error of this rank, since the others may be in a forward.
         handle.remove()
         forwards.follow(model)  # collective
 
@@ -62,9 +66,11 @@ def is_split(model: nn.Module) -> bool:
 
 @contextmanager
 def same_units(model: nn.Module, world: World) -> Iterator[None]:
-    """Check before each unit of a sharded model that every rank runs it. Collective on several ranks.
+    """Check before each unit that every rank runs it. Collective on several ranks.
 
-    Of a compiled model nothing is checked: the hooks would be traced.
+    `model` is a sharded one.
+
+    A compiled model is not checked: its hooks would be traced.
 
     Raises:
         ConfigError: the ranks run different units, so that one would wait for shards that another does not send.
@@ -79,14 +85,14 @@ def same_units(model: nn.Module, world: World) -> Iterator[None]:
         handles.append(
             model.get_submodule(name).register_forward_pre_hook(partial(order.announce, index), prepend=True)
         )
-    place = _FAILED
+    outcome = _FAILED
     try:
         yield
-        place = _ENDED
+        outcome = _ENDED
     finally:
         for handle in handles:
             handle.remove()
-        order.agree(place)  # collective
+        order.agree(outcome)  # collective
 
 
 _ENDED = -1
@@ -110,20 +116,21 @@ class _UnitOrder:
         if self._is_over:
             return
         ends = torch.tensor([place, -place])
-        # Two numbers for each unit, whose parameters the ranks gather next; who differs is told only if one does.
+        # All ranks, before each unit: the largest and the smallest index. Only if they differ do the ranks ask who.
         collectives.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._world.control)  # collective
         most = int(ends[0])
         least = -int(ends[1])
         self._is_over = most != least or place < 0
         if most == least:
             return
-        places = self._world.gather(place)  # collective
-        if _FAILED in places and place != _FAILED:
-            raise ConfigError(f"{rank_label(places.index(_FAILED))} failed in its forward; its log has the cause")
-        other = next(rank for rank, each in enumerate(places) if each != places[0])
+        # All ranks, only before an error.
+        indices = self._world.gather(place)  # collective
+        if _FAILED in indices and place != _FAILED:
+            raise ConfigError(f"{rank_label(indices.index(_FAILED))} failed in its forward; its log has the cause")
+        other = next(rank for rank, index in enumerate(indices) if index != indices[0])
         raise ConfigError(
-            f"--engine fsdp: {rank_label(0)} runs {self._describe(places[0])} where {rank_label(other)} runs "
-            f"{self._describe(places[other])}, but ranks gather a block's parameters together: run the same blocks "
+            f"--engine fsdp: {rank_label(0)} runs {self._describe(indices[0])} where {rank_label(other)} runs "
+            f"{self._describe(indices[other])}, but ranks gather a block's parameters together: run the same blocks "
             "for every batch, or use --engine ddp or zero"
         )
 
@@ -147,7 +154,7 @@ class _Forwards:
         self._is_over = self._has_graph = False
 
     def announce(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell the other ranks of a forward before it begins. Collective."""
+        """Announce a forward to the other ranks before it begins. Collective."""
         self._inputs = (args, kwargs)
         self._exchange(True)  # collective
 
@@ -156,7 +163,7 @@ class _Forwards:
         while not self._is_over and self._exchange(False):  # collective
             assert self._inputs is not None
             args, kwargs = self._inputs
-            # FSDP keeps other parameters gathered with a graph
+            # With a graph FSDP keeps other parameters gathered, so all ranks must agree on it.
             with torch.set_grad_enabled(self._has_graph):
                 model(*args, **kwargs)
 
@@ -172,12 +179,15 @@ class _Forwards:
         row = [computes, is_idle, computes and torch.is_grad_enabled(), is_idle and self.has_failed]
         table = torch.zeros(world.size, len(row), dtype=torch.int32)
         table[world.rank] = torch.tensor(row)
+        # All ranks, on the host: which of them compute, and which have nothing more to compute.
         collectives.all_reduce(table, group=world.control)  # collective
+        # The table is on the host, so this does not wait for the device.
         computing, idle, with_graph, failed = (column.nonzero().flatten().tolist() for column in table.unbind(1))
         self._has_graph = bool(with_graph)
         if computing and failed:
             self._is_over = True
-            if self.has_failed:  # its own error passes on
+            # This rank's own error passes on.
+            if self.has_failed:
                 return False
             raise lost_peers(world.rank)
         if computing and idle:

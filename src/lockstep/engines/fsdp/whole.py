@@ -1,4 +1,6 @@
-"""0-dim and empty parameters under FSDP, which it cannot split: every rank holds them whole, as CLIP's temperature.
+"""Handle 0-dim and empty parameters, which FSDP cannot split.
+
+Every rank holds them whole; CLIP's temperature is one.
 
 FSDP ignores them. `WholeParameters` sums their gradients once a step, in exact mode in the fixed tree.
 """
@@ -43,7 +45,10 @@ class WholeParameters:
         self._tree = Tree(list[Tensor](parameters), exact, world) if exact and parameters else None
 
     def push(self) -> None:
-        """Take over the gradients of a micro-batch in exact mode. Call after each backward of a step."""
+        """Take over the gradients of a micro-batch in exact mode.
+
+        Call it after each backward of a step.
+        """
         if self._tree:
             self._tree.push()
 
@@ -56,7 +61,10 @@ class WholeParameters:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Sum the gradients of a backward outside of steps, as FSDP does with those of shards. Collective."""
+        """Sum the gradients of a backward outside of steps. Collective.
+
+        FSDP does the same with those of shards.
+        """
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -72,7 +80,7 @@ class WholeParameters:
 
     def _sum(self) -> None:
         used = [parameter.grad is not None for parameter in self._parameters]
-        # Holds each exactly
+        # The narrowest dtype that represents every gradient exactly.
         dtype = reduce(torch.promote_types, {parameter.dtype for parameter in self._parameters})
         gradients = []
         for p in self._parameters:
@@ -82,9 +90,10 @@ class WholeParameters:
                 gradients.append(p.grad)
         flags = torch.tensor(used, dtype=dtype).to(self._world.device)
         vector = torch.cat([*(gradient.to(dtype).view(-1) for gradient in gradients), flags])
-        collectives.all_reduce(vector)  # collective: one for all, since each is a single number or none
+        # All ranks. One exchange for all parameters, since each has one number or none.
+        collectives.all_reduce(vector)  # collective
         *sums, counts = torch.split(vector, [*(p.numel() for p in self._parameters), len(used)])
-        # Waits for the device, where this rank left one out
+        # Waits for the device, only if this rank did not use some parameter.
         users = used if all(used) else counts.tolist()
         for parameter, total, count in zip(self._parameters, sums, users, strict=True):
             if count:
