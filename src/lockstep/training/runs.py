@@ -34,9 +34,11 @@ __all__ = [
 
 _RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
 _STATUSES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
-_CODES = {130: "interrupted", 75: "preempted"}  # for folders of older versions, which have no status
+# For folders of older versions, which record no status.
+_CODES = {130: "interrupted", 75: "preempted"}
 _TIME = "time/total"
-_WIDTH = 200  # columns, if the output is no terminal
+# Columns, if the output is no terminal.
+_WIDTH = 200
 
 
 @dataclass(slots=True)
@@ -122,7 +124,8 @@ def _read_run(path: Path) -> RunRow:
         _fill_steps(row, path, state)
         _fill_best(row, folder, state)
         row.state = _read_status(row, folder)
-    except OSError as error:  # no permission
+    except OSError as error:
+        # No permission.
         row.note = f"cannot be read: {error.strerror or error}"
     return row
 
@@ -153,13 +156,13 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = [record["running_loss"] for record in records if "running_loss" in record]
     row.last_loss = _number(losses[-1]) if losses else None
-    for place in [*records, dataclasses.asdict(state.place) if state.place else {}]:
-        step = _integer(place.get("global_step"))
+    for position in [*records, dataclasses.asdict(state.place) if state.place else {}]:
+        step = _integer(position.get("global_step"))
         if step is None or (row.step is not None and step < row.step):
             continue
         row.step = step
-        epoch = _number(place.get("epoch"))
-        progress = _number(place.get("epoch_progress"))
+        epoch = _number(position.get("epoch"))
+        progress = _number(position.get("epoch_progress"))
         if epoch is not None and progress is not None:
             row.epoch = epoch + progress
 
