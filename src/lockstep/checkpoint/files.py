@@ -39,7 +39,8 @@ __all__ = [
 
 OnRead = Callable[[int], None]
 
-_CHUNK = 4 << 20  # bytes per read, few enough to be in the cache when they are hashed
+# Bytes per read, few enough to stay in the cache until they are hashed.
+_CHUNK = 4 << 20
 # Bytes per hash and write. Both release the GIL, but a training loop that launches kernels may have to wait for it
 # each time that this thread takes the next chunk.
 _WRITE_CHUNK = 64 << 20
@@ -97,7 +98,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        # A write's error does not name the file
+        # The error of a write does not name the file.
         error.filename = error.filename or str(path)
         if exists:
             with contextlib.suppress(OSError):
@@ -197,7 +198,7 @@ def _label(path: Path) -> str:
 
 def remove(path: Path) -> None:
     """Delete a folder, a file, or a link but not its target, where possible."""
-    # A leftover is harmless; an error here would hide the real one
+    # A leftover is harmless, and an error here would hide the real one.
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -209,7 +210,8 @@ def remove(path: Path) -> None:
 
 T = TypeVar("T")
 
-_SIGN = 5.0  # seconds between two signs of life, or a quarter of the timeout if that is less
+# Seconds between two signs of life, or a quarter of the timeout if that is less.
+_SIGN = 5.0
 
 
 def await_all_ranks(
@@ -266,9 +268,11 @@ def _gather_outcomes(
     except OSError as caught:
         error = refusal_error(caught)
         error.__cause__ = caught
-    except Exception as caught:  # a bug on one rank must not leave the others waiting
+    except Exception as caught:
+        # A bug on one rank must not leave the others waiting.
         error = caught
-    except BaseException:  # Ctrl-C: this rank leaves, and the others notice by the timeout
+    except BaseException:
+        # Ctrl-C: this rank leaves, and the others notice by the timeout.
         signs.leave()
         raise
     outcomes = signs.wait(outcome(value, error))
@@ -324,12 +328,13 @@ class _LifeSigns:
                 ended = self._ended.wait(pause)
                 if self._is_silent:
                     return
-                own = self._own if ended else None
-                replies = self._world.gather([self._progress(), own])  # collective
+                reply = self._own if ended else None
+                # Each gather is a sign of life. The last one carries the outcome of every rank.
+                replies = self._world.gather([self._progress(), reply])
                 self._on_progress([count for count, _ in replies])
-                waits_for = [rank for rank, (_, each) in enumerate(replies) if not each]
+                waits_for = [rank for rank, (_, result) in enumerate(replies) if not result]
                 if not waits_for:
-                    self._outcomes = [each for _, each in replies]
+                    self._outcomes = [result for _, result in replies]
                     return
                 self._on_wait(waits_for)
         except LockstepError as error:

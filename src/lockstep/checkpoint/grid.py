@@ -20,7 +20,8 @@ from torch import Tensor
 
 __all__ = ["Grid", "Slice", "grid_of"]
 
-Slice = tuple[int, tuple[int, ...], tuple[int, ...]]  # number of the file, offsets, shape
+# Number of the file, offsets, shape.
+Slice = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,12 @@ class Grid:
 
     def _slices(self, ranges: list[range]) -> Iterator[Slice]:
         counts = [len(edges) - 1 for edges in self.edges]
-        for place in product(*ranges):
+        for position in product(*ranges):
             number = 0
-            for index, count in zip(place, counts, strict=True):
+            for index, count in zip(position, counts, strict=True):
                 number = number * count + index
-            offsets = tuple(edges[index] for edges, index in zip(self.edges, place, strict=True))
-            shape = tuple(edges[index + 1] - edges[index] for edges, index in zip(self.edges, place, strict=True))
+            offsets = tuple(edges[index] for edges, index in zip(self.edges, position, strict=True))
+            shape = tuple(edges[index + 1] - edges[index] for edges, index in zip(self.edges, position, strict=True))
             yield self.files[number], offsets, shape
 
     def to_json(self) -> dict[str, Any]:
@@ -87,16 +88,17 @@ class Grid:
         """
         if not _are_rows(cuts, 2, deep=True) or not _are_rows(files, 3):
             return "its cuts or files are not lists of runs"
-        counts = [sum(count for _, count in each) for each in cuts]
+        counts = [sum(count for _, count in dimension) for dimension in cuts]
         if min([1, *counts]) < 1 or math.prod(counts) > most or sum(count for _, count, _ in files) > most:
             return "it has no slice, or more than there are files"
-        numbers = tuple(first + distance * k for first, count, distance in files for k in range(count))
+        numbers = tuple(start + distance * k for start, count, distance in files for k in range(count))
         if len(numbers) != math.prod(counts) or len(set(numbers)) != len(numbers):
             return "it does not have one file for each slice"
         edges = tuple(
-            tuple(accumulate((size for size, count in each for _ in range(count)), initial=0)) for each in cuts
+            tuple(accumulate((size for size, count in dimension for _ in range(count)), initial=0))
+            for dimension in cuts
         )
-        if any(begin == end and len(each) > 2 for each in edges for begin, end in pairwise(each)):
+        if any(begin == end and len(dimension) > 2 for dimension in edges for begin, end in pairwise(dimension)):
             return "it has an empty slice"
         return cls(edges, numbers)
 
@@ -106,7 +108,7 @@ def _are_rows(value: Any, width: int, *, deep: bool = False) -> bool:
     if type(value) is not list:
         return False
     if deep:
-        return all(_are_rows(each, width) for each in value)
+        return all(_are_rows(rows, width) for rows in value)
     return all(
         type(row) is list and len(row) == width and all(type(n) is int and 0 <= n < 1 << 62 for n in row)
         for row in value
@@ -126,10 +128,10 @@ def _runs(sizes: Sequence[int]) -> list[list[int]]:
 def _progressions(numbers: Sequence[int]) -> list[list[int]]:
     runs: list[list[int]] = []
     for number in numbers:
-        first, count, distance = runs[-1] if runs else (0, 0, 0)
-        if count == 1 and number > first:
-            runs[-1][1:] = [2, number - first]
-        elif count > 1 and number == first + count * distance:
+        start, count, distance = runs[-1] if runs else (0, 0, 0)
+        if count == 1 and number > start:
+            runs[-1][1:] = [2, number - start]
+        elif count > 1 and number == start + count * distance:
             runs[-1][1] += 1
         else:
             runs.append([number, 1, 0])
@@ -151,10 +153,10 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
     for size, mine in zip(shape, axes, strict=True):
         sizes = [size]
         for axis in mine:
-            sizes = [part for each in sizes for part in _chunks(each, mesh.shape[axis])]
-        # A rank without a row writes no slice
-        kept.append([index for index, part in enumerate(sizes) if part])
-        edges.append(tuple(accumulate((part for part in sizes if part), initial=0)))
+            sizes = [chunk for extent in sizes for chunk in _chunks(extent, mesh.shape[axis])]
+        # A rank without a row writes no slice.
+        kept.append([index for index, chunk in enumerate(sizes) if chunk])
+        edges.append(tuple(accumulate((chunk for chunk in sizes if chunk), initial=0)))
     ranks = mesh.numpy()
     ranks = ranks[tuple(slice(None) if axis in shards else 0 for axis in range(ranks.ndim))]
     order = sorted(shards)

@@ -57,8 +57,10 @@ __all__ = [
     "open_tensors",
 ]
 
-AVERAGE = "average/"  # prefix of the names of averaged weights
-EVALUATED = "evaluated/"  # prefix of the names of an optimizer's weights for evaluation
+# Prefix of the names of averaged weights.
+AVERAGE = "average/"
+# Prefix of the names of an optimizer's weights for evaluation.
+EVALUATED = "evaluated/"
 
 
 def load(
@@ -90,7 +92,8 @@ def load(
     """
     everybody = world or World()
     contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave))  # collective
-    if world and any(world.gather(attached(path) is not None)):  # collective
+    # A rank whose folder has all files must take part too, because the download is collective.
+    if world and any(world.gather(attached(path) is not None)):
         _fetch_whole(path, tensors, contents, world)  # collective
     await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
@@ -106,14 +109,15 @@ def _check_files(
     source = attached(path)
     if world is None and not source:
         _raise_damage(check_sizes(path, manifest))
-    else:  # the ranks divide the data; each checks what it reads itself
+    else:
+        # The ranks divide the data, and each checks what it reads.
         _raise_damage(find_damage(path, manifest, [*index_files(manifest), STATE]))
     contents = read_contents(path, manifest)
     for name in _names_without_state(tensors, contents):
         del tensors[name]
-    if any(found := differences(tensors, contents, leave)):
+    if any(mismatch := differences(tensors, contents, leave)):
         raise CheckpointError(
-            f"the checkpoint {printable(path.name)} {found}; use the model and optimizer that wrote it"
+            f"the checkpoint {printable(path.name)} {mismatch}; use the model and optimizer that wrote it"
         )
     if verified or source:
         return contents
@@ -188,8 +192,8 @@ def check_fits(
     leave: Callable[[str], bool],
 ) -> None:
     """Raise CheckpointError, with the flag that helps, if weights to begin with do not fit the model."""
-    if any(found := differences(tensors, contents, leave)):
-        raise CheckpointError(f"{label} {found}; {advise_drop(found, len(tensors))}")
+    if any(mismatch := differences(tensors, contents, leave)):
+        raise CheckpointError(f"{label} {mismatch}; {advise_drop(mismatch, len(tensors))}")
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -223,18 +227,19 @@ def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[st
 
     A local file that is damaged is removed. What is not downloaded each rank reads in ranges.
     """
-    needs = world.gather(_bytes_needed(tensors, contents))  # collective
+    # What is worth a whole download depends on the needs of all ranks of a folder.
+    needs = world.gather(_bytes_needed(tensors, contents))
     lead = world.leads[world.rank] if world.leads else 0
     ranks = [rank for rank in range(world.size) if (world.leads[rank] if world.leads else 0) == lead]
     total = Counter[str]()
     for rank in ranks:
         total.update(needs[rank])
-    own = sorted(total)[ranks.index(world.rank) :: len(ranks)]
+    names = sorted(total)[ranks.index(world.rank) :: len(ranks)]
 
     def fetch() -> None:
         source = attached(path)
         manifest = read_manifest(path)
-        for name in own if source else ():
+        for name in names if source else ():
             if not (path / name).exists() or find_damage(path, manifest, [name]):
                 (path / name).unlink(missing_ok=True)
                 if source and total[name] >= source.size(name) // 2:
@@ -351,8 +356,8 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
     contents = read_contents(path, manifest)
     check_headers(path, manifest, data_files(manifest))
     with ExitStack() as stack:
-        part = _reader(path, stack)
-        yield FullTensors(contents, lambda name: _read_full(contents[name], part))
+        read_slice = _reader(path, stack)
+        yield FullTensors(contents, lambda name: _read_full(contents[name], read_slice))
 
 
 def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:

@@ -42,11 +42,16 @@ __all__ = ["Uploader"]
 _LOG = logging.getLogger("lockstep")
 
 OWNER = "owner.json"
-_BEAT = 30.0  # seconds between two changes of the owner's file
-_WATCH = 75.0  # seconds to watch another's for a change: two beats, and the time of a slow request
+# Seconds between two changes of the owner's file.
+_BEAT = 30.0
+# Seconds to watch another run's file for a change: two beats, and the time of a slow request.
+_WATCH = 75.0
+# Seconds between two reads of it.
 _POLL = 5.0
-_END_SECONDS = 30.0  # to end an upload in a run that has failed
-_QUIET_SECONDS = 10.0  # of the wait at the end, before a line says so
+# Seconds to end an upload in a run that has failed.
+_END_SECONDS = 30.0
+# Seconds of the wait at the end after which a line reports it.
+_QUIET_SECONDS = 10.0
 
 
 class Uploader:
@@ -80,22 +85,26 @@ class Uploader:
         self._owner = ""
         self._is_main = False
         self.part = ""
-        self._pending = False  # a checkpoint waits for another node
+        # A checkpoint waits for another node.
+        self._pending = False
         self._best: int | None = None
         self._marked: dict[int, bool] = {}
-        # Step -> checksum of its manifest: a rollback writes a step again
+        # Step -> checksum of its manifest, because a rollback writes a step again.
         self._uploaded: dict[int, str] = {}
-        self._there: set[int] = set()  # all whole ones in the store
+        # All complete checkpoints in the store.
+        self._there: set[int] = set()
         self._has_records = True
         self._warned: set[int] = set()
         # Record -> modification time and size when it was uploaded
         self._sent: dict[str, tuple[int, int]] = {}
         self._lost = False
-        self._is_silent = False  # the store did not answer in the last round
-        # `settle` has: the thread makes no more requests
+        # The store did not answer in the last round.
+        self._is_silent = False
+        # `settle` has given up, so the thread makes no more requests.
         self._has_given_up = False
-        self._last_report = ""  # of `settle`: what is missing
-        # rounds asked for, and made
+        # What `settle` has reported as missing.
+        self._last_report = ""
+        # Rounds requested, and rounds made.
         self._requests = 0
         self._done = 0
         self._change = threading.Condition()
@@ -145,7 +154,8 @@ class Uploader:
         except LockstepError as error:
             if not force:
                 raise
-            _LOG.warning("%s", error)  # the ranks go on; the thread tries again
+            # The ranks continue, and the thread tries again.
+            _LOG.warning("%s", error)
 
     def follow(self, token: str) -> None:
         """Upload this node's files for the run that owns the URL by `token`, and start the thread."""
@@ -164,11 +174,12 @@ class Uploader:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(_POLL, seconds / 10))
-            now = self._remote.read(OWNER)
-            if now is None:  # it has ended
+            content = self._remote.read(OWNER)
+            # The other run has ended.
+            if content is None:
                 return
-            if now != before:
-                raise self._in_use(_owner_of(now) or other)
+            if content != before:
+                raise self._in_use(_owner_of(content) or other)
 
     def _in_use(self, other: str) -> ConfigError:
         return ConfigError(
@@ -298,7 +309,8 @@ class Uploader:
                 return
             try:
                 self._round()
-            except Exception as error:  # a bug must not leave the run waiting for its end
+            except Exception as error:
+                # A bug must not leave the run waiting for its end.
                 self._warn(
                     -1, f"uploads to {self._remote.url} failed: {error_line(error)}; tried again at the next save"
                 )
@@ -308,7 +320,8 @@ class Uploader:
 
     def _release_at_end(self) -> None:
         """Release the URL, here and not in the run's thread: a store may hang."""
-        self._beats.join()  # it would write the file again
+        # It would write the owner's file again.
+        self._beats.join()
         if not self._is_main or self._lost or self._is_silent or self._has_given_up:
             return
         try:
@@ -327,7 +340,8 @@ class Uploader:
                 self._beat_once()
                 return True
             other = _owner_of(self._remote.read(OWNER)) or "another run"
-        except ConfigError:  # the store refuses; an upload says so, with what it could not upload
+        except ConfigError:
+            # The store refuses. An upload reports that, with what it could not upload.
             return True
         self._lost = True
         _LOG.warning("%s was taken over by %s; this run uploads nothing more", self._remote.url, other)
@@ -356,11 +370,11 @@ class Uploader:
     def _clear(self, there: set[int]) -> None:
         """Remove from the store what the retention does not keep of `there`, and what no upload will complete."""
         self._there = there
-        # Of those that are there: what was not uploaded makes none of them go.
+        # The retention chooses among stored checkpoints only, so a missing one replaces none of them.
         stay = self._kept(there, self._is_marked)
         gone = sorted(there - stay)
         leftovers = self._remote.leftovers()
-        # Read last: another node uploads only what rank 0 has published
+        # Read last, because another node uploads only what rank 0 has published.
         local = set(list_steps(self._folder))
         begun = local if self.part else set()
         self._remote.discard([*gone, *(step for step in leftovers if step not in stay | begun)])
@@ -407,7 +421,7 @@ class Uploader:
         try:
             size = self._send(step)
         except (LockstepError, OSError) as error:
-            # The retention removed it
+            # The retention has removed the checkpoint meanwhile.
             if not path_of(self._folder, step).is_dir():
                 return True
             self._warn(

@@ -97,8 +97,8 @@ def cut_trial(config: Config, world: World, *, is_open: bool) -> Iterator[None]:
             chooser = "--on-oom smaller starts"
         else:
             chooser = "the run starts"
-        found = LockstepError(
+        request = LockstepError(
             f"the trial ran out of memory with --micro-batch-size {config.micro_size}; {chooser} with {size}"
         )
-        found.smaller = size
-        raise found from error
+        request.smaller = size
+        raise request from error

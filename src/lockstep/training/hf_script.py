@@ -78,7 +78,8 @@ class _TrainReplacement:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self.folders: list[tuple[str, str]] = []
-        self.exit_code = 0  # of the last run
+        # Of the last run.
+        self.exit_code = 0
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
         """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
@@ -90,7 +91,7 @@ class _TrainReplacement:
         if trial is not None:
             raise ConfigError("trainer.train(trial=...) is not supported: search in a loop, as examples/sweep.py does")
         config, task = from_trainer(trainer)
-        # max_steps would win over --num-epochs
+        # max_steps would win over --num-epochs.
         override = {"max_steps": 0} if "num_epochs" in self._options else {}
         values = {**cli.flatten(config, own_task=True), **override, **self._options}
         config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
@@ -138,7 +139,7 @@ def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result
         state.best_model_checkpoint = result.best.path
     best = trainer.args.load_best_model_at_end
     if best or any(map(is_dtensor, trainer.model.parameters())):
-        # In trainer.model
+        # The weights are loaded into trainer.model.
         load(result.folder, task, "best" if best else "last", trainer.args.device)
     losses = [entry["loss"] for entry in history if "loss" in entry]
     loss = math.fsum(losses) / len(losses) if losses else math.nan

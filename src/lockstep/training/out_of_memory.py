@@ -76,17 +76,17 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
         failure = LockstepError(
             f"{line}, from the newest checkpoint: all ranks must start again (lockstep launch --max-restarts does so)"
         )
-        # The same command goes on, however often this line fails
+        # With this exit code the same command may be repeated, however often the step fails.
         failure.exit_code = StorageError.exit_code
         raise failure from None
 
 
 def free_frames(error: BaseException) -> None:
     """Free the activations that the frames of an error hold, and the device's cache."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

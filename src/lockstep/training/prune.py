@@ -45,8 +45,8 @@ def prune(run: str | Path, keep: int, *, best: bool = True, dry_run: bool = Fals
         ConfigError: a run has locked the folder, or uploads to the URL.
         CheckpointError: there are no checkpoints, none is complete, or the file system refused.
     """
-    with open_run(run) as place:
-        path = place.resolve()
+    with open_run(run) as local_path:
+        path = local_path.resolve()
         folder = RunFolder(str(path.parent), path.name)
         with _hold_url(str(run), path) if is_url(str(run)) else folder.hold():
             steps = _steps_to_remove(folder, keep, best)
