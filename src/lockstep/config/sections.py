@@ -52,8 +52,10 @@ class AutoInt(int):
 
 
 _ALL = ", ".join(TASKS)
-_HUB = "causal-lm, images, classification"  # the tasks with models of the hub
-LATER = -math.inf  # marks a float as "auto"
+# The tasks with models of the hub.
+_HUB = "causal-lm, images, classification"
+# Marks a float as "auto".
+LATER = -math.inf
 
 
 @suggest_fields()

@@ -27,8 +27,10 @@ _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".par
 _PROSE = (".txt", ".md", ".py")
 _SEPARATORS = (",", ";", "\t", "|")
 _NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+# Bytes read at a time.
 _PIECE = 1 << 20
-_SAMPLE = 1 << 18  # characters of a csv file that show how it is written
+# Characters of a csv file that show how it is written.
+_SAMPLE = 1 << 18
 _FRACTION = re.compile(r"[+-]?\d*[.]\d+(?:[eE][+-]?\d+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -61,7 +63,7 @@ class DataRequest:
 
 def supported() -> str:
     """List the suffixes of tables, for a message."""
-    return ", ".join(kind.lstrip(".") for kind in _KINDS)
+    return ", ".join(suffix.lstrip(".") for suffix in _KINDS)
 
 
 def table_files(name: str) -> list[Path]:
@@ -90,7 +92,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+    return any(name.startswith(".") for name in path.relative_to(root).parts)
 
 
 def file_digest(path: Path) -> str:
@@ -135,18 +137,18 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
 
 def _account(builder: Any, request: DataRequest, root: Path, splits: dict[str, list[Path]], say: Say) -> None:
     """Account for each file of a folder. Several subsets, which a README.md defines, share its tables."""
-    found = FoundFiles(request.label)
+    tally = FoundFiles(request.label)
     chosen = {path.resolve() for paths in splits.values() for path in paths}
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         size = path.stat().st_size
         if inner_suffix(path) not in _KINDS:
-            found.leave_out(name, size, "without a suffix of a table")
+            tally.leave_out(name, size, "without a suffix of a table")
         elif path.resolve() in chosen or len(builder.builder_configs) > 1:
-            found.add(size)
+            tally.add(size)
         else:
-            found.leave_out(name, size, f"of another kind, or in none of the splits {', '.join(splits)}")
-    found.check(request.skip, say)
+            tally.leave_out(name, size, f"of another kind, or in none of the splits {', '.join(splits)}")
+    tally.check(request.skip, say)
 
 
 def _plain(path: Path, cache: Path) -> Path:
@@ -197,7 +199,7 @@ def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, st
         text.detach()
     parsed = {separator: _rows(begin, separator, is_whole) for separator in _SEPARATORS}
     widths = {separator: {len(row) for row in rows} for separator, rows in parsed.items()}
-    fitting = [separator for separator, found in widths.items() if len(found) == 1 and found != {1}]
+    fitting = [separator for separator, lengths in widths.items() if len(lengths) == 1 and lengths != {1}]
     usual = "\t" if inner_suffix(path) == ".tsv" else ","
     fullest = max(fitting, key=lambda separator: max(widths[separator]), default=usual)
     separator = usual if usual in fitting else fullest
@@ -230,7 +232,7 @@ def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> No
     if len(rows) > 1 and len(rows[1]) > len(names):
         raise DataError(f"{subject} has {len(names)} names, and the next {len(rows[1])} values; {way_out}")
     value = next((name for name in names if _FRACTION.fullmatch(name.strip())), "")
-    twice = next((name for place, name in enumerate(names) if name and name in names[:place]), "")
+    twice = next((name for index, name in enumerate(names) if name and name in names[:index]), "")
     if value or twice:
         what = f"the number {value!r}" if value else f"{twice!r} twice"
         raise DataError(f"{subject} has {what}; {way_out}")
