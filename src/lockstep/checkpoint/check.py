@@ -73,7 +73,7 @@ class DataSource(Protocol):
     """Place of the data files that a checkpoint's folder lacks.
 
     Attributes:
-        problems: what is wrong there, a line each, as far as their sizes show it.
+            problems: what is wrong there by the files' sizes, a line each.
     """
 
     problems: list[str]
@@ -111,7 +111,10 @@ def attached(path: Path) -> DataSource | None:
 
 
 def _here(path: Path, names: Iterable[str]) -> list[str]:
-    """Return the files to check here: of a checkpoint that is attached to a source those that the folder has."""
+    """Return the files to check in this folder.
+
+    Of a checkpoint that is attached to a source these are the files that the folder has.
+    """
     return [name for name in names if path not in _SOURCES or (path / name).exists()]
 
 
@@ -138,7 +141,10 @@ def verify(path: Path) -> list[str]:
 
 
 def verify_data(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint as `verify`; of one that is attached to a source, read all data there."""
+    """Return what is wrong with a checkpoint, as `verify`.
+
+    Of a checkpoint that is attached to a source it reads all data there.
+    """
     source = attached(path)
     if source:
         return source.verify()
@@ -169,7 +175,10 @@ def not_finite_line(names: list[str], place: str = "") -> str:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> list[str]:
-    """Find missing files and wrong kinds or sizes; only JSON files are read, and their checksums checked."""
+    """Find missing files, and files of a wrong kind or size.
+
+    Only JSON files are read, to compare their checksums.
+    """
     problems = []
     for name, entry in _sorted(manifest):
         problems.append(
@@ -204,7 +213,9 @@ def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
 
 
 def check_contents(path: Path, manifest: Manifest) -> None:
-    """Check that the state and the index are valid; under format 1, that indexes and headers agree.
+    """Check that the state and the index are valid.
+
+    Under format 1 indexes and headers must agree too.
 
     Raises:
         CheckpointError: they do not.
@@ -214,14 +225,16 @@ def check_contents(path: Path, manifest: Manifest) -> None:
 
 
 def index_files(manifest: Manifest) -> list[str]:
-    """Return the files that say which file has which slice: one, or one of each rank under format 1."""
+    """Return the index files: one, or one of each rank under format 1."""
     if manifest.format > 1:
         return [INDEX]
     return sorted(name for name in manifest.files if _RANK_INDEX.fullmatch(name))
 
 
 def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
-    """Check that these data files hold what the index says. Under format 1 `read_contents` does, of all files.
+    """Check that these data files have the tensors of the index.
+
+    Under format 1 `read_contents` does that, for all files.
 
     One file's header is in memory at a time.
 
@@ -282,7 +295,10 @@ def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def _read_rank_indexes(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Read the contents of a checkpoint of format 1; takes time for each slice of each tensor."""
+    """Read the contents of a checkpoint of format 1.
+
+    It takes time for each slice of each tensor.
+    """
     tensors: dict[str, StoredTensor] = {}
     slices: dict[str, list[SliceEntry]] = {}
     aliases: dict[str, str] = {}

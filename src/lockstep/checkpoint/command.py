@@ -59,7 +59,7 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
 
 def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str]) -> Path:
-    """Write another library's weights as a run's folder with one checkpoint, and print what was imported.
+    """Write another library's weights as a run with one checkpoint, and print them.
 
     Args:
         source: a file or folder, see foreign.py.
@@ -144,7 +144,7 @@ def _yes(problems: list[str]) -> str:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    """Return epoch, size, time, engine and world size, as far as readable."""
+    """Return what is readable of epoch, size, time, engine and world size."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:

@@ -311,7 +311,7 @@ def export(
 
 
 def _check_room(out: Path, tensors: FullTensors) -> None:
-    """Raise ConfigError if the disk of `out` has less room than the model's tensors take, each stored once.
+    """Raise ConfigError if the model's tensors do not fit on the disk.
 
     torch.save and dcp report a full disk as errors of their own, after they have filled it.
     """
@@ -328,7 +328,7 @@ def _check_room(out: Path, tensors: FullTensors) -> None:
 
 
 def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | None:
-    """Return the error for an `out` that cannot be written; None: the error is of another file."""
+    """Return the error for an unwritable `out`; None if another file failed."""
     if isinstance(error.filename, str | bytes | os.PathLike):
         refused = Path(os.fsdecode(error.filename))
     else:
@@ -340,7 +340,7 @@ def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | 
 
 
 def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTensors:
-    """Return the tensors with each weight replaced by its average or its value for evaluation, under aliases too."""
+    """Return the tensors with the averaged weights, or those for evaluation, under all names."""
     if ema:
         chosen = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
     else:

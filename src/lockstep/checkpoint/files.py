@@ -154,14 +154,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_damage(path: Path, size: int, checksum: str | None, on_read: OnRead = lambda count: None) -> str | None:
-    """Return how a file is damaged (missing, a link, another size or checksum); None if it is not.
+    """Return how a file is damaged; None if it is not.
+
+    It may be missing, a link, or have another size or checksum.
 
     Args:
         checksum: xxh3_64; None: the content is not read.
         on_read: called with the number of bytes of each block read, for progress.
 
     Raises:
-        StorageError: the storage does not respond, which says nothing about the file.
+            StorageError: the storage does not respond, so nothing is known of the file.
     """
     try:
         return retry_io(lambda: _difference(path, size, checksum, on_read))
@@ -282,7 +284,7 @@ def _gather_outcomes(
 
 
 class _LifeSigns:
-    """A thread that sends the other ranks signs of life until all have ended, and then the outcome."""
+    """A thread that sends signs of life until all ranks have an outcome."""
 
     def __init__(
         self,

@@ -145,7 +145,10 @@ def _newest_stored(
 
 
 def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> None:
-    """Remove local parts of checkpoints of which the store has another one: they must not take its place."""
+    """Remove local parts of checkpoints that differ from the store's.
+
+    They must not take the place of the stored ones.
+    """
     for step in {*list_steps(folder)} & {*remote_steps}:
         with suppress(CheckpointError):
             if read_manifest(path_of(folder, step)) == remote.manifest(step):
@@ -154,7 +157,10 @@ def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> No
 
 
 def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
-    """Return what is wrong with a checkpoint in the store, the same on every rank; each reads its share. Collective."""
+    """Return what is wrong with a checkpoint in the store. Collective.
+
+    The result is the same on every rank; each rank reads its share.
+    """
 
     def check() -> list[str]:
         try:
@@ -169,7 +175,10 @@ def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
 
 
 def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> bool:
-    """Let all ranks read a checkpoint of the store; return whether rank 0's folder lacked it. Collective."""
+    """Let all ranks read a checkpoint from the store. Collective.
+
+    Returns whether rank 0's folder lacked it.
+    """
 
     def copy() -> bool:
         if world.leads_folder:
@@ -183,7 +192,10 @@ def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> 
 
 
 def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:
-    """Download what a folder lacks of a checkpoint's documents; return whether it had another one, or none."""
+    """Download the documents of a checkpoint that a folder lacks.
+
+    Returns whether the folder had none, or those of another checkpoint.
+    """
     path = path_of(folder, step)
     manifest = remote.manifest(step)
     if manifest.format == 1:

@@ -129,7 +129,7 @@ class NameMatch:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is a file or folder in another library's format, and no run or checkpoint of lockstep."""
+    """Whether `path` has another library's format, and is not lockstep's."""
     if path.is_dir():
         if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
             return False
@@ -172,7 +172,7 @@ def open_foreign(path: Path) -> Iterator[ForeignWeights]:
 
 
 def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the folder's safetensors files, each with the names that its index has of it, and the index's notes.
+    """Return the safetensors files with their indexed names, and the index's notes.
 
     Without an index the names are [], and all that a file has is taken.
 
@@ -196,7 +196,7 @@ def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
 
 
 def _read_index(index: Path, suffix: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the files that Hugging Face's index names, each with its tensors, and the index's notes.
+    """Return the files and tensors of Hugging Face's index, and its notes.
 
     Raises:
         CheckpointError: it is damaged, or a file is missing.
@@ -298,7 +298,7 @@ def _open_torch(path: Path) -> ForeignWeights:
 
 
 def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the kind of file, the state dict in its content, and the content's other keys."""
+    """Return the kind of file, its state dict, and the other keys."""
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{label} holds a {type(content).__name__}, not a state dict; write one")
     state_dicts = [key for key, value in content.items() if _is_state_dict(value)]
@@ -400,7 +400,10 @@ def _open_dcp(path: Path) -> ForeignWeights:
 
     # Here too mypy does not know the base class.
     class Part(dcp.DefaultLoadPlanner):  # type: ignore[misc, name-defined]
-        """Fills one tensor with a box of a stored one, from the chunks that overlap it."""
+        """Fills one tensor with a box of a stored one.
+
+        It reads the chunks that overlap the box.
+        """
 
         def __init__(self, tensor: Tensor) -> None:
             super().__init__()
@@ -492,7 +495,7 @@ def _prefixes(names: Mapping[str, str]) -> list[str]:
 
 
 def _other_prefixes(names: Mapping[str, str], model: Mapping[str, Tensor]) -> list[str]:
-    """Return what stands before a name of the model in a file's names, for the first of its names that is there."""
+    """Return the prefixes in a file's names before the first name that matches."""
     for wanted in model:
         if prefixes := [name.removesuffix(wanted) for name in names if name.endswith(f".{wanted}")]:
             return prefixes
@@ -552,7 +555,7 @@ def match_names(
 
 
 def _within(rest: list[str], model: Mapping[str, Tensor], prefix: str, leave: Callable[[str], bool]) -> list[str]:
-    """Return the names, without the prefix, that belong to a part of the model and are wanted."""
+    """Return the wanted names within the model, without the prefix."""
     parts = {name.partition(".")[0] for name in model}
     inside = [name.removeprefix(prefix) for name in rest if name.startswith(prefix)]
     return [name for name in inside if (prefix or name.partition(".")[0] in parts) and not leave(name)]
@@ -565,7 +568,10 @@ def _differences(
     missing: list[str],
     extra: list[str],
 ) -> Differences:
-    """Compare dtypes and shapes; a file may have a narrower dtype, all of whose values the model's has."""
+    """Compare dtypes and shapes.
+
+    A file may have a narrower dtype, if the model's dtype has all of its values.
+    """
     forms = dict[str, str]()
     shapes = list[str]()
     for name in sorted(source):

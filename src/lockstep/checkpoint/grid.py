@@ -1,4 +1,6 @@
-"""Describe how a tensor is cut over a checkpoint's files, in a size that does not grow with the ranks.
+"""Describe how a tensor is cut over a checkpoint's files.
+
+The size of the description does not grow with the ranks.
 
     grid = grid_of((1000, 8), mesh, placements)     Grid: edges of the slices in each dimension, and their files
     fields = grid.to_json()                         {"cuts": [[[250, 4]], [[8, 1]]], "files": [[0, 4, 1]]}
@@ -26,7 +28,7 @@ Slice = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The slices of a tensor: how each dimension is cut, and the file of each slice.
+    """The slices of a tensor: the cuts of each dimension, and each slice's file.
 
     Attributes:
         edges: of each dimension, ascending, from 0 to its size; both, if that is 0.
@@ -51,7 +53,10 @@ class Grid:
         return self._slices([range(len(edges) - 1) for edges in self.edges])
 
     def within(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Slice]:
-        """Yield the slices that overlap a box; takes a search in each dimension, whatever their number."""
+        """Yield the slices that overlap a box.
+
+        It takes a search in each dimension, whatever the number of slices.
+        """
         return self._slices(
             [
                 range(max(0, bisect_right(edges, begin) - 1), min(bisect_left(edges, begin + count), len(edges) - 1))
@@ -104,7 +109,10 @@ class Grid:
 
 
 def _are_rows(value: Any, width: int, *, deep: bool = False) -> bool:
-    """Whether it is a list of rows of `width` whole numbers from 0 on; `deep`: a list of such lists."""
+    """Whether `value` is a list of rows of `width` whole numbers from 0 on.
+
+    With `deep` it must be a list of such lists.
+    """
     if type(value) is not list:
         return False
     if deep:
@@ -139,7 +147,9 @@ def _progressions(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Grid:
-    """Return the grid of a tensor that is sharded over a mesh. The first copy of each part is the one in a file.
+    """Return the grid of a tensor that is sharded over a mesh.
+
+    Of several copies of a part the first one is in a file.
 
     Args:
         shape: of the full tensor, which has elements.
@@ -166,6 +176,6 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
 
 
 def _chunks(size: int, ranks: int) -> list[int]:
-    """Return the rows of each rank, as torch.chunk cuts: the last ones have fewer or none."""
+    """Return the rows of each rank by torch.chunk: the last ranks have fewer."""
     rows = math.ceil(size / ranks)
     return [max(0, min(rows, size - rank * rows)) for rank in range(ranks)]

@@ -50,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorBox:
-    """A box in a tensor: start and extent in each dimension. A scalar's are both ()."""
+    """A box in a tensor: start and extent in each dimension; () for scalars."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -477,7 +477,7 @@ def _aliases(aliases: Any, label: str) -> dict[str, str]:
 
 
 def read_rank_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[SliceEntry], dict[str, str]]:
-    """Read the slices and the aliases (alias -> name) of a rank's index file, of format 1.
+    """Read slices and aliases (alias -> name) of a rank's index, of format 1.
 
     Args:
         path: the checkpoint's folder.

@@ -73,7 +73,7 @@ def load(
 ) -> None:
     """Fill `tensors` in place from the checkpoint folder `path`. Collective.
 
-    A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of each of its groups:
+    A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of its groups:
     {"model/..."} alone loads only weights, and a forgotten weight is still an error.
 
     Only an optimizer's state of a parameter may be missing, if those of others are there: the parameter had no gradient
@@ -169,7 +169,7 @@ class Differences(NamedTuple):
 def differences(
     tensors: Mapping[str, torch.Tensor], contents: Mapping[str, StoredTensor], leave: Callable[[str], bool]
 ) -> Differences:
-    """Compare names, dtypes and shapes with those of a checkpoint, of the groups that `tensors` has."""
+    """Compare names, dtypes and shapes with a checkpoint's, in the groups of `tensors`."""
     groups = {name.partition("/")[0] for name in tensors}
     names = {name for name in contents if name.partition("/")[0] in groups and not leave(name)}
     forms = dict[str, str]()
@@ -191,7 +191,7 @@ def check_fits(
     contents: Mapping[str, StoredTensor],
     leave: Callable[[str], bool],
 ) -> None:
-    """Raise CheckpointError, with the flag that helps, if weights to begin with do not fit the model."""
+    """Raise CheckpointError with the flag that helps, if initial weights do not fit."""
     if any(mismatch := differences(tensors, contents, leave)):
         raise CheckpointError(f"{label} {mismatch}; {advise_drop(mismatch, len(tensors))}")
 
@@ -223,7 +223,9 @@ def advise_drop(found: Differences, count: int) -> str:
 
 
 def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor], world: World) -> None:
-    """Download the files of which the ranks of a folder together read all, once for them all. Collective.
+    """Download whole files once for all ranks of a folder. Collective.
+
+    These are the files that the ranks together read completely.
 
     A local file that is damaged is removed. What is not downloaded each rank reads in ranges.
     """
@@ -346,7 +348,9 @@ class FullTensors:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[FullTensors]:
-    """Check the files of a checkpoint, and yield its full tensors; none is kept in memory.
+    """Check the files of a checkpoint, and yield its full tensors.
+
+    No tensor is kept in memory.
 
     Raises:
         CheckpointError: damaged.
@@ -372,7 +376,10 @@ def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
 
 
 def evaluated_of(all_names: Iterable[str]) -> dict[str, str]:
-    """Map `model/NAME` to the name of its value for evaluation, for an optimizer that has one; else {}."""
+    """Map `model/NAME` to the name of its value for evaluation.
+
+    {} if the optimizer has no such values.
+    """
     return {f"model/{name.removeprefix(EVALUATED)}": name for name in all_names if name.startswith(EVALUATED)}
 
 

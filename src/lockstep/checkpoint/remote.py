@@ -1,4 +1,6 @@
-"""Keep a run's checkpoints and records in an object store: S3, GCS, Azure, or any that fsspec writes to.
+"""Keep a run's checkpoints and records in an object store.
+
+That is S3, GCS, Azure, or any store that fsspec writes to.
 
     remote = RemoteRun("s3://bucket/runs", "first")
     remote.check()                                  # package, bucket and permissions, before anything is written
@@ -179,7 +181,7 @@ class RemoteRun:
         self._reach(lambda: system.pipe_file(f"{root}/{name}", data))
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a local file as `name`, and note in `heard` what the store takes. Raises FileNotFoundError."""
+        """Upload a local file, and note the progress in `heard`. Raises FileNotFoundError."""
         system, root = self._store
         path.stat()
 
@@ -209,7 +211,7 @@ class RemoteRun:
         return sorted(str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def download_records(self, folder: Path, more: Collection[str] = ()) -> None:
-        """Download the records of the run, and `more`, in place of older ones in its local folder."""
+        """Download the run's records, and `more`, over older ones in its folder."""
         system, root = self._store
         for name in (*RECORDS, *more):
             path = folder / name
@@ -275,9 +277,11 @@ class RemoteRun:
         return manifest.size
 
     def upload_part(self, folder: Path, step: int, part: str, *, last: bool) -> int | None:
-        """Upload this node's files of a checkpoint of several nodes, each with a local folder of its own.
+        """Upload this node's files of a checkpoint of several nodes.
 
-        A node whose files are there says so in `uploads/STEP/PART.json`. The manifest follows once all have.
+        Each node has a local folder for its own ranks.
+
+        A node whose files are there notes it in `uploads/STEP/PART.json`. The manifest follows once all have.
 
         Args:
             part: name of the node, such as that of its first rank.
@@ -323,7 +327,7 @@ class RemoteRun:
         return self._finish(name, notes, manifest)
 
     def _noted(self, notes: str, manifest: Manifest) -> set[str]:
-        """Return the files that the nodes say are there, of this manifest."""
+        """Return the files of this manifest that the nodes have noted as uploaded."""
         files: set[str] = set()
         for note in self._sizes(notes):
             fields = json.loads(self.read(f"{notes}/{note}") or b"{}")
@@ -332,7 +336,10 @@ class RemoteRun:
         return files & manifest.files.keys()
 
     def _finish(self, name: str, notes: str, manifest: Manifest) -> int:
-        """Compare the sizes of a checkpoint's files, and upload its manifest; else all nodes upload again."""
+        """Compare the sizes of a checkpoint's files, and upload its manifest.
+
+        If a size differs, all nodes upload again.
+        """
         there = self._sizes(name)
         self.discard_files([f"{name}/{file_name}" for file_name in sorted(there.keys() - manifest.files.keys())])
         wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
@@ -388,7 +395,9 @@ class RemoteRun:
             remove(temporary)
 
     def verify(self, step: int, names: Collection[str] | None = None) -> list[str]:
-        """Read a checkpoint in the store in ranges; return what is wrong, a line each, and [] if it is whole.
+        """Read a checkpoint in the store in ranges, and return what is wrong.
+
+        The result has a line for each problem; [] if the checkpoint is complete.
 
         Args:
             names: read only these files; None: all.
@@ -409,7 +418,10 @@ class RemoteRun:
         return problems
 
     def size_problems(self, step: int, manifest: Manifest) -> list[str]:
-        """Return which files of a checkpoint are missing, stray or of another size, a line each; reads none."""
+        """Return which files of a checkpoint are missing, stray or of another size.
+
+        The result has a line for each file. No file is read.
+        """
         there = self._sizes(f"checkpoints/{step_name(step)}")
         wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
         problems = []

@@ -195,14 +195,14 @@ class Saver:
             self._own = self._world
 
     def release_group(self) -> "dist.ProcessGroup | None":
-        """Return the group after the loss of a rank, to be dropped by `World.drop_groups`. Does not wait."""
+        """Return the group after a rank was lost, for `World.drop_groups`. Does not wait."""
         group = self._own.control if self._own is not self._world else None
         self._own = self._world
         self._is_released = True
         return group
 
     def order(self) -> None:
-        """Order later work of the device after the copies of the last save; the host does not wait."""
+        """Order later work of the device after the last copies. Does not wait."""
         if self._copy_event is not None:
             torch.cuda.current_stream(self._world.device).wait_event(self._copy_event)
             self._copy_event = None
@@ -263,7 +263,7 @@ class Saver:
             return _queue_copies(snapshots, stream)
 
     def _room(self) -> int:
-        """Return the device's bytes that the next step, beside the snapshots, does not need."""
+        """Return the device's bytes that the next step and the snapshots do not need."""
         device = self._world.device
         free, _ = torch.cuda.mem_get_info(device)
         # The peak since the last save includes its snapshots, whose memory the allocator has back by now.

@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint in an object store in ranges, and open a run by its URL.
+"""Read tensors of a stored checkpoint in ranges, and open a run by URL.
 
     with open_run("s3://bucket/runs/first") as path:        # or a folder's path, which is returned as it is
         select_checkpoint(path, "best")                     # its documents are there; tensors come from the store
@@ -53,7 +53,9 @@ class StoredFiles:
         self.problems = remote.size_problems(step, manifest)
 
     def read(self, entry: SliceEntry, part: tuple[slice, ...]) -> Tensor:
-        """Read a part of a slice: the rows of its first dimension that have it, then cut.
+        """Read a part of a slice.
+
+        The rows of its first dimension that have the part are read, and then cut.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -124,7 +126,7 @@ class StoredFiles:
 
 
 def remote_of(url: str, flag: str) -> tuple[RemoteRun, int | None]:
-    """Return the run of a URL, and the step if it is that of a checkpoint.
+    """Return the run of a URL, and the step of a checkpoint's URL.
 
     Args:
         flag: the argument to name in errors.
@@ -182,7 +184,7 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
 
 @contextmanager
 def open_runs(name: str, flag: str = "DIR") -> Iterator[Path]:
-    """Open the records of a run by its URL, or of all runs below a URL, in a temporary folder.
+    """Open the records of the run at a URL, or of all runs below it.
 
     Raises:
         ConfigError, StorageError: as `open_run`.
@@ -215,7 +217,7 @@ def _naming(place: str, url: str) -> Iterator[None]:
 
 
 def attach_stored(remote: RemoteRun, folder: Path, step: int) -> None:
-    """Download a checkpoint's documents into a run's folder, and let readers take its data from the store."""
+    """Download a checkpoint's documents, and let readers take its data from the store."""
     manifest = remote.manifest(step)
     # Its index needs the headers of all files.
     if manifest.format == 1:

@@ -1,16 +1,18 @@
-"""Copy a run's checkpoints and records to its object store, in a thread that the training never waits for.
+"""Copy a run's checkpoints and records to its object store.
+
+A thread does so, and the training never waits for it.
 
     uploader = Uploader(remote, folder, keep=3, every=0)
     uploader.claim(owner, is_dead, say)     # one run at a time uploads to a URL
     uploader.submit(best=400)               # after each save
     uploader.settle()                       # waits; "" or what is not uploaded
-    uploader.close()                        # uploads the records once more, and releases the URL
+    uploader.close()                        # uploads the last records, and releases the URL
 
 The thread uploads the newest checkpoint first, then older ones that the retention keeps, then records; it removes from
-the store what the retention does not keep. After an error it goes on at the next save. At its end a run waits while the
+the store what the retention does not keep. After an error it continues at the next save. At its end a run waits while the
 store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
 
-The owner's file says which run uploads to a URL, and the thread changes it every half minute. A store has no locks: who
+The owner's file names the run that uploads to a URL, and the thread changes it every half minute. A store has no locks: who
 starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
 uploads nothing more. So two runs that start at the same moment both train, and only the last to write the file uploads.
 
@@ -137,7 +139,10 @@ class Uploader:
         self._start()
 
     def own(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
-        """Become the owner of the URL, as `claim`, without the thread: at most for the time of a beat."""
+        """Become the owner of the URL, as `claim`, without the thread.
+
+        Without the thread's beats it lasts for the time of one at most.
+        """
         self._owner = owner
         self._is_main = True
         self.token = secrets.token_hex(8)
@@ -158,7 +163,7 @@ class Uploader:
             _LOG.warning("%s", error)
 
     def follow(self, token: str) -> None:
-        """Upload this node's files for the run that owns the URL by `token`, and start the thread."""
+        """Upload this node's files under the owner's `token`, and start the thread."""
         self.token = token
         self._is_main = False
         self._start()
@@ -208,7 +213,7 @@ class Uploader:
             self._change.notify_all()
 
     def settle(self, seconds: float = math.inf) -> str:
-        """Wait until everything is uploaded or was tried, and describe what is not uploaded; "" for nothing.
+        """Wait until everything was uploaded or tried; describe the rest, "" for nothing.
 
         Args:
             seconds: to wait at most, whatever the store takes.
@@ -238,7 +243,7 @@ class Uploader:
         self._remote.abandon()
 
     def close(self, *, failed: bool = False) -> None:
-        """Upload the records once more, release the URL and end the thread. Safe to call twice.
+        """Upload the last records, release the URL and end the thread. Repeatable.
 
         Args:
             failed: the run has failed: wait only for some seconds.
@@ -288,7 +293,10 @@ class Uploader:
     # --- the threads
 
     def _beat_on(self) -> None:
-        """Change the owner's file while the other thread uploads, which may take longer than others watch it."""
+        """Change the owner's file while the other thread uploads.
+
+        An upload may take longer than other runs watch the file.
+        """
         while True:
             with self._change:
                 if self._change.wait_for(lambda: self._ends or self._lost, self._beat):
@@ -368,7 +376,7 @@ class Uploader:
             self._warn(-1, f"{error}; tried again at the next save")
 
     def _clear(self, there: set[int]) -> None:
-        """Remove from the store what the retention does not keep of `there`, and what no upload will complete."""
+        """Remove from the store what the retention drops, and unfinished uploads."""
         self._there = there
         # The retention chooses among stored checkpoints only, so a missing one replaces none of them.
         stay = self._kept(there, self._is_marked)
@@ -394,7 +402,7 @@ class Uploader:
         return self._marked[step]
 
     def _is_marked_here(self, step: int) -> bool:
-        """Return `_is_marked` as far as it is known without the store, which may hang."""
+        """Return `_is_marked` without the store, which may hang."""
         path = path_of(self._folder, step)
         if path.is_dir():
             return self._is_marked(step)
@@ -461,7 +469,7 @@ class Uploader:
                 continue
 
     def _warn(self, step: int, line: str) -> None:
-        """Warn once about a step, until an upload succeeds; not about a store that was given up."""
+        """Warn once about a step, until an upload succeeds, unless `settle` gave up."""
         if self._has_given_up:
             return
         _LOG.warning("%s", line, extra={"only_file": step in self._warned})

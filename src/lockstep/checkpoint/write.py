@@ -388,7 +388,9 @@ def _write_new(
 
 
 class _SaveWatch:
-    """Report a save that takes long, once, on rank 0: the others wait for its writers without a limit.
+    """Report a save that takes long, once, on rank 0.
+
+    The other ranks wait for its writers without a limit.
 
     Args:
         hosts: names by rank.
@@ -524,7 +526,7 @@ def _write_document(path: Path, data: bytes) -> dict[str, Any]:
 def _finish(
     temporary: Path, final: Path, manifest: Manifest, documents: dict[str, bytes], visible: list[str]
 ) -> dict[str, str]:
-    """Write index, state and manifest on rank 0, give the folder its final name, and return these documents.
+    """Write rank 0's documents, give the folder its final name, and return them.
 
     Args:
         visible: the data files that are in this folder.

@@ -428,12 +428,15 @@ class Config:
 
     @property
     def local_dir(self) -> str:
-        """The parent folder of all runs on this machine: `save_dir`, or that of the copies if it is a URL."""
+        """The parent folder of all runs on this machine; for a URL, of their copies."""
         return local_dir(self.save_dir, self.checkpoint.local_dir)
 
     @property
     def micro_size(self) -> int:
-        """Samples in one forward; if "auto", the default on one device for a model without BatchNorm."""
+        """Samples in one forward.
+
+        If "auto", the default on one device for a model without BatchNorm.
+        """
         return self.micro_batch_size or choose_micro_batch_size(self)
 
     @property

@@ -156,7 +156,7 @@ def _conversation(row: Row, flag: str) -> Example:
 
 
 def _tools(value: Any, flag: str) -> tuple[Row, ...]:
-    """Read the tools of a conversation: a list of JSON schemas, or the JSON text of one, as datasets store it."""
+    """Read the tools of a conversation: JSON schemas, or their JSON text."""
     try:
         if isinstance(value, str) and value.strip():
             tools = json.loads(value)
@@ -174,7 +174,10 @@ def _are_objects(value: Any) -> bool:
 
 
 def _present(value: Any) -> Any:
-    """Remove the keys without a value: a table has in every object the keys of all."""
+    """Remove the keys without a value.
+
+    A table has the keys of all objects in each of them.
+    """
     if isinstance(value, Mapping):
         return {key: _present(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
@@ -365,7 +368,7 @@ def _table_ranges(
 
 
 def _row_ranges(table: Any, size: int) -> list[range]:
-    """Cut the rows into ranges of about `size` bytes, by the mean size of a row."""
+    """Cut the rows into ranges of about `size` bytes, by their mean size."""
     rows = max(1, int(size * len(table) / max(1, table.data.nbytes)))
     return [range(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
 
@@ -459,7 +462,7 @@ def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
 
 
 def _row_reader(table: Any, request: DataRequest) -> tuple[Callable[[Row], Example], str, bool]:
-    """Return `reader` of the table's columns, a remark about them, and whether they mark the answer."""
+    """Return `reader` of the columns, a remark, and whether they mark the answer."""
     columns = {}
     for key, feature in table.features.items():
         columns[key] = str(getattr(feature, "dtype", "")).endswith("string")
@@ -506,7 +509,7 @@ def _split_rows(rows: int, fraction: float) -> tuple[list[int], list[int]]:
 
 
 def _evaluated_rows(rows: int, fraction: float) -> Indices:
-    """Return the rows to hold out for the evaluation, in order: at least one, and not all."""
+    """Return the held-out rows in order: at least one, and not all."""
     count = min(max(round(rows * fraction), 1), rows - 1)
     return np.sort(Shuffled(rows, _SPLIT_SEED).at(0, count)[1])
 

@@ -5,7 +5,7 @@ r"""List a corpus's text files in a fixed order with checksums, and split them.
     for text, last in pieces(train): ...
 
 Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens on every
-system. A compressed file has the tokens of its content. What a folder has besides is left out, and said: `found.py`.
+system. A compressed file has the tokens of its content. Other files of a folder are left out and reported: `found.py`.
 """
 
 import codecs
@@ -211,7 +211,7 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
 
 
 def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
-    """Cut documents into ranges of about `size` bytes, in order; a longer document at a line's end.
+    """Cut documents into ranges of about `size` bytes; a long one at a line's end.
 
     A compressed file is not cut: each range would unpack all that is before it.
     """

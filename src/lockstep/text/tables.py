@@ -1,9 +1,9 @@
-"""Find local tables, and tell `datasets` how to read them: json, jsonl, csv, tsv and parquet, also compressed.
+"""Find local tables, and choose how `datasets` reads them.
 
     files = table_files("data/")                                # [] for a folder of texts
     builder = open_tables(datasets, request, cache, say)        # of all of them, or an error with their names
 
-Nothing is guessed silently: a separator other than the comma is said, and a file of a folder that is not read is
+The formats are json, jsonl, csv, tsv and parquet, also compressed. A separator other than the comma is reported, and a file of a folder that is not read is
 accounted for by `FoundFiles`. File names decide a folder's splits, as `datasets` has it.
 """
 
@@ -136,7 +136,10 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
 
 
 def _account(builder: Any, request: DataRequest, root: Path, splits: dict[str, list[Path]], say: Say) -> None:
-    """Account for each file of a folder. Several subsets, which a README.md defines, share its tables."""
+    """Account for each file of a folder.
+
+    Several subsets, which a README.md defines, share its tables.
+    """
     tally = FoundFiles(request.label)
     chosen = {path.resolve() for paths in splits.values() for path in paths}
     for path in _files(root):
@@ -185,7 +188,7 @@ def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any
 
 
 def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, str]:
-    """Return the separator of a csv file and its decimal sign, by the beginning of the file.
+    """Return the separator and the decimal sign of a csv file, by its beginning.
 
     The comma is taken if all rows have as many values with it, else the separator that gives all rows as many.
 
@@ -225,7 +228,7 @@ def _rows(begin: str, separator: str, is_whole: bool) -> list[list[str]]:
 
 
 def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> None:
-    """Raise DataError for a first line of values, or of other names than there are columns."""
+    """Raise DataError for a first line that does not name the columns."""
     names = rows[0] if rows else []
     subject = f"{request.label}: the first line of {path.name}"
     way_out = "the first line must name each column once; write one"

@@ -351,7 +351,7 @@ class TokenShards:
         )
 
     def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[TokenSamples, list[int], list[int]]]:
-        """Yield (file, places in `indices`, indices within the file) for each file that has some of them."""
+        """Yield (file, places in `indices`, indices within the file) of each file."""
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
@@ -418,7 +418,10 @@ class TokenCorpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer. One that was trained here is loaded on first use: training does not need it."""
+        """Its tokenizer.
+
+        A tokenizer that was trained here is loaded on first use, because training does not need it.
+        """
         return self._known or ByteBPE.load(self.folder / "tokenizer.json")
 
     @cached_property
@@ -466,7 +469,7 @@ def prepare(
     say: Say,
     prompt_packing: Packing | None = None,
 ) -> TokenCorpus:
-    """Open the corpus, writing its tokens first if needed. Any number of processes may call it.
+    """Open the corpus, writing its tokens first if needed. Safe in several processes.
 
     Args:
         name: the value of --dataset-name.
@@ -565,7 +568,7 @@ def begin_corpus(
     folder: Path,
     say: Say,
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train the tokenizer if needed, and return it with the facts of a corpus without tokens.
+    """Train the tokenizer if needed; return it with the facts of an empty corpus.
 
     Args:
         train: the documents of the training split, in parts.
@@ -607,7 +610,7 @@ def begin_corpus(
 
 
 def _renders_tools(tokenizer: Tokenizer, example: Example) -> bool:
-    """Whether the tokenizer's template says to the assistant which tools there are."""
+    """Whether the tokenizer's template gives the tools to the assistant."""
     return tokens_of(tokenizer, [example]) != tokens_of(tokenizer, [replace(example, tools=())])
 
 

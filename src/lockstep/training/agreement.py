@@ -80,7 +80,7 @@ def make_datasets(task: Task, world: World, seed: int) -> tuple[Any, dict[str, A
 
 
 def make_dataset(task: Task, split: str, seed: int) -> Any:
-    """Call the task's `dataset`, with all generators seeded alike for each split."""
+    """Call the task's `dataset`, with all generators set to a seed of the split."""
     with seeded_alike(seed):
         return task.dataset(split)
 
@@ -250,7 +250,7 @@ def _number_range(word: str, numbers: Sequence[int]) -> str:
 
 
 def _device_range(devices: Sequence[str]) -> str:
-    """Join device names: `cpu` if all are equal, a range if they are numbered in order."""
+    """Join device names: `cpu` if all are equal, a range if numbered in order."""
     if len(set(devices)) == 1:
         return devices[0]
     device_type, _, start = devices[0].partition(":")
@@ -342,7 +342,7 @@ _READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)
 
 
 class Token(NamedTuple):
-    """A file that rank 0 writes for a moment into the run's folder, or its nearest parent.
+    """A temporary file of rank 0 in the run's folder, or in its nearest parent.
 
     Attributes:
         above: how many levels above the folder it is.
@@ -423,7 +423,9 @@ def exchange_first_facts(
 
 
 def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:
-    """Check that every rank sees rank 0's run folder, in which rank 0 has written a token, and may write. Collective.
+    """Check that every rank sees rank 0's run folder, and may write. Collective.
+
+    Rank 0 has written a token into the folder.
 
     Device and inode numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for
     two folders.

@@ -191,7 +191,7 @@ def build_batches(
 
 
 def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -> EpochStarts | None:
-    """Return how the epochs of a training set with an index begin; None if the task does not take part."""
+    """Return how epochs of a training set with an index begin; None without `start_epoch`."""
     if not has_own(task, "start_epoch"):
         return None
     length = len(dataset)
@@ -343,7 +343,10 @@ class RunParts:
         return None
 
     def end_training(self) -> None:
-        """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
+        """Leave the model with its weights for evaluation. Collective under zero.
+
+        A training script with such an optimizer ends so too.
+        """
         if not self.task.framework:
             switch(self.groups.optimizer, training=False)
 
@@ -403,7 +406,7 @@ class RunParts:
         self.state.groups = changes if any(changes) else None
 
     def restore_groups(self) -> None:
-        """Set rates and groups as they were at the run's state, once the tensors are loaded."""
+        """Set learning rates and groups from the run's state, after the tensors are loaded."""
         if live := self.task.live_rates:
             live.replay((self.state.hooks or {}).get("watched", []), self.start)
         self.groups.settings.load(self.state.groups)
@@ -434,7 +437,10 @@ class RunParts:
 
     @property
     def epochs(self) -> Callable[[int], float]:
-        """Number of steps -> passes over the training data, with the part of the current one if known."""
+        """Number of steps -> passes over the training data.
+
+        The part of the current pass is included if it is known.
+        """
         step_plan = self.run_plan.step_plan
         samples = self.run_plan.samples
 
@@ -452,7 +458,10 @@ class RunParts:
 
     @property
     def lr_factor(self) -> Callable[[int], float | None]:
-        """The schedule: step -> factor of the base learning rate; None: the groups' rates are not lockstep's to set."""
+        """The schedule: step -> factor of the base learning rate.
+
+        None: lockstep does not set the groups' learning rates.
+        """
         if self.task.live_rates is not None:
             return lambda step: None
         optim = self.config.optim
@@ -707,7 +716,10 @@ def build_together(
 
 
 def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
-    """Begin the epoch of a step, or the first one; not of a framework, which needs an optimizer first. Collective."""
+    """Begin the epoch of a step, or the first one. Collective.
+
+    A framework's task begins it later, because its hook needs an optimizer.
+    """
     if (starts := batches.epoch_starts) and not task.framework:
         epoch = 0 if step is None else starts.epoch(batches.step_plan, step)
         on_all_ranks(world, partial(starts.call, epoch))
@@ -849,7 +861,7 @@ def _task_tensors(task: Task) -> dict[str, Tensor]:
 
 
 def notify(world: World) -> Callable[[str], None]:
-    """Return a function that prints a line to stderr on rank 0, before the log is open.
+    """Return a function that prints a line to stderr on rank 0.
 
     It can be pickled, so that a task may use it in another process.
     """

@@ -304,7 +304,7 @@ def check_writable(model: nn.Module) -> None:
 
 
 def check_not_meta(model: nn.Module) -> None:
-    """Refuse a parameter or buffer on the meta device, which has no values, or a nested one, which has no shape.
+    """Refuse parameters and buffers on the meta device, and nested ones without a shape.
 
     Raises:
         ConfigError: names the first one.
@@ -325,7 +325,7 @@ def check_not_meta(model: nn.Module) -> None:
 
 
 def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
-    """Check that quantized layers can be trained beside, and keep forwards from changing them.
+    """Check that quantized layers can be trained with adapters, and keep them unchanged.
 
     Raises:
         ConfigError: names the flag and the way out.

@@ -212,7 +212,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
 
 
 def finish_evaluation(session: Session, built: RunParts, global_step: int) -> bool:
-    """Mark the step as evaluated, call the task's hooks, and return whether they want a save."""
+    """Mark the step as evaluated, and return whether the task's hooks want a save."""
     session.evaluated_step = global_step
     if not built.task.hooks or not session.evaluation:
         return False
@@ -239,7 +239,10 @@ def flush_steps(components: StepComponents) -> None:
 
 
 def iterate_steps(components: StepComponents, built: RunParts, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """Yield the steps; if one fails on a single rank and ends the run, write the records before it."""
+    """Yield the steps, and write the records before an error that ends the run.
+
+    Only a run of one rank writes them: on several ranks a record is collective.
+    """
     try:
         yield from records
     except Exception as error:

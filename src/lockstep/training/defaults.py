@@ -103,14 +103,14 @@ MIN_BATCHNORM_SAMPLES = 16
 
 
 def default_warmup(steps: int, shape: str = "") -> int:
-    """Return the default warm-up in steps: 5% of the plan, at most 50, or 30% for one-cycle."""
+    """Return the default warm-up in steps: 5%, at most 50; 30% for one-cycle."""
     if shape == "one-cycle":
         return round(_ONE_CYCLE_RISE * steps)
     return min(_MAX_WARMUP, steps // _WARMUP_DIVISOR)
 
 
 def describe_step(run_plan: RunPlan, ranks: int) -> str:
-    """Return a line about a step, such as `a step of 64 = 2 forwards of 32, over 2 ranks`."""
+    """Return a line about a step: `a step of 64 = 2 forwards of 32`."""
     config = run_plan.config
     count = config.micro_batches
     over = f", over {ranks} ranks" if ranks > 1 else ""
@@ -169,7 +169,7 @@ def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:
 
 
 def describe_loss(run_plan: RunPlan, task: Task) -> str:
-    """Return a line about the samples that a loss covers, for a task of another framework; otherwise ""."""
+    """Return a line about the samples of a framework task's loss; otherwise ""."""
     framework = task.framework
     size = run_plan.config.micro_size
     if not framework or task.reduction != "micro-batch":
@@ -179,7 +179,7 @@ def describe_loss(run_plan: RunPlan, task: Task) -> str:
 
 
 def describe_optimizer(run_plan: RunPlan) -> str:
-    """Return a line about the configured optimizer, such as `adamw: lr 0.001, cosine to 0.1 after 3 of 60 ...`."""
+    """Return a line about the optimizer: `adamw: lr 0.001, cosine to 0.1 ...`."""
     config = run_plan.config
     optim = run_plan.config.optim
     if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau"):

@@ -1,9 +1,9 @@
-"""Give parts of a batch the random numbers that their samples had in the whole batch.
+"""Draw for parts of a batch the random numbers of their samples in the whole.
 
     book = DrawBook()
     with RowDraws(book, samples=8):                           # the whole; the generators are seeded before
         loss(model, whole).backward()
-    with RowDraws(book, samples=8, start=0, count=4):         # its first half; the generators are seeded alike
+    with RowDraws(book, samples=8, start=0, count=4):         # its first half; the generators have the same seed
         loss(model, half).backward()
 
 So a loss with dropout, noise or masks can be compared exactly with its parts. No numbers are stored: each random
@@ -11,7 +11,7 @@ operation takes a key from the CPU's default generator, draws the numbers of the
 rows of its samples. A checkpointed block that is recomputed in the backward gets the same keys, since torch restores
 that generator, so it gets the same numbers.
 
-Which numbers a part gets: all of them, if it asks for the same shape as the whole did; else the rows of its samples
+A part gets all numbers if it requests the same shape as the whole; otherwise it gets the rows of its samples
 along the one dimension that is a multiple of them. Where neither holds, as for a permutation of the batch, its
 operation is noted in `uncut`.
 """
@@ -53,7 +53,7 @@ class DrawBook:
 
     Attributes:
         shapes: (key, operation) -> the shape of its numbers in the whole.
-        has_views: a part had several rows for a sample, which may lie in another layout.
+        has_views: a part had several rows for a sample, which may be in another layout.
         has_lengths: a part was shorter in another dimension, so its places may be the whole's last.
     """
 
@@ -164,7 +164,10 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole
 
     def _row_dim(self, whole: torch.Size, shape: torch.Size) -> int | None:
-        """Return the dimension of the samples: a multiple of them, while the others are as long or shorter."""
+        """Return the dimension of the samples, whose length is a multiple of them.
+
+        The other dimensions are as long as in the whole, or shorter.
+        """
         if len(whole) != len(shape) or any(a < b for a, b in zip(whole, shape, strict=True)):
             return None
         dims = []
@@ -211,7 +214,10 @@ class _Form(NamedTuple):
 
 
 def _bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return an operation's arguments by name, with defaults (but of `dtype`, which the schema has as a number)."""
+    """Return an operation's arguments by name, with defaults.
+
+    The default of `dtype` is left out, because the schema has it as a number.
+    """
     # Private: torch has no other way to the names of an operation's arguments.
     schema = func._schema.arguments
     defaults = {}

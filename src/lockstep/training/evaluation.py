@@ -387,7 +387,7 @@ class WholeStepLosses:
         return 0.0, self._task.metrics(model, data) if has_own(self._task, "metrics") else {}
 
     def after(self, step: int, rows: list[list[Any]]) -> None:
-        """Fill in the step's losses in `rows`, after this rank's last micro-batch of the step. Collective."""
+        """Fill in the step's losses in `rows`, after its last micro-batch here. Collective."""
         if len(self._outputs) < self._batches.slots_of(step):
             return
         outputs = self._outputs
@@ -404,7 +404,7 @@ class WholeStepLosses:
                 self._numbers.setdefault(name, []).append(_host_floats([term.value * term.factor, term.count]))
 
     def numbers(self) -> dict[str, list[list[float]]]:
-        """Return name -> (sum, count) of the numbers that this rank's losses returned. Waits for the device."""
+        """Return name -> (sum, count) of this rank's numbers. Waits for the device."""
         return {name: _read_rows(rows) for name, rows in self._numbers.items()}
 
 
@@ -504,7 +504,10 @@ def _numbers_of(name: str, pair: Any) -> list[Any]:
 
 
 def _host_floats(row: list[Any]) -> list[Any]:
-    """Convert a row's host tensors to floats: small tensors that outlive a forward fragment the heap."""
+    """Convert a row's host tensors to floats.
+
+    Small tensors that outlive a forward fragment the heap.
+    """
     return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float_of(_detach(v)) for v in row]
 
 

@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
     """What the gradients show of a loss, the same on all ranks.
 
     Attributes:
-        kind: "mean" or "sum": shown at every place that can tell; "neither"; "not finite": at each place that was
+        kind: "mean" or "sum": shown at every place that decides; "neither"; "not finite": at each place that was
             tried; "unknown".
         evidence: the numbers behind it, or why it is unknown.
         by_samples: it is "neither" because it is a mean over samples, while `count` counts other items.
@@ -188,7 +188,7 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
 
 
 def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
-    """Raise ConfigError for a parameter that a forward or the loss has written: its value is lost.
+    """Raise ConfigError for a parameter that a forward or the loss has overwritten.
 
     Args:
         versions: by the parameters' names, torch's counts of writes before the proof.
@@ -209,7 +209,7 @@ def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
 
 
 def _undecidable(trial: "Trial") -> str:
-    """Return why this kind of run can only declare its reduction; "": it can be weighed."""
+    """Return why a run cannot be weighed, only declare its reduction; "": it can."""
     if trial.task.own_steps is not None:
         return "the task steps its optimizers itself"
     if not trial.task.divisible:
@@ -253,7 +253,9 @@ def _percent(error: float) -> str:
 
 
 class _Facts(NamedTuple):
-    """What the ranks whose gradients are added have in common at a place; else this rank's own.
+    """The facts of a place that the ranks with added gradients share.
+
+    On a rank whose gradients are not added they are its own.
 
     Attributes:
         has_problem: a rank's samples can show nothing.
@@ -450,7 +452,7 @@ class _Weighing:
                 undo_step(trial.engine)
 
     def relative_errors(self, whole: Tensor, halves: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-        """Return the relative error of each kind, the largest over all tensors. Collective with sharded parameters.
+        """Return the largest relative error of each kind. Collective with sharded parameters.
 
         Args:
             whole, halves: sketches of their gradients.
@@ -513,7 +515,10 @@ class _Judgement:
         self.finding = self._tried(compare)
 
     def in_other_layouts(self, found: list[Finding]) -> None:
-        """Compare with other rows of the random numbers, which may belong to the samples in another way."""
+        """Compare with other rows of the random numbers.
+
+        These may belong to the samples in another way.
+        """
         has_views = any(finding.has_views for finding in found)
         has_lengths = any(finding.has_lengths for finding in found)
         layouts = []
@@ -525,7 +530,10 @@ class _Judgement:
                 self._try_again(layout)
 
     def with_rows(self, found: list[Finding]) -> None:
-        """Compare with rows of the whole, if its samples are others each time that they are loaded. Collective."""
+        """Compare with rows of the whole, if each load gives other samples. Collective.
+
+        Halves that are loaded by themselves would have other samples.
+        """
         is_random = False
         if self.finding.is_against and self._place.reload:
             is_random = not have_same_tensors(self._place.whole.held, self._place.reload().held)
@@ -576,7 +584,9 @@ class _Judgement:
             self.finding = finding
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
-        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory.
+        """Run a comparison, whose failure does not end the run.
+
+        The loss may need more samples, or more memory.
 
         Collective with sharded parameters.
 
@@ -650,7 +660,10 @@ class _Judgement:
         return self._read(whole, ones, items, errors)
 
     def _halves(self, layout: Layout, weights: Sequence[float]) -> list[_Pass]:
-        """Compute the gradients of both halves, each times its weight; 0 of a loss 0 / 0 without items."""
+        """Compute the gradients of both halves, each times its weight.
+
+        A loss 0 / 0 of a half without items counts as 0.
+        """
         passes = []
         for index, half in enumerate(self._place.halves):
             batch = half
@@ -706,7 +719,7 @@ def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
 
 
 def cut_rows(batch: MicroBatch, samples: tuple[int, int], task: Task) -> tuple[MicroBatch, MicroBatch] | None:
-    """Cut a collated batch in two by rows; None if not every tensor in it has rows for the samples.
+    """Cut a collated batch in two by rows; None if a tensor lacks such rows.
 
     Args:
         samples: number in each half.
@@ -816,7 +829,7 @@ def _own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Put back `.grad` of leaves of the loss's graph that are no parameters of the model."""
+    """Restore `.grad` of leaves of the loss's graph that the model does not own."""
     model_parameters = set(parameters)
     before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in model_parameters]
     for leaf, _ in before:
@@ -850,7 +863,10 @@ _VISITED = 20_000
 
 
 def _generators(root: Any) -> list[Any]:
-    """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
+    """Return the generators of numpy and Python that an object can reach.
+
+    Attributes are searched, globals of methods, and so on.
+    """
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     generators = list[Any]()
     visited = {id(root)}
@@ -925,7 +941,7 @@ _CHUNK = 2**22
 
 
 def sketch(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return at most 4093 numbers whose norm is about that of a gradient; linear in it.
+    """Return at most 4093 numbers, linear in a gradient, with about its norm.
 
     Small gradients are returned whole. Longer ones are rows of 4093 numbers, which are added with seeded signs.
 

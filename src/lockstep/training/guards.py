@@ -63,7 +63,7 @@ _TOLERANCE = 0.05
 
 
 def name_and_memory(device: torch.device) -> list[Any]:
-    """Return [name, bytes of memory] of a device; of a CPU, its model and the host's memory."""
+    """Return [name, bytes of memory] of a device, or of the CPU and its host."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return [properties.name, properties.total_memory]
@@ -267,7 +267,7 @@ def max_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return the bytes that no step has reserved on a CUDA device, or this process's part of a host's free memory."""
+    """Return the unreserved bytes of a CUDA device, or this process's share of the host's."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return max(0, total - torch.cuda.max_memory_reserved(device))

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def run_script(script: Script, options: Mapping[str, Any]) -> int:
-    """Run the script to its end, and return its exit code, or that of a run that a signal ended.
+    """Run the script to its end, and return its exit code, or the run's.
 
     Args:
         options: of the run, by dotted name; they override the Trainer's arguments.
@@ -82,7 +82,7 @@ class _TrainReplacement:
         self.exit_code = 0
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
-        """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
+        """Train, and return the Trainer's TrainOutput. Exit if a signal ended the run."""
         if isinstance(resume_from_checkpoint, str):
             raise ConfigError(
                 f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes from its own "
@@ -117,7 +117,7 @@ class _TrainReplacement:
 
 
 def _log_freq(trainer: Any, config: Config) -> int | str:
-    """Return `log_freq`, adjusted so that a short run has a record for the script to read the loss from."""
+    """Return `log_freq`, lowered so that a short run has a record of its loss."""
     epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
     by_epochs = isinstance(epoch, int | float) and not config.max_steps
     steps = config.num_epochs * epoch if by_epochs else config.max_steps

@@ -132,7 +132,7 @@ class LoadedRun:
 
 @contextlib.contextmanager
 def load_run(request: InferenceRequest) -> Iterator[LoadedRun]:
-    """Load a run on every process of the launcher; leave the world at the end. Collective.
+    """Load a run on every process, and leave the world at the end. Collective.
 
     Raises:
         CheckpointError: no such run or checkpoint, or it is of another model.
@@ -483,7 +483,7 @@ def load(
 
 
 def _convert_as_stored(model: nn.Module, source: Path, state: RunState) -> None:
-    """Convert the model as the run's --precision did, and each tensor to the dtype that the checkpoint has."""
+    """Convert the model as --precision did, and each tensor to its stored dtype."""
     precision = state.plan.get("precision")
     if precision in PARAMETERS and not state.lora:
         parameters_in(model, PARAMETERS[precision], mixes=True)

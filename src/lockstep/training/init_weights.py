@@ -33,7 +33,7 @@ _GROUP = "model/"
 
 
 def check_init_from(built: RunParts) -> None:
-    """Check that the weights of --init-from are there and fit the model. Collective; before anything is written.
+    """Check the weights of --init-from before anything is written. Collective.
 
     Raises:
         ConfigError: there is no such file or folder, or --init-drop matches nothing.
@@ -107,7 +107,9 @@ def _is_left(drop: InitDrop, name: str) -> bool:
 
 
 def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of lockstep fills; {} for the base of adapters, which is loaded already.
+    """Return the tensors that a checkpoint of lockstep fills.
+
+    {} for the base of adapters, which is loaded already.
 
     Raises:
         CheckpointError: it has only adapters, and the run has none.
@@ -141,7 +143,7 @@ def _load_run(built: RunParts) -> None:
 
 
 def _load_evaluated(built: RunParts, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill the weights with those for evaluation, of an optimizer that has others for training. Collective."""
+    """Fill the weights with an optimizer's weights for evaluation. Collective."""
     replaced = on_all_ranks(built.world, lambda: evaluated_of(read_contents(source, read_manifest(source))))
     tensors = {stored: weights[name] for name, stored in replaced.items() if name in weights}
     if tensors:

@@ -188,7 +188,7 @@ class Trial:
         return 0.01
 
     def preserve(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one call of the loss, whose changes are undone at its end."""
+        """Return a context for one call of the loss that undoes its changes."""
         return preserve_state(self.model, self.task, self.world.device, training=True)
 
     def sandbox(self) -> contextlib.AbstractContextManager[Any]:
@@ -224,7 +224,10 @@ class Trial:
         return trial
 
     def raise_memory_error(self) -> None:
-        """Raise the error of a proof that ran out of memory on this rank: smaller micro-batches may fit."""
+        """Raise the error of a proof that ran out of memory on this rank.
+
+        Smaller micro-batches may fit.
+        """
         if self.memory_error is not None:
             raise self.memory_error
 
@@ -343,7 +346,10 @@ def load_places_together(batches: Batches, task: Task, world: World) -> list[Hal
 
 
 def cut_places(places: list[HalvedSamples], world: World) -> None:
-    """Cut the list to as many places as all ranks have; in `World.together` after the next gather. Collective."""
+    """Shorten the list to the places that all ranks have. Collective.
+
+    In `World.together` the list is shortened by the next gather.
+    """
 
     def shorten(counts: list[int]) -> None:
         del places[min(counts) :]
@@ -537,7 +543,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
 
 
 def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]:
-    """Say what a loss leaves behind where a step is cut, and refuse what depends on the ranks. Collective.
+    """Report what a loss leaves behind, and refuse what depends on ranks. Collective.
 
     Buffers are never refused here: those of rank 0 hold on all ranks, and --exact looks at them in the first steps.
 
@@ -607,7 +613,7 @@ _NAMES = {"mean": "a mean", "sum": "a sum", "total": "a sum"}
 
 
 def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
-    """Set the reduction of a task that does not declare one. Raises ConfigError unless it is shown."""
+    """Set the reduction of an undeclared loss. Raises ConfigError unless it is shown."""
     task = trial.task
     if recorded == "whole" and verdict.kind not in _REDUCTIONS:
         raise ConfigError(
@@ -631,7 +637,7 @@ def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
 
 
 def _check_known(trial: Trial, verdict: Verdict, recorded: str) -> None:
-    """Raise ConfigError if the loss is not what the task declares, or what the run so far has trained with."""
+    """Raise ConfigError if the loss differs from the declared or the recorded one."""
     task = trial.task
     _check_usable(verdict)
     if recorded in _NAMES and task.reduction not in _NAMES:

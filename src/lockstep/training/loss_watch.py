@@ -1,4 +1,6 @@
-"""Repeat the proof of the loss while a run trains: at steps 10, 100, 1000, ... (`--guards.loss-check`).
+"""Repeat the proof of the loss during training: `--guards.loss-check`.
+
+The check is due at steps 10, 100, 1000, ...
 
     watch = LossWatch(built, save)
     watch(step, micro)          # before the passes of a step; raises LockstepError if the loss is another kind
@@ -28,7 +30,7 @@ _SHOWN = 8
 
 @final
 class LossWatch:
-    """A check of the loss in chosen steps, and after each change of the trained parameters.
+    """A check of the loss in chosen steps, and after the trained set changed.
 
     Args:
         built: the run's parts.

@@ -126,7 +126,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 def lock_folder(built: RunParts) -> None:
-    """Check that the run's folder is writable, and lock it. On the first rank of each folder.
+    """Lock the run's folder if it is writable. On each folder's first rank.
 
     Raises:
         ConfigError: as `RunFolder.claim` and `check_writable`.
@@ -147,7 +147,9 @@ def lock_folder(built: RunParts) -> None:
 
 
 def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
-    """Start uploading to the run's URL, if it has one: one thread for each local folder. Collective.
+    """Start uploading to the run's URL, if it has one. Collective.
+
+    One thread uploads each local folder.
 
     Args:
         force: this process continues for the rank that uploaded.

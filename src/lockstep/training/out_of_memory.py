@@ -1,4 +1,4 @@
-"""Compute a step that ran out of memory again, with micro-batches cut in half: `--on-oom smaller`.
+"""Repeat a step that ran out of memory with smaller micro-batches: `--on-oom smaller`.
 
     with cut_step(session, built, components):      # around the steps
         ...
@@ -92,7 +92,7 @@ def free_frames(error: BaseException) -> None:
 
 
 def record_size(session: Session, built: RunParts) -> None:
-    """Record smaller micro-batches that a trial found, and log the size where it has changed. On rank 0.
+    """Record smaller micro-batches of a trial, and log a changed size. On rank 0.
 
     Once the folder is locked and the sinks are open.
     """
@@ -113,7 +113,7 @@ def _record(built: RunParts, size: int, line: str) -> None:
 
 
 def _save_before(session: Session, built: RunParts, components: StepComponents, step: int) -> None:
-    """Save the state before the step, unless its forwards may have changed what cannot be put back.
+    """Save the state before the step, unless a forward may have changed it for good.
 
     The run then goes back to its newest checkpoint.
     """

@@ -59,7 +59,7 @@ def prune(run: str | Path, keep: int, *, best: bool = True, dry_run: bool = Fals
 
 @contextmanager
 def _hold_url(url: str, path: Path) -> Iterator[None]:
-    """Own the URL of a run within the context. Raises ConfigError if a run uploads there."""
+    """Own a run's URL within the context. Raises ConfigError if a run uploads there."""
     owner = Uploader(remote_of(url, "RUN")[0], path, keep=1, every=0)
     owner.own(describe_owner(), has_ended, lambda line: print(line, file=sys.stderr))
     try:

@@ -171,7 +171,7 @@ class Meter:
             self.numbers[name] = merge_sums(parts)
 
     def read(self, log_freq: int, counts: Sequence[float] = ()) -> tuple[dict[str, Any], list[float]]:
-        """Return the window's record and the counts over all ranks, and begin a new window. Collective.
+        """Return the window's record and the summed counts, and begin another window. Collective.
 
         Args:
             counts: see `flush`.

@@ -79,7 +79,10 @@ _NO_STATE = -2
 
 
 class Rebuild(RankLost):
-    """A rank was lost during a rollback, or needs smaller micro-batches: all ranks rebuild the whole run."""
+    """A request that all ranks rebuild the whole run.
+
+    A rank failed during a rollback, or needs smaller micro-batches.
+    """
 
 
 def register_member(world: World | None) -> Member | None:
@@ -216,7 +219,9 @@ def regroup_to_build(session: Session, member: Member) -> None:
 
 
 def leave_to_build(session: Session, built: RunParts, member: Member, reason: PeerError) -> None:
-    """Leave the groups on this rank's own account, and form new ones to rebuild the run. The others notice and follow.
+    """Leave the groups, and form new ones to rebuild the run.
+
+    The other ranks notice it, and do the same.
 
     Args:
         reason: why this rank leaves.
@@ -256,7 +261,9 @@ def _leave_report(session: Session, world: World, step: int) -> LeaveReport:
 
 
 def _sources(generation: Generation, size: int = 1) -> list[str]:
-    """Return the members whose states all continue from, by part; [] if there is no common state, or one rebuilds.
+    """Return, for each part of the states, the member that has it for all.
+
+    [] if the members have no state in common, or one of them rebuilds the run.
 
     Args:
         size: parts of the states; the rank with number r has part r % `size`.
@@ -364,7 +371,7 @@ def _restore(
 
 
 def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:
-    """Broadcast the state of one rank for each part, into existing tensors where there are any. Collective.
+    """Broadcast each part of the state from one rank, into existing tensors. Collective.
 
     Tensors are sent as bytes, many in a bucket: most are small, each broadcast has a latency, and gloo does not support
     every dtype. Of distributed tensors this rank's part is sent.
@@ -445,7 +452,10 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
 
 
 def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> None:
-    """Open this process's log, and on a new first rank of a folder what the lost one had open. Collective."""
+    """Open this process's log, and what the lost rank had open. Collective.
+
+    The latter only on a new first rank of a folder.
+    """
     if built.world.rank != rank:
         open_log(built.folder.path, built.world.rank)
     if built.remote:

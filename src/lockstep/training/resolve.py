@@ -212,7 +212,7 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 
 
 def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
-    """Choose precision and compile by the weakest device, as in the checkpoint, or as a double model is."""
+    """Choose precision and compile by the weakest device, the checkpoint or the model."""
     names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before = facts.checkpoint
     fast = facts.fast
@@ -288,7 +288,7 @@ def _extension(config: Config, before: CheckpointFacts | None) -> Extension | No
 
 
 def _apply_extension(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
-    """Apply an extension to the plan's length. The warm-up stays as it was: it is over."""
+    """Apply an extension to the plan's length; the warm-up is over, and stays."""
     optim = config.optim
     if before and is_auto(config, "optim.warmup_steps"):
         optim = dataclasses.replace(optim, warmup_steps=before.plan.get("optim.warmup_steps", optim.warmup_steps))
@@ -447,7 +447,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
 
 
 def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:
-    """Choose the samples of a forward in an evaluation; the same for any number of ranks.
+    """Choose the samples of an evaluation's forward, the same on any number of ranks.
 
     Args:
         fixed: samples of a micro-batch in training, where the cut is fixed; else 0.

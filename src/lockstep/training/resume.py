@@ -355,12 +355,12 @@ def check_plan(
 def accept_contents(
     path: Path, state: RunState, config: Config, digests: Mapping[str, Any], *, compares: bool
 ) -> list[str]:
-    """Compare samples with those that the run has trained on, and store their digests in `state`.
+    """Compare samples with those of earlier starts, and store their digests in `state`.
 
     Args:
         path: the run's folder.
         digests: of this start, by label; see `guards.contents`.
-        compares: False: only store those of which there are none yet.
+            compares: False: only store the digests that the state lacks.
 
     Returns:
         A line if a change is accepted.
@@ -387,7 +387,7 @@ def accept_contents(
 
 
 def _describe_cut(differences: list[PlanDifference]) -> str:
-    """Describe another cut of a step whose cut was not fixed; "" if it is the same."""
+    """Describe how an unfixed cut of a step has changed; "" if it has not."""
     sizes = next((entry for entry in differences if entry.key == "micro_batch_size"), None)
     if sizes is None:
         return ""

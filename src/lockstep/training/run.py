@@ -116,7 +116,9 @@ class Run:
             self._steps = None
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield each step after its record and evaluation; it is saved after its body. Raises as `__enter__` does.
+        """Yield each step after its record and evaluation. Raises as `__enter__` does.
+
+        A step is saved after its body.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, once everything is saved.

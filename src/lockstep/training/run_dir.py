@@ -527,7 +527,7 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """Path of a file that asks the run to save and end. The run removes it."""
+        """Path of a file that asks the run to end; the run removes it."""
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
@@ -579,7 +579,7 @@ class RunFolder:
         self.write(_MICRO_BATCH, json.dumps({"micro_batch_size": size, "cuts": cuts}, indent=1) + "\n")
 
     def read_micro_size(self) -> int:
-        """Read the samples of a forward in the run's resolved configuration; 0 if there is none."""
+        """Read the samples of a forward from the resolved configuration; 0 without one."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return int(tomllib.loads(self._text("config.toml"))["micro_batch_size"])
         return 0

@@ -43,7 +43,7 @@ _WIDTH = 200
 
 @dataclass(slots=True)
 class RunRow:
-    """A folder in the list. A value is None if the folder's files do not contain it.
+    """A folder in the list. Values that its files do not contain are None.
 
     Attributes:
         state: running, one of `run.Result.status`, failed, or unknown.
@@ -131,7 +131,7 @@ def _read_run(path: Path) -> RunRow:
 
 
 def _read_state(path: Path, row: RunRow) -> RunState:
-    """Read state.json as far as possible; note damage in the row."""
+    """Read what is readable of state.json, and note damage in the row."""
     file = path / "state.json"
     if not file.exists():
         return RunState()

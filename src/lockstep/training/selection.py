@@ -137,7 +137,7 @@ def select_best(config: Config, selection: Selection, record: EvaluationRecord) 
 
 
 def select_value(selection: Selection, criterion: Criterion, step: int, value: float) -> bool:
-    """Update the best by a value of the training, in a run without evaluations; return whether it is the best."""
+    """Update the best by a training value, without evaluations; return whether it is the best."""
     record = EvaluationRecord(step, value, 0.0, {criterion.metric: value})
     better, selection.best = _compare(criterion, selection.best, record)
     return better

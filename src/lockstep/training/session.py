@@ -78,7 +78,7 @@ class Session:
         timeline: records where the time goes.
         lost_ranks: a line for each rank that this start of the run lost.
         initial_ranks: number of ranks before the first loss.
-        losses: ranks lost over all starts, as far as a loss was noticed here; a checkpoint may be from before it.
+            losses: ranks lost over all starts that were noticed here; a checkpoint may be from before it.
         uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
         cut: of a step, as the last build chose it: `resume.FIXED` or `BY_RANKS`; "": nothing is built yet.

@@ -449,7 +449,9 @@ class TrialSamples(NamedTuple):
 
 
 def load_trial_samples(task: Task, world: World, training: Batches, evaluation: Mapping[str, Batches]) -> TrialSamples:
-    """Load this rank's samples, before the first forward: it may be collective, and then needs every rank. Collective.
+    """Load this rank's samples, before the first forward. Collective.
+
+    A forward may be collective, and then needs every rank.
 
     Raises:
         ConfigError: an invalid `count`.

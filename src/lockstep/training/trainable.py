@@ -141,7 +141,7 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
 
 
 def _check_same_bits(config: Config, state: RunState) -> None:
-    """Raise ResumeError if the adapters were trained beside weights of other bits."""
+    """Raise ResumeError if the base of the adapters had another number of bits."""
     before = state.plan.get("model.load_in", "full")
     bits = config.model.load_in
     if before != bits:
@@ -215,7 +215,7 @@ def _check_trained(config: Config, task: Task, source: str, say: Say) -> None:
 
 
 def _find_base(config: Config, world: World, say: Say) -> AdapterState:
-    """Return the base of a new run: the checkpoint of --init-from, or its adapters' base. Collective."""
+    """Return a new run's base: --init-from, or its adapters' base. Collective."""
     if not config.init_from:
         return AdapterState()
     if is_foreign(Path(config.init_from).expanduser()):

@@ -287,7 +287,10 @@ def _build_and_train(session: Session) -> Training:
 
 
 def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
-    """Take smaller micro-batches for the next build: the trial of a rank ran out of memory. The same on all ranks."""
+    """Choose smaller micro-batches for the next build, the same on all ranks.
+
+    The trial of a rank ran out of memory.
+    """
     free_frames(error)
     session.trial_cut = str(error)
     notify(world)(session.trial_cut)
@@ -296,7 +299,9 @@ def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
 
 
 def _build_and_lock(session: Session, world: World) -> RunParts:
-    """Build the run, and lock its folder; of a run that is over load the state. Collective.
+    """Build the run, and lock its folder. Collective.
+
+    Of a run that is over it only loads the state.
 
     All errors that one rank alone may have are exchanged before anything is written.
     """
@@ -344,13 +349,13 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
 
 
 def _is_over(built: RunParts) -> bool:
-    """Whether the run has no steps left to train, nor an evaluation to make up for."""
+    """Whether the run has no steps left to train, and no evaluation missing."""
     ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
     return ends and not built.state.evaluation_due
 
 
 def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
-    """Read the last evaluation from the records of a run that is over; None if there is none. Collective."""
+    """Read the last evaluation of a run that is over; None without one. Collective."""
 
     def read() -> dict[str, Any]:
         with suppress(OSError):
@@ -409,7 +414,7 @@ def _lock(session: Session, built: RunParts) -> None:
 
 
 def _check_free(session: Session) -> None:
-    """Refuse a folder that another run has locked, or a URL that cannot be written. On rank 0, which will lock it."""
+    """Refuse a locked folder, or a URL that cannot be written. On rank 0."""
     if session.world and session.world.is_main:
         RunFolder(session.config.local_dir, session.config.experiment_name).check_free()
         if remote := remote_run(session.config):
@@ -474,7 +479,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
 
 
 def _report_nothing() -> None:
-    """Take the place of a report to the launcher, where there is none or it has it already."""
+    """Replace the report to the launcher, if there is none or it was made."""
 
 
 def _free_parts(session: Session) -> None:
@@ -560,7 +565,7 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
 
 
 def _tell_hooks(built: RunParts, error: BaseException) -> None:
-    """Tell the task's hooks of the error that ends the run; one of their own is only logged."""
+    """Pass the run's error to the task's hooks; their own errors are only logged."""
     if not built.task.hooks or isinstance(error, GeneratorExit):
         return
     try:
@@ -573,7 +578,7 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
     """Train; after each step record, check, evaluate, run the loop's body and save.
 
     Args:
-        report: tells the launcher that the others can continue without this rank; called once all groups are made.
+            report: notifies the launcher that the others can continue without this rank, once all groups are made.
     """
     # A save moves `built.start`, so keep its value.
     start_step = built.start

@@ -42,7 +42,7 @@ _FINDINGS = ("reduction", "_reduction_before", "_takes_gradients", "evaluates_lo
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
-    """Restore modes, generators, and all that hangs on the model and the user's objects, at the end.
+    """Restore modes, generators, the model's state and the user's objects at the end.
 
     Args:
         training: leave the modes as they are; False: run in eval mode, and without compiled code, so that large
@@ -94,7 +94,7 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
 
 
 def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
-    """Return the user's own objects by name, and what is left alone: what belongs to the run."""
+    """Return the user's own objects by name, and the run's objects among them."""
     if not task.framework:
         return {"task": user_task(task)}, []
     trainer: Any = getattr(task, "trainer", None)
@@ -106,7 +106,10 @@ def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _start(task: Task) -> None:
-    """Start a Lightning training, whose first hooks may make what the run needs: they are no marks of the trial."""
+    """Start a Lightning training before a trial.
+
+    Its first hooks may make what the run needs, which is no mark of the trial.
+    """
     if task.framework == "Lightning":
         life: Any = task.hooks
         life.start()
@@ -126,7 +129,7 @@ def marks_of(
     call: Callable[[], Any],
     moved: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> dict[str, str]:
-    """Find what a loss leaves behind that the next call finds there: name -> a digest of its value.
+    """Find what a loss leaves behind for its next call: name -> digest.
 
     `call` is called twice. What only the first one changes is a table that it built; what the second one leaves as it
     is, such as the outputs of the last batch, is not remembered either. Statistics of BatchNorm, metrics, weights and
@@ -165,19 +168,28 @@ def marks_of(
 
 
 def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
-    """Return the ids of the tensors that `sample_state` declares: their rows are merged over the ranks."""
+    """Return the ids of the tensors that `sample_state` declares.
+
+    Their rows are merged over the ranks.
+    """
     tensors = dict(model.named_buffers()) | dict(task.state_dict())
     return {id(tensors[name]) for name in task.sample_state if name in tensors}
 
 
 def _metric_classes() -> list[type[Any]]:
-    """Return the classes of torchmetrics, if it is loaded: the states of its metrics are merged over the ranks."""
+    """Return the classes of torchmetrics, if it is loaded.
+
+    The states of its metrics are merged over the ranks.
+    """
     library = sys.modules.get("torchmetrics")
     return [metric_class for name in ("Metric", "MetricCollection") if (metric_class := getattr(library, name, None))]
 
 
 def _lists_of(task: Task) -> list[tuple[list[Any], int]]:
-    """Return the lists of a LightningModule with their lengths: what is appended to them is merged over the ranks."""
+    """Return the lists of a LightningModule with their lengths.
+
+    What is appended to them is merged over the ranks.
+    """
     if task.framework != "Lightning":
         return []
     values = vars(vars(task)["module"]).values()
@@ -191,7 +203,10 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _is_run(name: str) -> bool:
-    """Whether the run itself sets what has this name: a mode, or what Lightning's Trainer shows."""
+    """Whether the run itself sets an attribute of this name.
+
+    These are modes, and what Lightning's Trainer shows.
+    """
     attribute = name.rpartition(".")[2]
     return attribute in ("training", "_current_fx_name", "_metric_attributes") or name.endswith("_metrics")
 
@@ -258,7 +273,7 @@ _REMEDY = (
 
 
 def describe_marks(names: Collection[str], micro_batches: int, world_size: int) -> str:
-    """Return one line on what a loss leaves behind, for a run whose steps are cut."""
+    """Describe what a loss leaves behind, for a run whose steps are cut."""
     if world_size > 1:
         where = ", on each rank with samples of its own"
     else:
@@ -281,7 +296,7 @@ def unsaved_marks(names: Collection[str], model: nn.Module, task: Task) -> list[
 
 
 def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], *, resumes: bool) -> str:
-    """Return one line on what a loss leaves behind and no checkpoint has; "" if there is nothing.
+    """Describe what a loss leaves behind and no checkpoint has; "" for nothing.
 
     Args:
         names: as `unsaved_marks` returns them.

@@ -1,4 +1,4 @@
-"""Move the weights of a model for a trial, and put them back bit for bit without copies.
+"""Move a model's weights for a trial, and restore them bit for bit without copies.
 
 with moved(weights, seed):              # a little: zero heads and symmetric starts are no special case
     with stretched(weights):            # by four: hinges and thresholds already drop samples
@@ -34,7 +34,10 @@ _PATTERN = 65521
 
 @contextmanager
 def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Multiply weights by four, and put them back bit for bit. A tensor that would overflow stays."""
+    """Multiply weights by four, and restore them bit for bit.
+
+    A tensor that would overflow is left out.
+    """
     reals = []
     for tensor in tensors:
         if tensor.is_complex():
@@ -116,7 +119,7 @@ def _restore_zeros(data: Tensor, before: Tensor | None) -> None:
 
 
 def _tiles(data: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a tensor with the values that a repeated pattern has for them."""
+    """Yield the parts of a tensor with their values of a repeated pattern."""
     if not data.is_contiguous():
         repeats = -(-data.numel() // len(pattern))
         yield data, pattern.repeat(repeats)[: data.numel()].view(data.shape)
