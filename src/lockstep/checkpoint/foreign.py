@@ -289,12 +289,14 @@ def _open_torch(path: Path) -> ForeignWeights:
     except Exception as error:
         # torch runs a file of another kind as pickle instructions, which fail in any way.
         raise CheckpointError(f"{label} is no torch file, or is damaged; write it again") from error
-    kind, state, rest = _state_dict_in(content, label)
+    description, state, rest = _state_dict_in(content, label)
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     forms = {name: TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     others = [str(name) for name in state if name not in tensors] + rest
     # The tensors are mapped: only the parts in use are read.
-    return ForeignWeights(path, kind, forms, {}, tensors.__getitem__, lambda name, cut: tensors[name][cut], others)
+    return ForeignWeights(
+        path, description, forms, {}, tensors.__getitem__, lambda name, cut: tensors[name][cut], others
+    )
 
 
 def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[str]]:

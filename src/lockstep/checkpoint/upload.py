@@ -9,12 +9,13 @@ A thread does so, and the training never waits for it.
     uploader.close()                        # uploads the last records, and releases the URL
 
 The thread uploads the newest checkpoint first, then older ones that the retention keeps, then records; it removes from
-the store what the retention does not keep. After an error it continues at the next save. At its end a run waits while the
-store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
+the store what the retention does not keep. After an error it continues at the next save. At its end a run waits while
+the store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
 
-The owner's file names the run that uploads to a URL, and the thread changes it every half minute. A store has no locks: who
-starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
-uploads nothing more. So two runs that start at the same moment both train, and only the last to write the file uploads.
+The owner's file names the run that uploads to a URL, and the thread changes it every half minute. A store has no
+locks: a new run watches the file for longer than that, and is refused if it changes. A run that finds another's name in
+the file uploads nothing more. So of two runs that start at the same moment only the last to write the file
+uploads; both train.
 
 Where nodes have local folders of their own, each has an uploader for what its ranks wrote. Rank 0's alone owns the URL,
 uploads the manifest of a checkpoint once all nodes have uploaded their files, and removes old ones. They exchange

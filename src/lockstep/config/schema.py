@@ -420,7 +420,7 @@ class Config:
         try:
             return cast(Self, parse(sys.argv[1:], script, defaults))
         except ConfigError as error:
-            # Under torchrun the error goes on, so that torch's own error file gets its message.
+            # Under torchrun raise the error, so that torch's own error file gets its message.
             if "TORCHELASTIC_ERROR_FILE" in os.environ:
                 raise
             print(f"{script}: error: {error}", file=sys.stderr)

@@ -3,8 +3,8 @@
     files = table_files("data/")                                # [] for a folder of texts
     builder = open_tables(datasets, request, cache, say)        # of all of them, or an error with their names
 
-The formats are json, jsonl, csv, tsv and parquet, also compressed. A separator other than the comma is reported, and a file of a folder that is not read is
-accounted for by `FoundFiles`. File names decide a folder's splits, as `datasets` has it.
+The formats are json, jsonl, csv, tsv and parquet, also compressed. A separator other than the comma is reported.
+`FoundFiles` accounts for the files of a folder that are not read. File names decide the splits of a folder.
 """
 
 import codecs

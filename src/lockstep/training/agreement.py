@@ -273,7 +273,7 @@ def collect_new_modules() -> Iterator[list[nn.Module]]:
         new.append(self)
         init(self, *args, **kwargs)
 
-    # torch has no hook for new modules. mypy forbids the assignment to a method.
+    # torch has no hook for the construction of a module. mypy forbids the assignment to a method.
     nn.Module.__init__ = init_and_collect  # type: ignore[method-assign]
     try:
         yield new

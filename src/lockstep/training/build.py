@@ -466,7 +466,6 @@ class RunParts:
             return lambda step: None
         optim = self.config.optim
         steps = self.run_plan.step_plan.steps
-        # Lambdas, because one name takes different functions by configuration.
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
         # A lambda, because another branch replaces the function.
         configured: Callable[[int], float | None] = lambda step: factor(  # noqa: E731
@@ -733,7 +732,7 @@ def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_
     # Memory is measured in a process of `lockstep plan`, which cannot make a task from an object.
     if resumes or draft.micro_batch_size or user_task is not None:
         return facts
-    # collective
+    # Collective: the device with the least memory decides.
     return dataclasses.replace(facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world)))
 
 
@@ -756,7 +755,7 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 
     task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)
-    # "micro-batch" depends on how a step is cut: detect it again
+    # "micro-batch" depends on how a step is cut: detect it again.
     if state.reduction != "micro-batch":
         restore_findings(task, state)
     # Ranks with different versions of the task would train different models.

@@ -232,7 +232,7 @@ def save(components: StepComponents, global_step: int, *, final: bool = False) -
 
 def flush_steps(components: StepComponents) -> None:
     """Read, check and record all steps so far. Collective if a device delays them."""
-    # Waits for the device, if steps were not read yet
+    # Waits for the device, if steps were not read yet.
     for step in components.guards.flush():
         components.meter.add(step)
         components.recorder.log(step.record)

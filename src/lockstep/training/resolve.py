@@ -220,7 +220,7 @@ def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any],
     if facts.double:
         defaults["precision"] = "float64"
     values = _select(defaults, names)
-    # A run from before these defaults existed used float32 without compile
+    # A run from before these defaults existed used float32 without compile.
     if before and before.plan:
         stored = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
         values = _select(stored, names)

@@ -100,7 +100,7 @@ class Run:
         if self._steps is not None or self._session.status != "new":
             raise UsageError(f"this run is {self.status}: to resume it, make another Run with the same config")
         steps = run_training(self._session)
-        # A caller that passes a world keeps track of its own runs
+        # A caller that passes a world keeps track of its own runs.
         if self._session.caller_world is None:
             _end_earlier_run(weakref.ref(steps))
         self._steps = steps

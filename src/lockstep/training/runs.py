@@ -223,7 +223,7 @@ def _read_status(row: RunRow, folder: RunFolder) -> str:
 
 
 def _number(value: Any) -> float | None:
-    # JSON integers may be too large for a float
+    # JSON integers may be too large for a float.
     with contextlib.suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)

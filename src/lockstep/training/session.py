@@ -176,7 +176,7 @@ class HookContext:
             self._session.sinks.log({"global_step": self._session.global_step, **values})
 
     def gather(self, value: Any) -> list[Any]:
-        # For the task's hooks, which every rank calls.
+        # For the task's hooks, which every rank runs.
         return self._built.world.gather(value)
 
     def stop(self) -> None:

@@ -203,7 +203,7 @@ def run_training(session: Session) -> Training:
     # The device check travels with the first exchange of the build (`_build_and_lock`).
     join = World.alone if joins else partial(World.join, check_devices=False)
     try:
-        # Only this rank left the loop
+        # If only this rank has left the loop, a later end of its process still counts as a loss.
         with mark_running(stays=lambda: session.status == "failed"), translate_errors():
             session.world = session.caller_world or join(session.config.device, session.config.timeout)
             session.is_main = session.world.is_main and not joins
@@ -772,7 +772,7 @@ def _write_exit(session: Session, built: RunParts, error: BaseException) -> None
         return
     code = 1
     status = "failed"
-    # The second Ctrl-C, or one before the steps
+    # The second Ctrl-C, or one before the steps.
     if isinstance(error, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
         status = "interrupted"
