@@ -535,6 +535,7 @@ def match_names(
             f"{', '.join(map(repr, complete))}; choose one "
             "with `lockstep checkpoint import --prefix`"
         )
+    # Without a complete match report the prefix that comes closest.
     prefix = min(missing_by, key=lambda prefix: len(missing_by[prefix]))
     source = {}
     for name in model:

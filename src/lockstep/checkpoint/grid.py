@@ -157,6 +157,7 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
         shards: dimension of the mesh -> dimension of the tensor that it cuts, in the order of cutting; it holds copies
             along the others.
     """
+    # The mesh's dimensions that cut each dimension of the tensor, in the order of cutting.
     axes: list[list[int]] = [[axis for axis, cut in shards.items() if cut == dim] for dim in range(len(shape))]
     edges = []
     kept = []
@@ -168,8 +169,10 @@ def grid_of(shape: Sequence[int], mesh: Tensor, shards: Mapping[int, int]) -> Gr
         kept.append([index for index, chunk in enumerate(sizes) if chunk])
         edges.append(tuple(accumulate((chunk for chunk in sizes if chunk), initial=0)))
     ranks = mesh.numpy()
+    # Along the other dimensions are copies: keep the first one.
     ranks = ranks[tuple(slice(None) if axis in shards else 0 for axis in range(ranks.ndim))]
     order = sorted(shards)
+    # Bring the ranks into the order of the slices, which is row-major.
     ranks = ranks.transpose([order.index(axis) for mine in axes for axis in mine])
     ranks = ranks.reshape([math.prod(mesh.shape[axis] for axis in mine) for mine in axes])
     return Grid(tuple(edges), tuple(ranks[np.ix_(*kept)].reshape(-1).tolist()))

@@ -131,6 +131,7 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         _check(name, tensor)
     names = sorted(tensors)
     aliases = _ties(tensors, names)
+    # Any rank can write a tensor that all have, so these are divided by size.
     replicated = [name for name in names if name not in aliases and _is_replicated(tensors[name], world)]
     owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
@@ -173,6 +174,7 @@ class _Grids:
             return self._grids.setdefault(key, Grid.whole(shape, owner or 0))
         mesh = tensor.device_mesh
         placements: tuple[Any, ...] = tuple(tensor.placements)
+        # Most tensors share mesh, placements and shape, so few grids are computed.
         key = (mesh, placements, shape)
         if key not in self._grids:
             shards = {}
@@ -313,6 +315,7 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
 
 
 def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
+    # Digests, because a large model has too many names and shapes to exchange.
     digest = xxhash.xxh3_64()
     placement = xxhash.xxh3_64()
     places: dict[Any, bytes] = {}

@@ -124,6 +124,7 @@ def _check_files(
     if world is None:
         names = sorted({entry.file for name in tensors for entry in contents[name].entries})
     else:
+        # The ranks share the work of checksums.
         names = data_files(manifest, world.rank, world.size)
     _raise_damage(find_damage(path, manifest, names))
     check_headers(path, manifest, names)

@@ -177,6 +177,7 @@ class Uploader:
             self._beats.start()
 
     def _watch(self, before: bytes, seconds: float, other: str) -> None:
+        # A living owner changes its file within this time.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(_POLL, seconds / 10))

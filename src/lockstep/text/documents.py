@@ -244,6 +244,7 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     spaces: list[int] = []
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[document]
+        # The window with the least space that is enough.
         at = bisect_left(spaces, length)
         if at == len(spaces):
             window = len(windows)

@@ -492,6 +492,7 @@ def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
             f"--data.split {request.split}: --dataset-name {request.name} has the splits {', '.join(splits)}"
         )
     train = builder.as_dataset(split=request.split)
+    # An evaluation split of the data itself comes first.
     evaluation_split = next((split for split in _EVALUATION if split in splits and split != name), None)
     if evaluation_split is not None:
         return train, builder.as_dataset(split=evaluation_split)
@@ -572,6 +573,7 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
     except Exception as error:
         name = request.name
         if "datasets" in sys.modules:
+            # The package hides the cause in this error.
             generation = sys.modules["datasets"].exceptions.DatasetGenerationError
         else:
             generation = ()

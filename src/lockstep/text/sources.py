@@ -198,6 +198,7 @@ def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[lis
 
 
 def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
+    # The choice depends on names and seed alone, so it is the same on every machine.
     def rank(source: TextFile) -> int:
         return derive(seed, "split", xxhash.xxh3_64_intdigest(os.fsencode(source.name)))
 

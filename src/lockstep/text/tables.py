@@ -203,12 +203,14 @@ def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, st
     parsed = {separator: _rows(begin, separator, is_whole) for separator in _SEPARATORS}
     widths = {separator: {len(row) for row in rows} for separator, rows in parsed.items()}
     fitting = [separator for separator, lengths in widths.items() if len(lengths) == 1 and lengths != {1}]
+    # Prefer the separator of the suffix; otherwise the one with most columns.
     usual = "\t" if inner_suffix(path) == ".tsv" else ","
     fullest = max(fitting, key=lambda separator: max(widths[separator]), default=usual)
     separator = usual if usual in fitting else fullest
     rows = parsed[separator]
     _check_header(path, rows, request)
     values = [value for row in rows[1:] for value in row]
+    # Numbers such as 1,5 have a decimal comma, unless others have a point.
     has_commas = separator != "," and any(map(_DECIMAL_COMMA.fullmatch, values))
     return separator, "," if has_commas and not any(map(_FRACTION.fullmatch, values)) else "."
 

@@ -175,6 +175,7 @@ def _write_stream(
             counts.tokens += len(stream)
             counts.labels += sum(marked) if masked else len(stream)
             if blocks:
+                # Blocks leave out the rest of a group that fills no block.
                 length = len(stream) // packing.seq_len * packing.seq_len
             else:
                 length = len(stream)
@@ -197,11 +198,13 @@ def _write_documents(
     masked, prompts = flags
     room = packing.seq_len + 1
     dtype = token_type(tokenizer.vocab_size)
+    # Where each document begins, in tokens; one more entry for the end.
     starts = [0]
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
             counts.tokens += len(tokens)
             counts.truncated += prompts and len(tokens) > room
+            # A prompt is truncated to one sample; a text gives as many as it fills.
             begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
             for begin in begins:
                 piece = tokens[begin : begin + room]
@@ -219,6 +222,7 @@ def _write_documents(
     if not masked:
         path.with_suffix(LABELS).unlink()
     _numbers(path.with_suffix(".starts"), starts)
+    # Windows of whole documents, found once, so that any process can read any window.
     if packing.kind == "documents":
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])

@@ -589,6 +589,7 @@ def build_together(
         cut=request.cut,
     )
     start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
+    # What is known without the task: the task and its data are made from this draft.
     draft = draft_of(requested, start)
     for line in draft.notices:
         say(line)
@@ -598,6 +599,7 @@ def build_together(
     world.agree()
     check_extension(requested, resumes=start.checkpoint is not None)
     of_model = list[str]()
+    # A stream or a batch sampler fixes the cut, because its micro-batches are not made of single samples.
     open_data = training.order is not None and not isinstance(training.order, GroupOrder)
     fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
     of_ranks = draft.config
@@ -612,9 +614,11 @@ def build_together(
         say("the model is in double precision: trained as it is, with --precision float64")
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
+    # Now task, model and data decide the remaining values and the plan.
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings = resolved.config
     run_plan = resolved.run_plan
+    # Check that files, model, plan and checkpoint agree before an engine is made.
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
@@ -681,6 +685,7 @@ def build_together(
         # Free the samples before the model is compiled.
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
+    # `--compile auto` trains uncompiled if the trial could not compile.
     final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
     built = RunParts(

@@ -154,6 +154,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
 def record_step(session: Session, components: StepComponents, current: Step) -> None:
     """Record a step and run the guards."""
     record = current.record
+    # Numbers of a device arrive after the step; its record waits for them.
     late = components.guards.late
     session.current_step = current
     session.global_step = current.global_step

@@ -310,10 +310,12 @@ def evaluate(
     ratios = {}
     for k, name in enumerate(results.pairs):
         ratios[name] = _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered])
+    # In the order of the samples, so that metrics are the same on any number of ranks.
     in_order = sorted((entry for _, states, _ in parts for entry in states), key=lambda entry: entry[0])
     computed = {}
     for name, metric in results.metrics:
         computed[name] = merge_states(name, metric, [states[name] for _, states in in_order])
+    # The names keep the order in which the task returned them.
     chosen = (computed[name] if name in computed else {name: ratios[name]} for name in results.names)
     metrics = _average_numbers([numbers for _, _, numbers in parts])
     metrics |= {name: value for values in chosen for name, value in values.items()}

@@ -328,6 +328,7 @@ class RunGuards:
         else:
             relieved = {}
         self._straggler = Straggler(self._config.straggler, **relieved)
+        # A young run reports slow parts only in its log file (`_YOUNG`).
         self._began = time.monotonic()
         self._is_young = True
         self._fp16 = built.config.precision == "fp16"

@@ -295,6 +295,7 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     if isinstance(batches, StreamBatches):
         stride = size
     else:
+        # Spread the places over the data.
         stride = max(size, batches.size // PLACES)
     half = count // 2
     start = place * stride
@@ -461,6 +462,7 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     """
     task = trial.task
     model = trial.model
+    # With --exact, or a training that is compared between world sizes, the loss must not depend on the ranks.
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
         # The loss may gather in training mode only.

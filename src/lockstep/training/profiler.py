@@ -102,6 +102,7 @@ class StepProfiler:
         start = time.perf_counter()
         first_step, last_step = self._span
         present = self._step_loader.present
+        # A trace is in progress: note the samples of this step.
         if trace.first:
             self._done = done
             trace.note_traced((batch.held, batch.items) for batch in present if batch.weight)

@@ -148,6 +148,7 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
     step = _NO_STATE if member.is_new else session.exchange.engine_steps if session.exchange else built.start
     if session.exchange and session.exchange.stop_request != REGROUP:
         session.pending_stop.stop(session.exchange.stop_request)
+    # The step in progress is lost: drop its gradients, and keep the state before it.
     undo_step(built.engine)
     store_trained_set(built.engine, built.state)
     for parameter in built.model.parameters():
@@ -157,6 +158,7 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
         # The engine will replace the parameters that these tensors belong to.
         state = {}
         built.groups.optimizer = None
+    # The launcher and the other members need to know which state this rank has.
     report = _leave_report(session, built.world, step)
     lost: list[str] = []
     # Another rank may fail during the recovery; then it starts again.
@@ -274,6 +276,7 @@ def _sources(generation: Generation, size: int = 1) -> list[str]:
         return []
     parts = [members[part::size] for part in range(size)]
     common = set[int].intersection(*({reports[name].steps for name in part} for part in parts))
+    # The latest step that every part of the states has on some member.
     step = max(common, default=_NO_STATE)
     if step < 0:
         return []
@@ -328,6 +331,7 @@ def _restore(
     task = built.task
     optimizer = built.groups.optimizer
     reports = generation.reports
+    # Whether each member lacks the state from which all continue.
     takes = [
         reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
     ]
@@ -336,6 +340,7 @@ def _restore(
         if optimizer is not None and takes[world.rank]:
             # It may hold states of other parameters.
             optimizer.state.clear()
+    # Among equal states prefer one whose step was evaluated.
     best = max(sources, key=lambda name: reports[name].evaluated)
     source = generation.members.index(best)
     newest = reports[best]

@@ -158,6 +158,7 @@ def marks_of(
     with second_call.watching():
         call()
     at_rest(model)
+    # Lists that grow with each call are merged over the ranks.
     grown = {id(entries) for entries, length in lists if len(entries) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
     return {

@@ -252,11 +252,13 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
     Returns:
         The smoothed losses, and the rate; None if they never clearly fall.
     """
+    # Leave out what follows the first loss that is not finite.
     finite = [math.isfinite(loss) for loss in losses]
     values = np.array(losses[: finite.index(False) if False in finite else None], dtype=np.float64)
     if not len(values):
         return [], None
     index = np.arange(len(values))
+    # A Gaussian smooths the noise of single batches.
     kernel = np.exp(-0.5 * ((index[:, None] - index[None, :]) / _SIGMA) ** 2)
     smoothed = kernel @ values / kernel.sum(1)
     start = values[:_FIRST_STEPS]
@@ -265,6 +267,7 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
     noise = (values - smoothed)[: max(lowest + 1, _FIRST_STEPS)].std()
     if lowest < 2 or fall <= max(_MIN_FALL_SIGMAS * noise, _MIN_FALL_SHARE * abs(start.mean())):
         return smoothed.tolist(), None
+    # The steepest slope counts only after the loss has begun to fall.
     high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _DESCENT_SHARE * fall)
     begin = int(high[-1]) if len(high) else 0
     slope = np.gradient(smoothed)[begin : lowest + 1]
