@@ -206,9 +206,7 @@ class StepMarks:
         Args:
             number: of the next step, counted from 1.
         """
-        if self._schedstat is not None:
-            self._schedstat = self._schedstat
-        else:
+        if self._schedstat is None:
             self._schedstat = _open_queue()
         self._number = number
         self._began = 0.0

@@ -50,7 +50,8 @@ __all__ = [
 ]
 
 _RANK_INDEX = re.compile(r"rank-\d{5,9}\.json", re.ASCII)
-_HIDDEN = (".nfs", ".fuse_hidden")  # prefixes that network file systems give to removed files that are still open
+# Prefixes that network file systems give to removed files that are still open.
+_HIDDEN = (".nfs", ".fuse_hidden")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class DataSource(Protocol):
     """Place of the data files that a checkpoint's folder lacks.
 
     Attributes:
-        problems: what is wrong there, a line each, as far as their sizes show it.
+            problems: what is wrong there by the files' sizes, a line each.
     """
 
     problems: list[str]
@@ -90,7 +91,8 @@ class DataSource(Protocol):
         """Read all files; return what is wrong, a line each."""
 
 
-_SOURCES: dict[Path, DataSource] = {}  # of checkpoints whose folders here lack data files
+# Sources of checkpoints whose folders here lack data files.
+_SOURCES: dict[Path, DataSource] = {}
 
 
 def attach(path: Path, source: DataSource) -> None:
@@ -109,7 +111,10 @@ def attached(path: Path) -> DataSource | None:
 
 
 def _here(path: Path, names: Iterable[str]) -> list[str]:
-    """Return the files to check here: of a checkpoint that is attached to a source those that the folder has."""
+    """Return the files to check in this folder.
+
+    Of a checkpoint that is attached to a source these are the files that the folder has.
+    """
     return [name for name in names if path not in _SOURCES or (path / name).exists()]
 
 
@@ -136,7 +141,10 @@ def verify(path: Path) -> list[str]:
 
 
 def verify_data(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint as `verify`; of one that is attached to a source, read all data there."""
+    """Return what is wrong with a checkpoint, as `verify`.
+
+    Of a checkpoint that is attached to a source it reads all data there.
+    """
     source = attached(path)
     if source:
         return source.verify()
@@ -161,17 +169,20 @@ def is_marked(path: Path) -> bool:
 def not_finite_line(names: list[str], place: str = "") -> str:
     """Describe tensors that are not finite: the first name, and how many more."""
     more = len(names) - 1
-    first = printable(names[0], 150)
+    name = printable(names[0], 150)
     more_text = f" and {more} more tensor{'s' * (more > 1)}" if more else ""
-    return f"{first}{more_text}{place} {'are' if more else 'is'} not finite"
+    return f"{name}{more_text}{place} {'are' if more else 'is'} not finite"
 
 
 def check_sizes(path: Path, manifest: Manifest) -> list[str]:
-    """Find missing files and wrong kinds or sizes; only JSON files are read, and their checksums checked."""
+    """Find missing files, and files of a wrong kind or size.
+
+    Only JSON files are read, to compare their checksums.
+    """
     problems = []
-    for name, each in _sorted(manifest):
+    for name, entry in _sorted(manifest):
         problems.append(
-            file_damage(path / name, each["size"], None if name.endswith(".safetensors") else each["xxh3_64"])
+            file_damage(path / name, entry["size"], None if name.endswith(".safetensors") else entry["xxh3_64"])
         )
     return [problem for problem in problems if problem]
 
@@ -184,9 +195,9 @@ def find_damage(path: Path, manifest: Manifest, names: list[str], on_read: OnRea
     """
     chosen = set(_here(path, names))
     problems = []
-    for name, each in _sorted(manifest):
+    for name, entry in _sorted(manifest):
         if name in chosen:
-            problems.append(file_damage(path / name, each["size"], each["xxh3_64"], on_read))
+            problems.append(file_damage(path / name, entry["size"], entry["xxh3_64"], on_read))
     return [problem for problem in problems if problem]
 
 
@@ -202,7 +213,9 @@ def data_files(manifest: Manifest, rank: int = 0, size: int = 1) -> list[str]:
 
 
 def check_contents(path: Path, manifest: Manifest) -> None:
-    """Check that the state and the index are valid; under format 1, that indexes and headers agree.
+    """Check that the state and the index are valid.
+
+    Under format 1 indexes and headers must agree too.
 
     Raises:
         CheckpointError: they do not.
@@ -212,14 +225,16 @@ def check_contents(path: Path, manifest: Manifest) -> None:
 
 
 def index_files(manifest: Manifest) -> list[str]:
-    """Return the files that say which file has which slice: one, or one of each rank under format 1."""
+    """Return the index files: one, or one of each rank under format 1."""
     if manifest.format > 1:
         return [INDEX]
     return sorted(name for name in manifest.files if _RANK_INDEX.fullmatch(name))
 
 
 def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
-    """Check that these data files hold what the index says. Under format 1 `read_contents` does, of all files.
+    """Check that these data files have the tensors of the index.
+
+    Under format 1 `read_contents` does that, for all files.
 
     One file's header is in memory at a time.
 
@@ -230,7 +245,7 @@ def check_headers(path: Path, manifest: Manifest, names: list[str]) -> None:
     if manifest.format == 1 or not names:
         return
     tensors, _ = read_index(path, manifest.files)
-    # By identity: tensors cut alike share one
+    # By identity, because tensors that are cut in the same way share a grid.
     by_grid: dict[int, tuple[Grid, list[tuple[str, str]]]] = {}
     for name, slices in tensors.items():
         by_grid.setdefault(id(slices.grid), (slices.grid, []))[1].append((name, slices.dtype))
@@ -273,14 +288,17 @@ def read_contents(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     if manifest.format > 1:
         slices, names = read_index(path, manifest.files)
         stored = {}
-        for name, each in slices.items():
-            stored[name] = StoredTensor(each.dtype, each.grid.shape, each)
+        for name, grid_slices in slices.items():
+            stored[name] = StoredTensor(grid_slices.dtype, grid_slices.grid.shape, grid_slices)
         return stored | _resolve_aliases(path, stored, names)
     return _read_rank_indexes(path, manifest)
 
 
 def _read_rank_indexes(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """Read the contents of a checkpoint of format 1; takes time for each slice of each tensor."""
+    """Read the contents of a checkpoint of format 1.
+
+    It takes time for each slice of each tensor.
+    """
     tensors: dict[str, StoredTensor] = {}
     slices: dict[str, list[SliceEntry]] = {}
     aliases: dict[str, str] = {}
@@ -293,11 +311,11 @@ def _read_rank_indexes(path: Path, manifest: Manifest) -> dict[str, StoredTensor
             problem = f"{printable(path.name)}/{index} is damaged: {printable(entry.name, 120)!r}"
             if headers[entry.file].get(entry.key) != stored_as(entry.dtype, entry.local):
                 raise CheckpointError(f"{problem} does not match {entry.file}")
-            own = slices.setdefault(entry.name, [])
-            tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, own))
+            tensor_slices = slices.setdefault(entry.name, [])
+            tensor = tensors.setdefault(entry.name, StoredTensor(entry.dtype, entry.shape, tensor_slices))
             if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
                 raise CheckpointError(f"{problem} has another dtype or shape than in another index")
-            own.append(entry)
+            tensor_slices.append(entry)
             listed[entry.file].add(entry.key)
     _check_complete(path, tensors, headers, listed)
     return tensors | _resolve_aliases(path, tensors, aliases)

@@ -27,7 +27,8 @@ from lockstep.files import bytes_text
 
 __all__ = ["import_weights", "run"]
 
-_SHOWN = 2000  # characters of a row to print
+# Characters of a row to print.
+_SHOWN = 2000
 
 
 def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as_json: bool = False) -> int:
@@ -46,8 +47,8 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
     Raises:
         CheckpointError: there is no such run or checkpoint.
     """
-    with open_run(folder) as place:
-        paths = _checkpoints(place, step)
+    with open_run(folder) as local_path:
+        paths = _checkpoints(local_path, step)
         if action == "list":
             if as_json:
                 return _list_json(paths)
@@ -58,7 +59,7 @@ def run(action: str, folder: str, step: int | None, *, tensors: bool = False, as
 
 
 def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str]) -> Path:
-    """Write another library's weights as a run's folder with one checkpoint, and print what was imported.
+    """Write another library's weights as a run with one checkpoint, and print them.
 
     Args:
         source: a file or folder, see foreign.py.
@@ -79,10 +80,10 @@ def import_weights(source: Path, out: Path, prefix: str | None, drop: list[str])
         raise CheckpointError(f"SOURCE {printable(str(source))} does not exist; give a file or a folder of weights")
     with open_foreign(source) as weights:
         match = select_names(weights, prefix, drop)
-        first: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         tensors = {}
         for name, file in match.source.items():
-            tensors[f"model/{name}"] = first.setdefault(file, weights.read(file))
+            tensors[f"model/{name}"] = stored.setdefault(file, weights.read(file))
         path = save(out, 0, tensors, {}, World(), engine="import")
     print(f"imported {weights.kind}: {match}, {bytes_text(read_manifest(path).size)}: {printable(str(out))}")
     return path
@@ -94,7 +95,7 @@ def _checkpoints(run: Path, step: int | None) -> list[Path]:
     if step_of(run.resolve().name) is not None and run.is_dir():
         paths = [run.resolve()]
     elif (run / "checkpoints").is_dir():
-        paths = [path_of(run, each) for each in list_steps(run)]
+        paths = [path_of(run, saved_step) for saved_step in list_steps(run)]
     else:
         raise CheckpointError(f"{folder} is neither a run's folder nor a checkpoint; pass SAVE_DIR/EXPERIMENT_NAME")
     if not paths:
@@ -143,7 +144,7 @@ def _yes(problems: list[str]) -> str:
 
 
 def _row(path: Path) -> tuple[str, ...]:
-    """Return epoch, size, time, engine and world size, as far as readable."""
+    """Return what is readable of epoch, size, time, engine and world size."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
@@ -167,9 +168,9 @@ def _epoch(path: Path) -> str:
 
 def _epoch_of(path: Path) -> int | None:
     """Return the run's epoch; None for a checkpoint of `lockstep.save_state`, which has none."""
-    place = read_run_state(path).place
-    if place:
-        return place.epoch
+    position = read_run_state(path).place
+    if position:
+        return position.epoch
     return None
 
 
@@ -188,7 +189,7 @@ def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
     path = _newest_whole(paths)
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    model = [each for name, each in contents.items() if name.startswith("model/")]
+    model = [tensor for name, tensor in contents.items() if name.startswith("model/")]
     rows: dict[str, Any] = {
         "checkpoint": f"{folder}, {path.name}" if attached(path) else path,
         "step": manifest.step,
@@ -196,7 +197,7 @@ def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
         "world size": manifest.world,
         "engine": manifest.engine,
         "tensors": len(contents),
-        "parameters": f"{sum(math.prod(each.shape) for each in _once(model)):,}",
+        "parameters": f"{sum(math.prod(tensor.shape) for tensor in _once(model)):,}",
         "bytes": f"{manifest.size:,}",
     }
     if manifest.not_finite:
@@ -206,15 +207,15 @@ def _inspect(folder: str, paths: list[Path], tensors: bool) -> int:
     if model:
         print(f"fingerprint {fingerprint(path)}")
     if tensors:
-        for name, each in sorted(contents.items()):
-            size = math.prod(each.shape) * itemsize(each.dtype)
-            print(f"{printable(name)}  {each.dtype}  {list(each.shape)}  {bytes_text(size)}")
+        for name, tensor in sorted(contents.items()):
+            size = math.prod(tensor.shape) * itemsize(tensor.dtype)
+            print(f"{printable(name)}  {tensor.dtype}  {list(tensor.shape)}  {bytes_text(size)}")
     return 0
 
 
 def _once(tensors: list[StoredTensor]) -> list[StoredTensor]:
     """Return each stored tensor once, even if it has two names."""
-    return list({id(each): each for each in tensors}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _newest_whole(paths: list[Path]) -> Path:

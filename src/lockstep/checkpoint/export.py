@@ -83,7 +83,7 @@ def _write_hub(
         CheckpointError: transformers does not know the run's model.
         ConfigError: the hub's model is not available any more, or transformers is not installed.
     """
-    # A missing option has its default
+    # A missing option has its default value.
     name = str(options.get("model_name", Config().model_name if options else ""))
     if {"tokens.weight", "positions.weight"} <= shapes.keys() and (state.gpt or name in PRESETS):
         _write(folder, _gpt2(_heads(name, state, shapes), options, state, shapes))
@@ -105,12 +105,12 @@ def _write_hub(
         "cache": default_cache(),
         "say": lambda line: None,
     }
-    kind = kind_of(str(options.get("task", "")))
-    if kind == "images":
+    task_name = kind_of(str(options.get("task", "")))
+    if task_name == "images":
         HubClassifier(name, IMAGES, classes=classes, **settings).save_config(folder, shapes)
-    elif kind == "classification":
-        own = str(options.get("tokenizer", ""))
-        encoder = HubEncoder(own or name, **settings | ({"revision": ""} if own else {}))
+    elif task_name == "classification":
+        tokenizer = str(options.get("tokenizer", ""))
+        encoder = HubEncoder(tokenizer or name, **settings | ({"revision": ""} if tokenizer else {}))
         HubClassifier(name, TEXTS, classes=classes, pad=encoder.pad, **settings).save_config(folder, shapes)
         encoder.save(folder)
     else:
@@ -143,9 +143,11 @@ def _gpt2(heads: int, options: Mapping[str, Any], state: RunState, shapes: Shape
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu_pytorch_tanh",  # as torch's kernel, so that logits have the same bits
+        # As torch's kernel computes it, so that logits are bitwise identical.
+        "activation_function": "gelu_pytorch_tanh",
         "layer_norm_epsilon": 1e-5,
-        "vocab_size": rows,  # padded, as the embedding is
+        # Padded, as the embedding is.
+        "vocab_size": rows,
         "n_positions": shapes["positions.weight"][0],
         "n_embd": width,
         "n_layer": 1 + max(int(match[1]) for match in map(_BLOCK.fullmatch, shapes) if match),
@@ -204,12 +206,13 @@ def _write_adapters(options: Mapping[str, Any], state: RunState, names: Iterable
     return renamed
 
 
+# --task -> peft's task type
 _TYPES = {
     "": "CAUSAL_LM",
     "causal-lm": "CAUSAL_LM",
     "classification": "SEQ_CLS",
     "images": "",
-}  # --task -> peft's task type
+}
 
 
 # --- all formats
@@ -308,15 +311,15 @@ def export(
 
 
 def _check_room(out: Path, tensors: FullTensors) -> None:
-    """Raise ConfigError if the disk of `out` has less room than the model's tensors take, each stored once.
+    """Raise ConfigError if the model's tensors do not fit on the disk.
 
     torch.save and dcp report a full disk as errors of their own, after they have filled it.
     """
     stored = {}
-    for name, each in tensors.contents.items():
+    for name, tensor in tensors.contents.items():
         if name.startswith("model/"):
-            stored[id(each)] = each
-    size = sum(torch.Size(each.shape).numel() * itemsize(each.dtype) for each in stored.values())
+            stored[id(tensor)] = tensor
+    size = sum(torch.Size(tensor.shape).numel() * itemsize(tensor.dtype) for tensor in stored.values())
     if (free := shutil.disk_usage(out.parent).free) < size:
         raise ConfigError(
             f"OUT {printable(str(out))}: {bytes_text(free)} free, and the weights take {bytes_text(size)}; make room, "
@@ -325,7 +328,7 @@ def _check_room(out: Path, tensors: FullTensors) -> None:
 
 
 def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | None:
-    """Return the error for an `out` that cannot be written; None: the error is of another file."""
+    """Return the error for an unwritable `out`; None if another file failed."""
     if isinstance(error.filename, str | bytes | os.PathLike):
         refused = Path(os.fsdecode(error.filename))
     else:
@@ -337,7 +340,7 @@ def _write_error(out: Path, temporary: Path, error: OSError) -> LockstepError | 
 
 
 def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTensors:
-    """Return the tensors with each weight replaced by its average or its value for evaluation, under aliases too."""
+    """Return the tensors with the averaged weights, or those for evaluation, under all names."""
     if ema:
         chosen = {f"model/{name.removeprefix(AVERAGE)}": name for name in averages_of(path, tensors.contents)}
     else:
@@ -345,8 +348,10 @@ def _weights_for_use(path: Path, tensors: FullTensors, *, ema: bool) -> FullTens
     if not chosen:
         return tensors
     of = {id(tensors.contents[name]): chosen_name for name, chosen_name in chosen.items()}
-    place = {name: of.get(id(tensor), name) for name, tensor in tensors.contents.items()}
-    return FullTensors({name: tensors.contents[place[name]] for name in place}, lambda name: tensors.read(place[name]))
+    sources = {name: of.get(id(tensor), name) for name, tensor in tensors.contents.items()}
+    return FullTensors(
+        {name: tensors.contents[sources[name]] for name in sources}, lambda name: tensors.read(sources[name])
+    )
 
 
 def _options_of(path: Path) -> dict[str, Any]:
@@ -374,13 +379,13 @@ def _weights(tensors: FullTensors) -> tuple[list[str], dict[str, str]]:
     Returns:
         (names, alias -> name) of tied tensors.
     """
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     seconds: dict[str, str] = {}
     for name in sorted(name for name in tensors.contents if name.startswith("model/")):
-        original = first.setdefault(id(tensors.contents[name]), name)
+        original = first_names.setdefault(id(tensors.contents[name]), name)
         if original != name:
             seconds[name.removeprefix("model/")] = original.removeprefix("model/")
-    return [name.removeprefix("model/") for name in first.values()], seconds
+    return [name.removeprefix("model/") for name in first_names.values()], seconds
 
 
 class ExportTensor(NamedTuple):
@@ -408,6 +413,7 @@ def _safetensors_of(tensors: Iterable[ExportTensor], notes: dict[str, str]) -> I
         end += torch.Size(each.shape).numel() * itemsize(each.dtype)
         header[each.name] = {"dtype": CODES[each.dtype], "shape": list(each.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # The format wants the tensors aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
@@ -450,11 +456,11 @@ def _hub(source: ExportSource, out: Path) -> None:
     name_map = _write_hub(source.options, source.state, shapes, out, _classes_of(source.path))
     source.write_extras(out)
     outgoing = []
-    for each in export_tensors(source, names):
-        name, is_transposed = name_map(each.name)
-        shape = each.shape[::-1] if is_transposed else each.shape
-        read = partial(_read_transposed, each.read) if is_transposed else each.read
-        outgoing.append(ExportTensor(name, each.dtype, shape, read))
+    for tensor in export_tensors(source, names):
+        name, is_transposed = name_map(tensor.name)
+        shape = tensor.shape[::-1] if is_transposed else tensor.shape
+        read = partial(_read_transposed, tensor.read) if is_transposed else tensor.read
+        outgoing.append(ExportTensor(name, tensor.dtype, shape, read))
     write_file(out / "model.safetensors", _safetensors_of(outgoing, {}))
 
 
@@ -467,8 +473,8 @@ def _peft(source: ExportSource, out: Path) -> None:
     out.mkdir()
     renamed = _write_adapters(source.options, source.state, names, out)
     outgoing = []
-    for each in export_tensors(source, names):
-        outgoing.append(each._replace(name=renamed[each.name]))
+    for tensor in export_tensors(source, names):
+        outgoing.append(tensor._replace(name=renamed[tensor.name]))
     write_file(out / "adapter_model.safetensors", _safetensors_of(outgoing, {}))
 
 

@@ -39,7 +39,8 @@ __all__ = [
 
 OnRead = Callable[[int], None]
 
-_CHUNK = 4 << 20  # bytes per read, few enough to be in the cache when they are hashed
+# Bytes per read, few enough to stay in the cache until they are hashed.
+_CHUNK = 4 << 20
 # Bytes per hash and write. Both release the GIL, but a training loop that launches kernels may have to wait for it
 # each time that this thread takes the next chunk.
 _WRITE_CHUNK = 64 << 20
@@ -97,7 +98,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        # A write's error does not name the file
+        # The error of a write does not name the file.
         error.filename = error.filename or str(path)
         if exists:
             with contextlib.suppress(OSError):
@@ -153,14 +154,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_damage(path: Path, size: int, checksum: str | None, on_read: OnRead = lambda count: None) -> str | None:
-    """Return how a file is damaged (missing, a link, another size or checksum); None if it is not.
+    """Return how a file is damaged; None if it is not.
+
+    It may be missing, a link, or have another size or checksum.
 
     Args:
         checksum: xxh3_64; None: the content is not read.
         on_read: called with the number of bytes of each block read, for progress.
 
     Raises:
-        StorageError: the storage does not respond, which says nothing about the file.
+            StorageError: the storage does not respond, so nothing is known of the file.
     """
     try:
         return retry_io(lambda: _difference(path, size, checksum, on_read))
@@ -197,7 +200,7 @@ def _label(path: Path) -> str:
 
 def remove(path: Path) -> None:
     """Delete a folder, a file, or a link but not its target, where possible."""
-    # A leftover is harmless; an error here would hide the real one
+    # A leftover is harmless, and an error here would hide the real one.
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -209,7 +212,8 @@ def remove(path: Path) -> None:
 
 T = TypeVar("T")
 
-_SIGN = 5.0  # seconds between two signs of life, or a quarter of the timeout if that is less
+# Seconds between two signs of life, or a quarter of the timeout if that is less.
+_SIGN = 5.0
 
 
 def await_all_ranks(
@@ -266,9 +270,11 @@ def _gather_outcomes(
     except OSError as caught:
         error = refusal_error(caught)
         error.__cause__ = caught
-    except Exception as caught:  # a bug on one rank must not leave the others waiting
+    except Exception as caught:
+        # A bug on one rank must not leave the others waiting.
         error = caught
-    except BaseException:  # Ctrl-C: this rank leaves, and the others notice by the timeout
+    except BaseException:
+        # Ctrl-C: this rank leaves, and the others notice by the timeout.
         signs.leave()
         raise
     outcomes = signs.wait(outcome(value, error))
@@ -278,7 +284,7 @@ def _gather_outcomes(
 
 
 class _LifeSigns:
-    """A thread that sends the other ranks signs of life until all have ended, and then the outcome."""
+    """A thread that sends signs of life until all ranks have an outcome."""
 
     def __init__(
         self,
@@ -324,12 +330,13 @@ class _LifeSigns:
                 ended = self._ended.wait(pause)
                 if self._is_silent:
                     return
-                own = self._own if ended else None
-                replies = self._world.gather([self._progress(), own])  # collective
+                reply = self._own if ended else None
+                # Each gather is a sign of life. The last one carries the outcome of every rank.
+                replies = self._world.gather([self._progress(), reply])
                 self._on_progress([count for count, _ in replies])
-                waits_for = [rank for rank, (_, each) in enumerate(replies) if not each]
+                waits_for = [rank for rank, (_, result) in enumerate(replies) if not result]
                 if not waits_for:
-                    self._outcomes = [each for _, each in replies]
+                    self._outcomes = [result for _, result in replies]
                     return
                 self._on_wait(waits_for)
         except LockstepError as error:

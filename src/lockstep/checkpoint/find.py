@@ -39,7 +39,8 @@ from lockstep.files import bytes_text
 
 __all__ = ["find_newest", "find_resume"]
 
-_REPORT_SECONDS = 30.0  # seconds between two lines about a long read
+# Seconds between two lines about a long read.
+_REPORT_SECONDS = 30.0
 
 Say = Callable[[str], None]
 
@@ -65,14 +66,16 @@ def find_resume(
     steps, remote_steps = _steps(folder, world, remote)
     newest = _newest_stored if remote and world.leads else _newest
     path, downloaded = newest(folder, steps, world, say, remote, remote_steps)
-    # Of nodes' parts alone no checkpoint can be made
+    # Without the store no checkpoint can be made of the nodes' parts.
     at_risk = remote_steps if remote and world.leads else steps
-    if path is None and at_risk:  # a new start would overwrite them
+    # A new start would overwrite them.
+    if path is None and at_risk:
         error = CheckpointError(
             f"{remote.url if remote else folder}: none of its {len(steps)} checkpoints is whole (see the lines above); "
             "repair one, move checkpoints/ away to start over from step 0, or use another --experiment-name"
         )
-        world.check(error if world.is_main else None)  # collective
+        # Rank 0 has the message; every rank raises it.
+        world.check(error if world.is_main else None)
     if path is None:
         return None
     if downloaded and remote:
@@ -142,7 +145,10 @@ def _newest_stored(
 
 
 def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> None:
-    """Remove local parts of checkpoints of which the store has another one: they must not take its place."""
+    """Remove local parts of checkpoints that differ from the store's.
+
+    They must not take the place of the stored ones.
+    """
     for step in {*list_steps(folder)} & {*remote_steps}:
         with suppress(CheckpointError):
             if read_manifest(path_of(folder, step)) == remote.manifest(step):
@@ -151,7 +157,10 @@ def _drop_others(remote: RemoteRun, folder: Path, remote_steps: list[int]) -> No
 
 
 def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
-    """Return what is wrong with a checkpoint in the store, the same on every rank; each reads its share. Collective."""
+    """Return what is wrong with a checkpoint in the store. Collective.
+
+    The result is the same on every rank; each rank reads its share.
+    """
 
     def check() -> list[str]:
         try:
@@ -159,14 +168,17 @@ def _stored_problems(remote: RemoteRun, step: int, world: World) -> list[str]:
         except CheckpointError as error:
             return [str(error)]
         names = data_files(manifest, world.rank, world.size)
-        own = [*index_files(manifest), STATE] if world.is_main else []
-        return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *own])
+        documents = [*index_files(manifest), STATE] if world.is_main else []
+        return resume_problems(Path(step_name(step)), manifest) or remote.verify(step, [*names, *documents])
 
-    return sorted({problem for each in await_results(world, check) for problem in each})  # collective
+    return sorted({problem for problems in await_results(world, check) for problem in problems})  # collective
 
 
 def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> bool:
-    """Let all ranks read a checkpoint of the store; return whether rank 0's folder lacked it. Collective."""
+    """Let all ranks read a checkpoint from the store. Collective.
+
+    Returns whether rank 0's folder lacked it.
+    """
 
     def copy() -> bool:
         if world.leads_folder:
@@ -180,7 +192,10 @@ def _attach_stored(remote: RemoteRun, folder: Path, step: int, world: World) -> 
 
 
 def _copy_documents(remote: RemoteRun, folder: Path, step: int) -> bool:
-    """Download what a folder lacks of a checkpoint's documents; return whether it had another one, or none."""
+    """Download the documents of a checkpoint that a folder lacks.
+
+    Returns whether the folder had none, or those of another checkpoint.
+    """
     path = path_of(folder, step)
     manifest = remote.manifest(step)
     if manifest.format == 1:
@@ -218,7 +233,7 @@ def _problems(path: Path, world: World, say: Say) -> list[str]:
     damage = await_results(  # collective
         world, lambda: _read(path, checksum, world, reading), progress=lambda: reading.bytes, on_progress=reading.report
     )
-    problems = sorted(problem for each in damage for problem in each)
+    problems = sorted(problem for lines in damage for problem in lines)
     return problems or list(await_results(world, lambda: _check_all_contents(path, world))[0])  # collective
 
 

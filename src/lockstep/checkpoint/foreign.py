@@ -45,16 +45,19 @@ __all__ = [
     "write_dcp",
 ]
 
-_METADATA = ".metadata"  # of DCP
+# The metadata file of DCP.
+_METADATA = ".metadata"
 _INDEX = "model.safetensors.index.json"
-_BIN = "pytorch_model.bin"  # of folders of Hugging Face without safetensors; several have an index
+# Weights of Hugging Face without safetensors. Several such files have an index.
+_BIN = "pytorch_model.bin"
 _BIN_INDEX = f"{_BIN}.index.json"
 _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _PREFIXES = ("module", "model", "state_dict", "_forward_module")
-_NESTED = ("state_dict", "model_state_dict", "model")  # keys of a torch file that hold the model's state dict
+# Keys of a torch file that may hold the model's state dict.
+_NESTED = ("state_dict", "model_state_dict", "model")
 _DTYPES = {code: name for name, code in CODES.items()}
-# dtype -> those that hold each of its values
+# dtype -> the dtypes that can hold each of its values
 _WIDER = {
     "float16": ("float32", "float64"),
     "bfloat16": ("float32", "float64"),
@@ -126,12 +129,12 @@ class NameMatch:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is a file or folder in another library's format, and no run or checkpoint of lockstep."""
+    """Whether `path` has another library's format, and is not lockstep's."""
     if path.is_dir():
         if (path / MANIFEST).exists() or (path / "checkpoints").is_dir():
             return False
         return any(path.glob("*.safetensors")) or any(
-            (path / each).is_file() for each in (_METADATA, _INDEX, _BIN, _BIN_INDEX)
+            (path / name).is_file() for name in (_METADATA, _INDEX, _BIN, _BIN_INDEX)
         )
     return path.is_file()
 
@@ -169,7 +172,7 @@ def open_foreign(path: Path) -> Iterator[ForeignWeights]:
 
 
 def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the folder's safetensors files, each with the names that its index has of it, and the index's notes.
+    """Return the safetensors files with their indexed names, and the index's notes.
 
     Without an index the names are [], and all that a file has is taken.
 
@@ -193,7 +196,7 @@ def _shards(folder: Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
 
 
 def _read_index(index: Path, suffix: str) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return the files that Hugging Face's index names, each with its tensors, and the index's notes.
+    """Return the files and tensors of Hugging Face's index, and its notes.
 
     Raises:
         CheckpointError: it is damaged, or a file is missing.
@@ -243,8 +246,10 @@ def _open_safetensors(
     aliases = {alias: str(name) for alias, name in notes.items() if name in tensors and alias not in tensors}
 
     def read_part(name: str, cut: tuple[slice, ...]) -> Tensor:
-        if any(each.start >= each.stop for each in cut) or not cut:
+        if any(span.start >= span.stop for span in cut) or not cut:
+            # safetensors cannot slice a scalar or cut an empty part, and has no annotations.
             return opened[name].get_tensor(name)[cut]  # type: ignore[no-any-return]
+        # This reads only the part from the file.
         return opened[name].get_slice(name)[cut]  # type: ignore[no-any-return]
 
     return ForeignWeights(path, kind, tensors, aliases, lambda name: opened[name].get_tensor(name), read_part, [])
@@ -258,13 +263,13 @@ def _open_bins(folder: Path) -> ForeignWeights:
     else:
         files = [_BIN]
     parts = [_open_torch(folder / file) for file in files]
-    owner = {name: part for part in parts for name in part.tensors}
-    forms = {name: part.tensors[name] for name, part in owner.items()}
+    owner = {name: file_weights for file_weights in parts for name in file_weights.tensors}
+    forms = {name: file_weights.tensors[name] for name, file_weights in owner.items()}
     return ForeignWeights(
         *(folder, "a folder of torch files", forms, {}),
         read=lambda name: owner[name].read(name),
         read_part=lambda name, cut: owner[name].read_part(name, cut),
-        others=[name for part in parts for name in part.others],
+        others=[name for file_weights in parts for name in file_weights.others],
     )
 
 
@@ -281,24 +286,26 @@ def _open_torch(path: Path) -> ForeignWeights:
         ) from error
     except OSError:
         raise
-    except Exception as error:  # what is no torch file is run as its instructions, which fail in any way
+    except Exception as error:
+        # torch runs a file of another kind as pickle instructions, which fail in any way.
         raise CheckpointError(f"{label} is no torch file, or is damaged; write it again") from error
-    kind, state, rest = _state_dict_in(content, label)
-    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
-    forms = {name: TensorForm(dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()}
+    description, state, rest = _state_dict_in(content, label)
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    forms = {name: TensorForm(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     others = [str(name) for name in state if name not in tensors] + rest
+    # The tensors are mapped: only the parts in use are read.
     return ForeignWeights(
-        path, kind, forms, {}, tensors.__getitem__, lambda name, cut: tensors[name][cut], others
-    )  # mapped
+        path, description, forms, {}, tensors.__getitem__, lambda name, cut: tensors[name][cut], others
+    )
 
 
 def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the kind of file, the state dict in its content, and the content's other keys."""
+    """Return the kind of file, its state dict, and the other keys."""
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{label} holds a {type(content).__name__}, not a state dict; write one")
-    found = [key for key, value in content.items() if _is_state_dict(value)]
+    state_dicts = [key for key, value in content.items() if _is_state_dict(value)]
     # A tensor next to a state dict is a loss or a counter.
-    nested = [key for key in found if key in _NESTED] or found
+    nested = [key for key in state_dicts if key in _NESTED] or state_dicts
     if not nested and _is_state_dict(content):
         return "a state dict", content, []
     if len(nested) != 1:
@@ -309,10 +316,10 @@ def _state_dict_in(content: Any, label: str) -> tuple[str, dict[str, Any], list[
             problem = f"has no state dict; its keys are: {keys}"
         raise CheckpointError(f"{label} {problem}; write the one to load: torch.save(content[KEY], FILE)")
     if "pytorch-lightning_version" in content:
-        kind = "a Lightning checkpoint"
+        description = "a Lightning checkpoint"
     else:
-        kind = f"a torch file ({nested[0]!r})"
-    return kind, content[nested[0]], [key for key in content if key != nested[0]]
+        description = f"a torch file ({nested[0]!r})"
+    return description, content[nested[0]], [key for key in content if key != nested[0]]
 
 
 def _is_state_dict(content: Any) -> bool:
@@ -364,11 +371,11 @@ def _dcp_metadata(path: Path, label: str) -> Any:
         ) from error
     except (AttributeError, EOFError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{label}/{_METADATA} is damaged; save the folder again") from error
-    for each in sorted(files):
-        if each.is_absolute() or ".." in each.parts:
-            raise CheckpointError(f"{label}/{_METADATA} names {printable(str(each), 80)!r}, outside of the folder")
-        if not (path / each).is_file():
-            raise CheckpointError(f"{label}/{each} is missing; copy the whole folder")
+    for data_file in sorted(files):
+        if data_file.is_absolute() or ".." in data_file.parts:
+            raise CheckpointError(f"{label}/{_METADATA} names {printable(str(data_file), 80)!r}, outside of the folder")
+        if not (path / data_file).is_file():
+            raise CheckpointError(f"{label}/{data_file} is missing; copy the whole folder")
     return metadata
 
 
@@ -382,6 +389,7 @@ def _open_dcp(path: Path) -> ForeignWeights:
         if isinstance(entry, dcp.metadata.TensorStorageMetadata)
     }
 
+    # DCP is imported late, so mypy does not know the base class.
     class Reader(dcp.FileSystemReader):  # type: ignore[misc, name-defined]
         """Takes the metadata that was read above; torch's own would run its pickle."""
 
@@ -392,8 +400,12 @@ def _open_dcp(path: Path) -> ForeignWeights:
 
     helpers = importlib.import_module("torch.distributed.checkpoint.planner_helpers")
 
+    # Here too mypy does not know the base class.
     class Part(dcp.DefaultLoadPlanner):  # type: ignore[misc, name-defined]
-        """Fills one tensor with a box of a stored one, from the chunks that overlap it."""
+        """Fills one tensor with a box of a stored one.
+
+        It reads the chunks that overlap the box.
+        """
 
         def __init__(self, tensor: Tensor) -> None:
             super().__init__()
@@ -407,8 +419,8 @@ def _open_dcp(path: Path) -> ForeignWeights:
             pass
 
     def read_part(name: str, cut: tuple[slice, ...]) -> Tensor:
-        offsets = [each.start for each in cut]
-        sizes = [each.stop - each.start for each in cut]
+        offsets = [span.start for span in cut]
+        sizes = [span.stop - span.start for span in cut]
         tensor = torch.empty(sizes, dtype=getattr(torch, forms[name].dtype))
         box = dcp.metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         try:
@@ -448,7 +460,7 @@ def write_dcp(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 
 def _plain_names(weights: ForeignWeights) -> dict[str, str]:
@@ -472,23 +484,23 @@ def _plain_names(weights: ForeignWeights) -> dict[str, str]:
 
 def _prefixes(names: Mapping[str, str]) -> list[str]:
     """Return the prefixes that may be removed, the shortest first: "", "model.", "module.model.", ..."""
-    found = {""}
+    prefixes = {""}
     for name in names:
         parts = name.split(".")
         prefix = ""
-        for part in parts[:-1]:
-            if part not in _PREFIXES:
+        for component in parts[:-1]:
+            if component not in _PREFIXES:
                 break
-            prefix += f"{part}."
-            found.add(prefix)
-    return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
+            prefix += f"{component}."
+            prefixes.add(prefix)
+    return sorted(prefixes, key=lambda prefix: (prefix.count("."), prefix))
 
 
 def _other_prefixes(names: Mapping[str, str], model: Mapping[str, Tensor]) -> list[str]:
-    """Return what stands before a name of the model in a file's names, for the first of its names that is there."""
+    """Return the prefixes in a file's names before the first name that matches."""
     for wanted in model:
-        if found := [name.removesuffix(wanted) for name in names if name.endswith(f".{wanted}")]:
-            return found
+        if prefixes := [name.removesuffix(wanted) for name in names if name.endswith(f".{wanted}")]:
+            return prefixes
     return []
 
 
@@ -523,6 +535,7 @@ def match_names(
             f"{', '.join(map(repr, complete))}; choose one "
             "with `lockstep checkpoint import --prefix`"
         )
+    # Without a complete match report the prefix that comes closest.
     prefix = min(missing_by, key=lambda prefix: len(missing_by[prefix]))
     source = {}
     for name in model:
@@ -531,12 +544,12 @@ def match_names(
             source[name] = names[f"{prefix}{partner}"]
     used = {f"{prefix}{name}" for name in model}
     rest = sorted(names.keys() - used)
-    found = _differences(weights, model, source, missing_by[prefix], _within(rest, model, prefix, leave))
-    if any(found):
+    mismatch = _differences(weights, model, source, missing_by[prefix], _within(rest, model, prefix, leave))
+    if any(mismatch):
         removed = f", with the prefix {prefix!r} removed," if prefix else ""
         raise CheckpointError(
-            f"{label} ({weights.kind}){removed} has {len(source)} of the model's {len(model)} tensors, {found}; its "
-            f"names begin with {list_names(sorted(names)[:1])}; {advise_drop(found, len(model))}"
+            f"{label} ({weights.kind}){removed} has {len(source)} of the model's {len(model)} tensors, {mismatch}; its "
+            f"names begin with {list_names(sorted(names)[:1])}; {advise_drop(mismatch, len(model))}"
         )
     _check_ties(weights, source, ties)
     forms = weights.tensors
@@ -545,7 +558,7 @@ def match_names(
 
 
 def _within(rest: list[str], model: Mapping[str, Tensor], prefix: str, leave: Callable[[str], bool]) -> list[str]:
-    """Return the names, without the prefix, that belong to a part of the model and are wanted."""
+    """Return the wanted names within the model, without the prefix."""
     parts = {name.partition(".")[0] for name in model}
     inside = [name.removeprefix(prefix) for name in rest if name.startswith(prefix)]
     return [name for name in inside if (prefix or name.partition(".")[0] in parts) and not leave(name)]
@@ -558,7 +571,10 @@ def _differences(
     missing: list[str],
     extra: list[str],
 ) -> Differences:
-    """Compare dtypes and shapes; a file may have a narrower dtype, all of whose values the model's has."""
+    """Compare dtypes and shapes.
+
+    A file may have a narrower dtype, if the model's dtype has all of its values.
+    """
     forms = dict[str, str]()
     shapes = list[str]()
     for name in sorted(source):
@@ -577,20 +593,20 @@ def _missing(names: Mapping[str, str], model: Mapping[str, Tensor], ties: Mappin
 
 def _partner(name: str, names: Mapping[str, str], ties: Mapping[str, str], prefix: str) -> str | None:
     """Return another name of the same tied tensor that the file has; None without one."""
-    first = ties.get(name, name)
-    group = [first, *(second for second, original in ties.items() if original == first)]
-    return next((each for each in group if each != name and f"{prefix}{each}" in names), None)
+    first_name = ties.get(name, name)
+    group = [first_name, *(second for second, original in ties.items() if original == first_name)]
+    return next((candidate for candidate in group if candidate != name and f"{prefix}{candidate}" in names), None)
 
 
 def _check_ties(weights: ForeignWeights, source: Mapping[str, str], ties: Mapping[str, str]) -> None:
-    for second, first in ties.items():
-        if second not in source or first not in source or source[second] == source[first]:
+    for second, first_name in ties.items():
+        if second not in source or first_name not in source or source[second] == source[first_name]:
             continue
-        one = weights.read(source[first])
+        one = weights.read(source[first_name])
         other = weights.read(source[second])
         if one.dtype != other.dtype or not torch.equal(as_bytes(one), as_bytes(other)):
             raise CheckpointError(
-                f"{printable(str(weights.path))}: {printable(first, 120)} and {printable(second, 120)} are "
+                f"{printable(str(weights.path))}: {printable(first_name, 120)} and {printable(second, 120)} are "
                 f"one tensor in "
                 "the model and differ in the file; give the model that was saved"
             )

@@ -97,6 +97,7 @@ def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]
     return CODES[dtype], shape
 
 
+# Version of the checkpoint format.
 FORMAT = 2
 INDEX = "index.json"
 MANIFEST = "manifest.json"
@@ -105,7 +106,8 @@ STATE = "state.json"
 _FILE = re.compile(r"rank-\d{5,9}\.(safetensors|json)|(state|index)\.json", re.ASCII)
 _STEP = re.compile(r"step-\d{8,18}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{16}", re.ASCII)
-JSON_LIMIT = 64 << 20  # bytes: an index of about 300,000 tensors, whose parsed form fits into memory
+# Bytes: an index of about 300,000 tensors, whose parsed form fits into memory.
+JSON_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+# Private: torch has no public test for tensors that wrap others.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.checkpoint.files import parse_json, printable, read_file
@@ -48,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TensorBox:
-    """A box in a tensor: start and extent in each dimension. A scalar's are both ()."""
+    """A box in a tensor: start and extent in each dimension; () for scalars."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -106,7 +108,7 @@ def block_of(tensor: torch.Tensor) -> TensorBox | None:
     placements: Sequence[Any] = tensor.placements
     for placement, ranks, index in zip(placements, tensor.device_mesh.shape, coordinate, strict=True):
         if _kind(placement) == "Shard":
-            # As torch.chunk: ceil(n / ranks) rows each, the last ones shorter or empty.
+            # As torch.chunk cuts: ceil(n / ranks) rows each, the last ranks with fewer or none.
             rows = math.ceil(shape[placement.dim] / ranks)
             start = min(index * rows, shape[placement.dim])
             offsets[placement.dim] += start
@@ -129,6 +131,7 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         _check(name, tensor)
     names = sorted(tensors)
     aliases = _ties(tensors, names)
+    # Any rank can write a tensor that all have, so these are divided by size.
     replicated = [name for name in names if name not in aliases and _is_replicated(tensors[name], world)]
     owners = owners_of([(local_of(tensors[name]).nbytes, name) for name in replicated], world.size)
     pieces = []
@@ -140,8 +143,8 @@ def share_out(tensors: dict[str, torch.Tensor], world: World) -> Share:
         block = block_of(tensors[name])
         if is_owner and block is not None:
             pieces.append(_piece(name, tensors[name], block))
-    own = {piece.name for piece in pieces}
-    own_aliases = {alias: name for alias, name in aliases.items() if name in own}
+    written = {piece.name for piece in pieces}
+    own_aliases = {alias: name for alias, name in aliases.items() if name in written}
     index = {}
     if world.is_main:
         grids = _Grids()
@@ -171,15 +174,16 @@ class _Grids:
             return self._grids.setdefault(key, Grid.whole(shape, owner or 0))
         mesh = tensor.device_mesh
         placements: tuple[Any, ...] = tuple(tensor.placements)
+        # Most tensors share mesh, placements and shape, so few grids are computed.
         key = (mesh, placements, shape)
         if key not in self._grids:
             shards = {}
-            for axis, place in enumerate(placements):
-                if _kind(place) == "Shard":
-                    shards[axis] = place.dim
-            first = int(mesh.mesh.reshape(-1)[0])
+            for axis, placement in enumerate(placements):
+                if _kind(placement) == "Shard":
+                    shards[axis] = placement.dim
+            first_rank = int(mesh.mesh.reshape(-1)[0])
             empty = tensor.numel() == 0
-            self._grids[key] = Grid.whole(shape, first) if empty else grid_of(shape, mesh.mesh, shards)
+            self._grids[key] = Grid.whole(shape, first_rank) if empty else grid_of(shape, mesh.mesh, shards)
         return self._grids[key]
 
 
@@ -190,7 +194,8 @@ def in_file_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
 
 def _piece(name: str, tensor: torch.Tensor, block: TensorBox) -> TensorPiece:
     shape = tuple(tensor.shape)
-    if tensor.numel() == 0:  # nothing to cut
+    # An empty tensor cannot be cut.
+    if tensor.numel() == 0:
         return TensorPiece(name, shape, (0,) * len(shape), torch.empty(shape, dtype=tensor.dtype))
     return TensorPiece(name, shape, block.offsets, local_of(tensor))
 
@@ -237,8 +242,9 @@ def _problem(name: str, value: Any) -> str | None:
 
 
 def _no_tensor(name: str, value: Any) -> str:
-    module, _, last = name.removeprefix("model/").rpartition(".")
-    if last == "_extra_state":  # torch's name for what get_extra_state returns
+    module, _, attribute = name.removeprefix("model/").rpartition(".")
+    # torch's name for what get_extra_state returns.
+    if attribute == "_extra_state":
         owner = f"the module {module!r:.300}" if module else "the model"
         return (
             f"{owner} returns a {type(value).__name__} from get_extra_state, and a checkpoint stores only tensors: "
@@ -249,17 +255,17 @@ def _no_tensor(name: str, value: Any) -> str:
 
 def _ties(tensors: dict[str, torch.Tensor], names: list[str]) -> dict[str, str]:
     """Return {alias: first name} of tensors that share all their memory; none for empty shards."""
-    first: dict[tuple[Any, ...], str] = {}
+    originals: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, str] = {}
     for name in names:
         tensor = tensors[name]
         local = local_of(tensors[name])
         if local.numel():
             placements = tensor.placements if is_dtensor(tensor) else None
-            # The same memory, but other values
+            # A conjugated or negated view has the same memory, but other values.
             lazily = local.is_conj(), local.is_neg()
             identity = (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.stride(), placements, lazily)
-            original = first.setdefault(identity, name)
+            original = originals.setdefault(identity, name)
             if original != name:
                 aliases[name] = original
     return aliases
@@ -269,7 +275,9 @@ def _is_replicated(tensor: torch.Tensor, world: World) -> bool:
     """Whether every rank of the world has the full tensor: any may write it."""
     if not is_dtensor(tensor):
         return True
-    return tensor.device_mesh.size() == world.size and all(_kind(place) == "Replicate" for place in tensor.placements)
+    return tensor.device_mesh.size() == world.size and all(
+        _kind(placement) == "Replicate" for placement in tensor.placements
+    )
 
 
 def _is_writer(tensor: torch.Tensor) -> bool:
@@ -278,11 +286,12 @@ def _is_writer(tensor: torch.Tensor) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    if tensor.numel() == 0:  # no rank has a part; one must write the name
+    # No rank has a part, but one must write the name.
+    if tensor.numel() == 0:
         return not any(coordinate)
     copies = []
-    for at, place in zip(coordinate, tensor.placements, strict=True):
-        if _kind(place) == "Replicate":
+    for at, placement in zip(coordinate, tensor.placements, strict=True):
+        if _kind(placement) == "Replicate":
             copies.append(at)
     return not any(copies) and local_of(tensor).numel() > 0
 
@@ -306,6 +315,7 @@ def owners_of(sizes: list[tuple[int, str]], ranks: int) -> dict[str, int]:
 
 
 def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: list[str]) -> dict[str, Any]:
+    # Digests, because a large model has too many names and shapes to exchange.
     digest = xxhash.xxh3_64()
     placement = xxhash.xxh3_64()
     places: dict[Any, bytes] = {}
@@ -315,6 +325,7 @@ def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: lis
         if is_dtensor(tensor):
             key = (tensor.device_mesh, tuple(tensor.placements))
             if key not in places:
+                # A mesh is in host memory.
                 places[key] = repr((tensor.device_mesh.mesh.tolist(), tensor.placements)).encode()
             placement.update(places[key])
     return {
@@ -327,11 +338,15 @@ def _summary(tensors: dict[str, torch.Tensor], names: list[str], replicated: lis
 
 # --- indexes and headers
 
-_HEADER_LIMIT = 100_000_000  # bytes: the safetensors format's own limit
-_DIMENSIONS = 64  # torch's own limit
+# Bytes: the safetensors format's own limit.
+_HEADER_LIMIT = 100_000_000
+# torch's own limit.
+_DIMENSIONS = 64
+# Version of index.json.
 _INDEX_FORMAT = 2
 
-Header = dict[str, tuple[str, tuple[int, ...]]]  # key -> dtype code, shape
+# key -> dtype code, shape.
+Header = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +399,7 @@ class GridSlices(Sequence[SliceEntry]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return a slice, in row-major order."""
-        return [self._entry(each) for each in self._grid.slices()][index]
+        return [self._entry(box) for box in self._grid.slices()][index]
 
     def __iter__(self) -> Iterator[SliceEntry]:
         """Yield the slices."""
@@ -423,7 +438,8 @@ def read_index(path: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, 
     if content["format"] != _INDEX_FORMAT or not isinstance(content["tensors"], list):
         raise CheckpointError(f"{label} is damaged: it has another format than {_INDEX_FORMAT}")
     numbers = frozenset(rank_of(name) for name in files if name.endswith(".safetensors"))
-    grids: dict[str, Grid | str] = {}  # most tensors are cut alike
+    # Most tensors are cut in the same way, and share an entry.
+    grids: dict[str, Grid | str] = {}
     tensors: dict[str, GridSlices] = {}
     for number, fields in enumerate(content["tensors"]):
         grid = _grid(fields, numbers, grids)
@@ -464,7 +480,7 @@ def _aliases(aliases: Any, label: str) -> dict[str, str]:
 
 
 def read_rank_index(path: Path, name: str, files: dict[str, dict[str, Any]]) -> tuple[list[SliceEntry], dict[str, str]]:
-    """Read the slices and the aliases (alias -> name) of a rank's index file, of format 1.
+    """Read slices and aliases (alias -> name) of a rank's index, of format 1.
 
     Args:
         path: the checkpoint's folder.
@@ -491,8 +507,8 @@ def _entry_problem(fields: Any, files: dict[str, dict[str, Any]]) -> str | None:
     types = {"name": str, "dtype": str, "shape": list, "offsets": list, "local": list, "file": str, "key": str}
     if not isinstance(fields, dict) or fields.keys() != types.keys():
         return f"it does not have the fields {', '.join(types)}"
-    for key, kind in types.items():
-        if type(fields[key]) is not kind or (kind is list and not all(is_size(value) for value in fields[key])):
+    for key, expected in types.items():
+        if type(fields[key]) is not expected or (expected is list and not all(is_size(value) for value in fields[key])):
             return f"its {key} is of another type or out of range"
     if not is_known(fields["dtype"]):
         return f"unknown dtype {printable(fields['dtype'], 40)!r}"
@@ -538,7 +554,7 @@ def _header_text(path: Path, label: str) -> tuple[int, int, bytes]:
     size = path.lstat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        # Also if the file is shorter than 8 bytes
+        # This holds for a file of fewer than 8 bytes too.
         if length > min(_HEADER_LIMIT, size - 8):
             raise CheckpointError(f"{label} is damaged: its header claims {length} bytes of a file of {size}")
         return size, length, file.read(length)

@@ -57,8 +57,10 @@ __all__ = [
     "open_tensors",
 ]
 
-AVERAGE = "average/"  # prefix of the names of averaged weights
-EVALUATED = "evaluated/"  # prefix of the names of an optimizer's weights for evaluation
+# Prefix of the names of averaged weights.
+AVERAGE = "average/"
+# Prefix of the names of an optimizer's weights for evaluation.
+EVALUATED = "evaluated/"
 
 
 def load(
@@ -71,7 +73,7 @@ def load(
 ) -> None:
     """Fill `tensors` in place from the checkpoint folder `path`. Collective.
 
-    A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of each of its groups:
+    A name up to its first "/" is a group. `tensors` must have all of the checkpoint's tensors of its groups:
     {"model/..."} alone loads only weights, and a forgotten weight is still an error.
 
     Only an optimizer's state of a parameter may be missing, if those of others are there: the parameter had no gradient
@@ -90,7 +92,8 @@ def load(
     """
     everybody = world or World()
     contents = await_all_ranks(everybody, lambda: _check_files(path, tensors, world, verified, leave))  # collective
-    if world and any(world.gather(attached(path) is not None)):  # collective
+    # A rank whose folder has all files must take part too, because the download is collective.
+    if world and any(world.gather(attached(path) is not None)):
         _fetch_whole(path, tensors, contents, world)  # collective
     await_all_ranks(everybody, lambda: _fill_all(path, tensors, contents))  # collective
 
@@ -106,20 +109,22 @@ def _check_files(
     source = attached(path)
     if world is None and not source:
         _raise_damage(check_sizes(path, manifest))
-    else:  # the ranks divide the data; each checks what it reads itself
+    else:
+        # The ranks divide the data, and each checks what it reads.
         _raise_damage(find_damage(path, manifest, [*index_files(manifest), STATE]))
     contents = read_contents(path, manifest)
     for name in _names_without_state(tensors, contents):
         del tensors[name]
-    if any(found := differences(tensors, contents, leave)):
+    if any(mismatch := differences(tensors, contents, leave)):
         raise CheckpointError(
-            f"the checkpoint {printable(path.name)} {found}; use the model and optimizer that wrote it"
+            f"the checkpoint {printable(path.name)} {mismatch}; use the model and optimizer that wrote it"
         )
     if verified or source:
         return contents
     if world is None:
         names = sorted({entry.file for name in tensors for entry in contents[name].entries})
     else:
+        # The ranks share the work of checksums.
         names = data_files(manifest, world.rank, world.size)
     _raise_damage(find_damage(path, manifest, names))
     check_headers(path, manifest, names)
@@ -165,7 +170,7 @@ class Differences(NamedTuple):
 def differences(
     tensors: Mapping[str, torch.Tensor], contents: Mapping[str, StoredTensor], leave: Callable[[str], bool]
 ) -> Differences:
-    """Compare names, dtypes and shapes with those of a checkpoint, of the groups that `tensors` has."""
+    """Compare names, dtypes and shapes with a checkpoint's, in the groups of `tensors`."""
     groups = {name.partition("/")[0] for name in tensors}
     names = {name for name in contents if name.partition("/")[0] in groups and not leave(name)}
     forms = dict[str, str]()
@@ -187,9 +192,9 @@ def check_fits(
     contents: Mapping[str, StoredTensor],
     leave: Callable[[str], bool],
 ) -> None:
-    """Raise CheckpointError, with the flag that helps, if weights to begin with do not fit the model."""
-    if any(found := differences(tensors, contents, leave)):
-        raise CheckpointError(f"{label} {found}; {advise_drop(found, len(tensors))}")
+    """Raise CheckpointError with the flag that helps, if initial weights do not fit."""
+    if any(mismatch := differences(tensors, contents, leave)):
+        raise CheckpointError(f"{label} {mismatch}; {advise_drop(mismatch, len(tensors))}")
 
 
 def list_names(names: Sequence[str]) -> str:
@@ -219,22 +224,25 @@ def advise_drop(found: Differences, count: int) -> str:
 
 
 def _fetch_whole(path: Path, tensors: dict[str, torch.Tensor], contents: dict[str, StoredTensor], world: World) -> None:
-    """Download the files of which the ranks of a folder together read all, once for them all. Collective.
+    """Download whole files once for all ranks of a folder. Collective.
+
+    These are the files that the ranks together read completely.
 
     A local file that is damaged is removed. What is not downloaded each rank reads in ranges.
     """
-    needs = world.gather(_bytes_needed(tensors, contents))  # collective
+    # What is worth a whole download depends on the needs of all ranks of a folder.
+    needs = world.gather(_bytes_needed(tensors, contents))
     lead = world.leads[world.rank] if world.leads else 0
     ranks = [rank for rank in range(world.size) if (world.leads[rank] if world.leads else 0) == lead]
     total = Counter[str]()
     for rank in ranks:
         total.update(needs[rank])
-    own = sorted(total)[ranks.index(world.rank) :: len(ranks)]
+    names = sorted(total)[ranks.index(world.rank) :: len(ranks)]
 
     def fetch() -> None:
         source = attached(path)
         manifest = read_manifest(path)
-        for name in own if source else ():
+        for name in names if source else ():
             if not (path / name).exists() or find_damage(path, manifest, [name]):
                 (path / name).unlink(missing_ok=True)
                 if source and total[name] >= source.size(name) // 2:
@@ -341,7 +349,9 @@ class FullTensors:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[FullTensors]:
-    """Check the files of a checkpoint, and yield its full tensors; none is kept in memory.
+    """Check the files of a checkpoint, and yield its full tensors.
+
+    No tensor is kept in memory.
 
     Raises:
         CheckpointError: damaged.
@@ -351,8 +361,8 @@ def open_tensors(path: Path) -> Iterator[FullTensors]:
     contents = read_contents(path, manifest)
     check_headers(path, manifest, data_files(manifest))
     with ExitStack() as stack:
-        part = _reader(path, stack)
-        yield FullTensors(contents, lambda name: _read_full(contents[name], part))
+        read_slice = _reader(path, stack)
+        yield FullTensors(contents, lambda name: _read_full(contents[name], read_slice))
 
 
 def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
@@ -367,7 +377,10 @@ def averages_of(path: Path, all_names: Iterable[str]) -> list[str]:
 
 
 def evaluated_of(all_names: Iterable[str]) -> dict[str, str]:
-    """Map `model/NAME` to the name of its value for evaluation, for an optimizer that has one; else {}."""
+    """Map `model/NAME` to the name of its value for evaluation.
+
+    {} if the optimizer has no such values.
+    """
     return {f"model/{name.removeprefix(EVALUATED)}": name for name in all_names if name.startswith(EVALUATED)}
 
 

@@ -1,4 +1,6 @@
-"""Keep a run's checkpoints and records in an object store: S3, GCS, Azure, or any that fsspec writes to.
+"""Keep a run's checkpoints and records in an object store.
+
+That is S3, GCS, Azure, or any store that fsspec writes to.
 
     remote = RemoteRun("s3://bucket/runs", "first")
     remote.check()                                  # package, bucket and permissions, before anything is written
@@ -36,7 +38,7 @@ from lockstep.files import bytes_text, import_fsspec, limit_s3_tries, sync, writ
 
 __all__ = ["RECORDS", "RemoteRun", "Say"]
 
-# The files beside the checkpoints that a run continues from on another machine.
+# With these files and the checkpoints a run can resume on another machine.
 RECORDS = (
     *("config.toml", "environment.json", "state.json", "metrics.jsonl", "metrics.csv", "timeline.jsonl"),
     *("checkpoints/evaluated.json", "checkpoints/run.json"),
@@ -45,12 +47,16 @@ RECORDS = (
 Say = Callable[[str], None]
 T = TypeVar("T")
 
-_RANGE = 16 << 20  # bytes of one read
-_RANGES = 4  # reads at a time
-_PAUSES = (1.0, 4.0, 15.0)  # seconds before each retry
-_REPORT_SECONDS = 30.0  # between two lines about a long download
+# Bytes of one read.
+_RANGE = 16 << 20
+# Reads at a time.
+_RANGES = 4
+# Seconds before each retry.
+_PAUSES = (1.0, 4.0, 15.0)
+# Seconds between two lines about a long download.
+_REPORT_SECONDS = 30.0
 
-# The store's own code of an error -> why, and the way out. A retry does not help.
+# The store's own code of an error -> reason and way out. A retry does not help.
 _DENIED = "no permission (403); the credentials in use must list, read, write and delete there"
 _MISSING = "the bucket does not exist; create it, or correct the URL"
 _CLOCK = "this machine's clock differs too much from the store's; synchronise it (NTP), and start again"
@@ -63,7 +69,7 @@ _FINAL = {
     **dict.fromkeys(("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"), _REFUSED),
     **dict.fromkeys(("TokenRefreshRequired", "AuthenticationFailed", "InvalidClientTokenId", "401"), _REFUSED),
 }
-# Classes of errors by name, since their packages may be missing: no credentials; no answer.
+# Error classes by name, since their packages may be missing: no credentials; no answer.
 _NO_CREDENTIALS = {
     "botocore.exceptions.NoCredentialsError",
     "botocore.exceptions.PartialCredentialsError",
@@ -111,7 +117,7 @@ class RemoteRun:
         """
         fsspec = import_fsspec()
         scheme = self.url.partition("://")[0]
-        # The latter: what a program registers
+        # A program may add stores of its own to the registry.
         if scheme not in {*fsspec.available_protocols(), *fsspec.registry}:
             raise self._error(f"fsspec knows no store {scheme!r}; give s3://BUCKET/PATH, gs:// or az://")
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -120,7 +126,7 @@ class RemoteRun:
         try:
             system, path = fsspec.url_to_fs(self.url, **options)
         except ImportError as error:
-            # `fsspec.registry` is a mapping
+            # The attribute `registry` of fsspec hides the module of that name.
             known: Any = sys.modules["fsspec.registry"].known_implementations
             module = str(known[scheme]["class"]).partition(".")[0]
             raise self._error(f"the package {module} is not installed; pip install {module}") from error
@@ -145,7 +151,7 @@ class RemoteRun:
             ConfigError: a package, the bucket, credentials or permissions are missing; or clocks differ too much.
             StorageError: the store does not answer.
         """
-        # somebody waits for the answer
+        # Somebody waits for the answer, so retry only once.
         name = f".probe-{secrets.token_hex(8)}"
         self._pauses = _PAUSES[:1]
         self.write(name, b"lockstep")
@@ -175,12 +181,13 @@ class RemoteRun:
         self._reach(lambda: system.pipe_file(f"{root}/{name}", data))
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a local file as `name`, and note in `heard` what the store takes. Raises FileNotFoundError."""
+        """Upload a local file, and note the progress in `heard`. Raises FileNotFoundError."""
         system, root = self._store
         path.stat()
 
         def hear(size: int, sent: int, **_: object) -> None:
-            if sent:  # fsspec calls it before the first part too
+            # fsspec calls it before the first part too.
+            if sent:
                 self.heard = time.monotonic()
 
         callback = import_fsspec().Callback(hooks={"hear": hear})
@@ -198,21 +205,23 @@ class RemoteRun:
     def _inside(self, kind: str) -> list[str]:
         system, root = self._store
         try:
-            found = self._reach(lambda: system.ls(root, detail=True))
+            entries = self._reach(lambda: system.ls(root, detail=True))
         except FileNotFoundError:
             return []
-        return sorted(str(each["name"]).rstrip("/").rpartition("/")[2] for each in found if each["type"] == kind)
+        return sorted(str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == kind)
 
     def download_records(self, folder: Path, more: Collection[str] = ()) -> None:
-        """Download the records of the run, and `more`, in place of older ones in its local folder."""
+        """Download the run's records, and `more`, over older ones in its folder."""
         system, root = self._store
         for name in (*RECORDS, *more):
             path = folder / name
             temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(8)}")
             try:
+                # The default arguments bind this round's values; mypy cannot infer their types.
                 self._reach(lambda name=name, to=temporary: system.get_file(f"{root}/{name}", str(to)))  # type: ignore[misc]
                 os.replace(temporary, path)
-            except FileNotFoundError:  # the run has none yet
+            except FileNotFoundError:
+                # The run has no such file yet.
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise refusal_error(error) from error
@@ -268,9 +277,11 @@ class RemoteRun:
         return manifest.size
 
     def upload_part(self, folder: Path, step: int, part: str, *, last: bool) -> int | None:
-        """Upload this node's files of a checkpoint of several nodes, each with a local folder of its own.
+        """Upload this node's files of a checkpoint of several nodes.
 
-        A node whose files are there says so in `uploads/STEP/PART.json`. The manifest follows once all have.
+        Each node has a local folder for its own ranks.
+
+        A node whose files are there notes it in `uploads/STEP/PART.json`. The manifest follows once all have.
 
         Args:
             part: name of the node, such as that of its first rank.
@@ -293,22 +304,22 @@ class RemoteRun:
             if self.read(f"{name}/{MANIFEST}") == content:
                 return 0
             if not last:
-                # Rank 0's node removes it, before any of its files changes
+                # Rank 0's node removes it before any of its files changes.
                 return None
             self.discard_files([f"{name}/{MANIFEST}"])
-        here = [each for each in sorted(manifest.files) if (path / each).is_file()]
+        here = [file for file in sorted(manifest.files) if (path / file).is_file()]
         if last:
-            own = here
+            files = here
         else:
-            own = [each for each in here if each.endswith(".safetensors")]
-        note = dump({"manifest": manifest.checksum, "files": own})
+            files = [file for file in here if file.endswith(".safetensors")]
+        note = dump({"manifest": manifest.checksum, "files": files})
         sent = 0
         if self.read(f"{notes}/{part}.json") != note:
             self.discard_files([f"{notes}/{part}.json"])
-            for each in own:
-                self.put(path / each, f"{name}/{each}")
+            for file in files:
+                self.put(path / file, f"{name}/{file}")
             self.write(f"{notes}/{part}.json", note)
-            sent = sum(int(manifest.files[each]["size"]) for each in own)
+            sent = sum(int(manifest.files[file]["size"]) for file in files)
         if not last:
             return sent
         if self._noted(notes, manifest) < manifest.files.keys():
@@ -316,23 +327,26 @@ class RemoteRun:
         return self._finish(name, notes, manifest)
 
     def _noted(self, notes: str, manifest: Manifest) -> set[str]:
-        """Return the files that the nodes say are there, of this manifest."""
+        """Return the files of this manifest that the nodes have noted as uploaded."""
         files: set[str] = set()
-        for each in self._sizes(notes):
-            fields = json.loads(self.read(f"{notes}/{each}") or b"{}")
+        for note in self._sizes(notes):
+            fields = json.loads(self.read(f"{notes}/{note}") or b"{}")
             if fields.get("manifest") == manifest.checksum:
                 files |= set(fields["files"])
         return files & manifest.files.keys()
 
     def _finish(self, name: str, notes: str, manifest: Manifest) -> int:
-        """Compare the sizes of a checkpoint's files, and upload its manifest; else all nodes upload again."""
+        """Compare the sizes of a checkpoint's files, and upload its manifest.
+
+        If a size differs, all nodes upload again.
+        """
         there = self._sizes(name)
-        self.discard_files([f"{name}/{each}" for each in sorted(there.keys() - manifest.files.keys())])
-        wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
-        wrong = sorted(each for each in wanted if wanted[each] != there.get(each))
+        self.discard_files([f"{name}/{file_name}" for file_name in sorted(there.keys() - manifest.files.keys())])
+        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
+        wrong = sorted(file_name for file_name in wanted if wanted[file_name] != there.get(file_name))
         if not wrong:
             self.write(f"{name}/{MANIFEST}", manifest.dump())
-        self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
+        self.discard_files([f"{notes}/{file_name}" for file_name in self._sizes(notes)])
         if wrong:
             raise self._error(f"{name}/{wrong[0]} has {there.get(wrong[0])} bytes there, not {wanted[wrong[0]]}")
         return manifest.size
@@ -352,7 +366,7 @@ class RemoteRun:
         """
         final = path_of(folder, step)
         manifest = self.manifest(step)
-        files = {each: file for each, file in manifest.files.items() if names is None or each in names}
+        files = {file_name: file for file_name, file in manifest.files.items() if names is None or file_name in names}
         size = sum(int(file["size"]) for file in files.values())
         if names is None:
             say(f"downloading {final.name} ({bytes_text(size)}) from {self.url}")
@@ -365,8 +379,8 @@ class RemoteRun:
                     f"{bytes_text(size)}; make room, or choose another --checkpoint.local-dir"
                 )
             temporary.mkdir(mode=0o700)
-            for each, file in sorted(files.items()):
-                write_file(temporary / each, self._chunks(step, each, file, say))
+            for file_name, file in sorted(files.items()):
+                write_file(temporary / file_name, self._chunks(step, file_name, file, say))
             write_file(temporary / MANIFEST, [manifest.dump()])
             os.chmod(temporary, final.parent.stat().st_mode & 0o2777)
             if final.is_symlink() or final.exists():  # a damaged one
@@ -381,7 +395,9 @@ class RemoteRun:
             remove(temporary)
 
     def verify(self, step: int, names: Collection[str] | None = None) -> list[str]:
-        """Read a checkpoint in the store in ranges; return what is wrong, a line each, and [] if it is whole.
+        """Read a checkpoint in the store in ranges, and return what is wrong.
+
+        The result has a line for each problem; [] if the checkpoint is complete.
 
         Args:
             names: read only these files; None: all.
@@ -391,29 +407,32 @@ class RemoteRun:
         except CheckpointError as error:
             return [str(error)]
         problems = self.size_problems(step, manifest)
-        for each, file in sorted(manifest.files.items()) if not problems else ():
-            if names is not None and each not in names:
+        for file_name, file in sorted(manifest.files.items()) if not problems else ():
+            if names is not None and file_name not in names:
                 continue
             try:
-                for _ in self._chunks(step, each, file, lambda line: None):
+                for _ in self._chunks(step, file_name, file, lambda line: None):
                     pass
             except CheckpointError as error:
                 problems.append(str(error))
         return problems
 
     def size_problems(self, step: int, manifest: Manifest) -> list[str]:
-        """Return which files of a checkpoint are missing, stray or of another size, a line each; reads none."""
+        """Return which files of a checkpoint are missing, stray or of another size.
+
+        The result has a line for each file. No file is read.
+        """
         there = self._sizes(f"checkpoints/{step_name(step)}")
-        wanted = {each: int(file["size"]) for each, file in manifest.files.items()}
+        wanted = {file_name: int(file["size"]) for file_name, file in manifest.files.items()}
         problems = []
-        for each in sorted(there.keys() | wanted.keys() - {MANIFEST}):
-            label = f"{step_name(step)}/{printable(each)}"
-            if each not in there:
+        for file_name in sorted(there.keys() | wanted.keys() - {MANIFEST}):
+            label = f"{step_name(step)}/{printable(file_name)}"
+            if file_name not in there:
                 problems.append(f"{label} is missing in {self.url}")
-            elif each not in wanted and each != MANIFEST:
+            elif file_name not in wanted and file_name != MANIFEST:
                 problems.append(f"{label} does not belong there")
-            elif each in wanted and there[each] != wanted[each]:
-                problems.append(f"{label} in {self.url} has {there[each]} bytes instead of {wanted[each]}")
+            elif file_name in wanted and there[file_name] != wanted[file_name]:
+                problems.append(f"{label} in {self.url} has {there[file_name]} bytes instead of {wanted[file_name]}")
         return problems
 
     def read_ranges(self, step: int, name: str, begins: list[int], ends: list[int]) -> list[bytes]:
@@ -426,7 +445,7 @@ class RemoteRun:
         path = f"{root}/checkpoints/{step_name(step)}/{name}"
         label = f"{step_name(step)}/{name}"
         parts = self._ranges(system, path, begins, ends, label)
-        if any(len(part) != end - begin for part, begin, end in zip(parts, begins, ends, strict=True)):
+        if any(len(chunk) != end - begin for chunk, begin, end in zip(parts, begins, ends, strict=True)):
             raise CheckpointError(f"{label} in {self.url} is shorter than its manifest says")
         return parts
 
@@ -447,7 +466,7 @@ class RemoteRun:
             self.discard_files([f"checkpoints/{step_name(step)}/{each}" for each in names])
             notes = f"uploads/{step_name(step)}"
             self.discard_files([f"{notes}/{each}" for each in self._sizes(notes)])
-            # The only stores with folders that stay when empty
+            # Of all stores only a folder keeps empty folders.
             if self.is_folder:
                 system, root = self._store
                 for each in ("checkpoints", "uploads"):
@@ -477,8 +496,8 @@ class RemoteRun:
         count = 0
         reported = time.monotonic()
         starts = range(0, size, _RANGE)
-        for first in range(0, len(starts), _RANGES):
-            begins = [*starts[first : first + _RANGES]]
+        for start in range(0, len(starts), _RANGES):
+            begins = [*starts[start : start + _RANGES]]
             ends = [min(begin + _RANGE, size) for begin in begins]
             for chunk in self._ranges(system, remote, begins, ends, label):
                 digest.update(chunk)
@@ -512,19 +531,20 @@ class RemoteRun:
     def _sizes(self, folder: str) -> dict[str, int]:
         """Return {name: bytes} of all files below a folder of the run; {} without one."""
         system, root = self._store
-        place = f"{root}/{folder}".rstrip("/")
+        prefix = f"{root}/{folder}".rstrip("/")
         try:
-            found = self._reach(lambda: system.find(place, detail=True))
+            listing = self._reach(lambda: system.find(prefix, detail=True))
         except FileNotFoundError:
             return {}
-        files = {str(name): int(info.get("size") or 0) for name, info in found.items()}
-        return {name[len(place) + 1 :]: size for name, size in files.items() if name.startswith(f"{place}/")}
+        files = {str(name): int(info.get("size") or 0) for name, info in listing.items()}
+        return {name[len(prefix) + 1 :]: size for name, size in files.items() if name.startswith(f"{prefix}/")}
 
     def discard_files(self, names: list[str]) -> None:
         """Delete files, one after the other, in this order; missing ones are fine."""
         system, root = self._store
         for name in names:
             try:
+                # The default argument binds this round's name; mypy cannot infer its type.
                 self._reach(lambda name=name: system.rm_file(f"{root}/{name}"))  # type: ignore[misc]
             except FileNotFoundError:
                 continue
@@ -554,9 +574,9 @@ class RemoteRun:
         """Return the error for a failed request: by the store's code, or by class."""
         chain = [error, *_causes(error)]
         classes = set()
-        for each in chain:
-            for kind in type(each).__mro__:
-                classes.add(f"{kind.__module__}.{kind.__name__}")
+        for cause in chain:
+            for error_class in type(cause).__mro__:
+                classes.add(f"{error_class.__module__}.{error_class.__name__}")
         code = _code_of(error)
         if code in _FINAL:
             return self._error(_FINAL[code])
@@ -568,7 +588,7 @@ class RemoteRun:
             return self._error(f"{error.strerror}; make room there, or choose another URL")
         reason = printable(mask((str(error).strip().splitlines() or [""])[0]), 200)
         if classes & _NO_ANSWER or isinstance(error, OSError):
-            # With a code it did answer: a server that fails, or whose disk is full.
+            # With a code the store did answer: a server fails, or its disk is full.
             if code:
                 what = f"fails ({code}: {reason})"
             else:
@@ -581,10 +601,10 @@ class RemoteRun:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    each = error.__cause__ or error.__context__
-    while each is not None:
-        yield each
-        each = each.__cause__ or each.__context__
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 _CODE = re.compile(r"\w+", re.ASCII)
@@ -592,13 +612,13 @@ _CODE = re.compile(r"\w+", re.ASCII)
 
 def _code_of(error: BaseException) -> str:
     """Return the store's own code of an error, such as "AccessDenied"; "" without one."""
-    for each in (error, *_causes(error)):
-        response = getattr(each, "response", None)
-        # Botocore
+    for cause in (error, *_causes(error)):
+        response = getattr(cause, "response", None)
+        # Errors of botocore have a response.
         fields = response.get("Error") if isinstance(response, dict) else None
         code = fields.get("Code") if isinstance(fields, dict) else None
-        # Azure; GCS
-        for value in (code, getattr(each, "error_code", None), getattr(each, "code", None)):
+        # Errors of Azure and GCS have the code as an attribute.
+        for value in (code, getattr(cause, "error_code", None), getattr(cause, "code", None)):
             if value is not None and _CODE.fullmatch(text := str(getattr(value, "value", value))):
                 return text
     return ""

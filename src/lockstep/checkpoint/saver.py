@@ -39,11 +39,14 @@ __all__ = [
 
 
 _LOG = logging.getLogger("lockstep")
-_SPARE = 2**30  # bytes that snapshots leave free on the device
-_PART = 2**30  # bytes of a snapshot per allocation and per copy to the host
+# Bytes that snapshots leave free on the device.
+_SPARE = 2**30
+# Bytes of a snapshot per allocation and per copy to the host.
+_PART = 2**30
 
 Write = Callable[[Share, World], None]
-_Pairs = list[tuple[Tensor, Tensor]]  # (target, source)
+# (target, source) of each copy.
+_Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Saver:
@@ -75,11 +78,12 @@ class Saver:
         self._on_failure = on_failure
         self._background = background
         if background and world.size > 1:
-            self._own = dataclasses.replace(world, control=world.new_group())  # collective
-        # Separate: host tensors of a task may change shape between saves, and locking memory takes seconds.
+            # The thread exchanges while the loop does, so it needs a group for itself.
+            self._own = dataclasses.replace(world, control=world.new_group())
+        # Two buffers: a task's host tensors may change shape between saves, and locking memory takes seconds.
         self._pinned = HostBuffer()
         self._pageable = HostBuffer()
-        # Device bytes: peak of the steps, and of the last save's snapshots
+        # Bytes of the device: the peak of the steps, and the snapshots of the last save.
         self._peak = self._snapshot_bytes = 0
         self._stream: torch.cuda.Stream | None = None
         self._copy_event: torch.cuda.Event | None = None
@@ -125,7 +129,7 @@ class Saver:
         if self._background:
             share, ready = self._copy(share, stable)
             self._thread = threading.Thread(target=self._work, args=(share, ready, write), name="lockstep-save")
-            # A process that must exit does not wait for a disk
+            # A process that must exit does not wait for a disk.
             self._thread.daemon = True
             self._pending = True
             self._thread.start()
@@ -158,22 +162,24 @@ class Saver:
             report = [isinstance(error, PeerError), *where, str(error), code]
         else:
             report = None
-        problems = sorted(problem for problem in self._world.gather(report) if problem)  # collective
+        # The ranks count failed saves together, so that all of them end, or none.
+        problems = sorted(problem for problem in self._world.gather(report) if problem)
         self.blocked += time.perf_counter() - began
         self._failures = self._failures + 1 if problems else 0
         if problems and (last or self._failures >= self._limit):
             if self._failures > 1:
-                many = f"{self._failures} saves in a row failed, the last"
+                attempts = f"{self._failures} saves in a row failed, the last"
             else:
-                many = "the save"
-            # A rank's own error comes before one relayed from another
+                attempts = "the save"
+            # The error of a rank itself sorts before one relayed from another rank.
             _, rank, host, why, code = problems[0]
             failed = "failed " if self._failures == 1 else ""
-            place = f"after step {self._step} {failed}on {rank_label(rank)} ({host})"
+            location = f"after step {self._step} {failed}on {rank_label(rank)} ({host})"
             advice = "start again once that is fixed; the run resumes from the previous checkpoint, if there is one"
-            kind = StorageError if code == StorageError.exit_code else LockstepError
-            failure = kind(f"{many} {place}: {why}; {advice}")
-            failure.shared = True  # whichever rank ends first
+            error_class = StorageError if code == StorageError.exit_code else LockstepError
+            failure = error_class(f"{attempts} {location}: {why}; {advice}")
+            # Every rank raises the same error, whichever of them ends first.
+            failure.shared = True
             raise failure
 
     def abandon(self, seconds: float, *, leave: bool = True) -> None:
@@ -189,14 +195,14 @@ class Saver:
             self._own = self._world
 
     def release_group(self) -> "dist.ProcessGroup | None":
-        """Return the group after the loss of a rank, to be dropped by `World.drop_groups`. Does not wait."""
+        """Return the group after a rank was lost, for `World.drop_groups`. Does not wait."""
         group = self._own.control if self._own is not self._world else None
         self._own = self._world
         self._is_released = True
         return group
 
     def order(self) -> None:
-        """Order later work of the device after the copies of the last save; the host does not wait."""
+        """Order later work of the device after the last copies. Does not wait."""
         if self._copy_event is not None:
             torch.cuda.current_stream(self._world.device).wait_event(self._copy_event)
             self._copy_event = None
@@ -208,22 +214,22 @@ class Saver:
             (the copy, the event after which it is complete; None: it is).
         """
         self.order()
-        # So that the writer finds long contiguous runs
+        # In file order the writer finds long contiguous runs.
         pieces = in_file_order(share.pieces)
         pinned = iter(self._pinned.places([piece.local for piece in pieces if piece.local.is_cuda]))
         pageable = iter(self._pageable.places([piece.local for piece in pieces if not piece.local.is_cuda]))
         copies: list[TensorPiece] = []
         later: _Pairs = []
-        now: _Pairs = []
+        changing: _Pairs = []
         for piece in pieces:
             local = piece.local
-            place = next(pinned if local.is_cuda else pageable)
+            target = next(pinned if local.is_cuda else pageable)
             if local.is_cuda:
-                (later if piece.name in stable else now).append((place, local))
+                (later if piece.name in stable else changing).append((target, local))
             else:
-                place.copy_(local)
-            copies.append(TensorPiece(piece.name, piece.shape, piece.offsets, place))
-        ready = self._copy_in_stream(later, now) if later or now else None
+                target.copy_(local)
+            copies.append(TensorPiece(piece.name, piece.shape, piece.offsets, target))
+        ready = self._copy_in_stream(later, changing) if later or changing else None
         return dataclasses.replace(share, pieces=copies), ready
 
     def _copy_in_stream(self, stable: _Pairs, changing: _Pairs) -> "torch.cuda.Event":
@@ -242,10 +248,12 @@ class Saver:
         snapshots, changing = self._snapshot(changing, room)
         more, stable = self._snapshot(stable, room - self._snapshot_bytes)
         snapshots += more
-        for place, local in changing:
-            # On the compute stream: before anything changes it
-            place.copy_(local, non_blocking=True)
+        for target, local in changing:
+            # On the compute stream, so that the copy comes before any change.
+            target.copy_(local, non_blocking=True)
+        # torch has no annotations for streams.
         stream = self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # The second stream starts when the tensors and the snapshots have their values.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             if stable:
@@ -255,7 +263,7 @@ class Saver:
             return _queue_copies(snapshots, stream)
 
     def _room(self) -> int:
-        """Return the device's bytes that the next step, beside the snapshots, does not need."""
+        """Return the device's bytes that the next step and the snapshots do not need."""
         device = self._world.device
         free, _ = torch.cuda.mem_get_info(device)
         # The peak since the last save includes its snapshots, whose memory the allocator has back by now.
@@ -273,28 +281,30 @@ class Saver:
         """
         snapshots: _Pairs = []
         rest: _Pairs = []
-        for run in contiguous_runs([place for place, _ in pairs], _PART):
-            part = pairs[run.start : run.stop]
-            sizes = [local.nbytes for _, local in part]
+        for run in contiguous_runs([target for target, _ in pairs], _PART):
+            group = pairs[run.start : run.stop]
+            sizes = [local.nbytes for _, local in group]
             memory = self._allocate(sum(sizes)) if sum(sizes) <= room else None
             if memory is None:
-                rest += part
+                rest += group
                 continue
             room -= memory.nbytes
             self._snapshot_bytes += memory.nbytes
             copies = memory.split_with_sizes(sizes)
+            # Private: it copies many tensors in few kernels, where `copy_` takes one for each.
             torch._foreach_copy_(
-                [copy.view(local.dtype).view(local.shape) for copy, (_, local) in zip(copies, part, strict=True)],
-                [local for _, local in part],
+                [copy.view(local.dtype).view(local.shape) for copy, (_, local) in zip(copies, group, strict=True)],
+                [local for _, local in group],
             )
-            snapshots.append((span([place for place, _ in part]), memory))
+            snapshots.append((span([target for target, _ in group]), memory))
         return snapshots, rest
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         """Allocate device memory; None if there is none in one piece."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._world.device)
-        except torch.cuda.OutOfMemoryError:  # fragmented, or another process was faster
+        except torch.cuda.OutOfMemoryError:
+            # Memory is fragmented, or another process was faster.
             return None
 
     def _work(self, share: Share, ready: "torch.cuda.Event | None", write: Write) -> None:
@@ -302,22 +312,23 @@ class Saver:
         self._error = None
         try:
             if ready:
-                # A thread starts on device 0, and would use memory there
+                # A thread starts on device 0, and would use memory there.
                 torch.cuda.set_device(self._world.device)
-                ready.synchronize()  # waits for the device, in this thread
+                # Waits for the device, in this thread only.
+                ready.synchronize()
             write(share, self._own)
         except Exception as error:
             self._error = error
-            last = self._failures + 1 >= self._limit
-            ends = last or self._is_final
+            is_limit = self._failures + 1 >= self._limit
+            ends = is_limit or self._is_final
             if ends:
                 after = "the run ends"
             else:
                 after = "the run continues; earlier checkpoints are unchanged"
-            # The loop reports the same error.
+            # The loop reports the same error on the console.
             once = self._is_released or self._is_final or isinstance(error, PeerError)
             _LOG.warning("the save after step %d failed: %s; %s", self._step, error, after, extra={"only_file": once})
-            if last:
+            if is_limit:
                 self._on_failure()
         finally:
             self.writing += time.perf_counter() - began
@@ -325,9 +336,11 @@ class Saver:
 
 def _queue_copies(pairs: _Pairs, stream: "torch.cuda.Stream") -> "torch.cuda.Event":
     """Queue the copies on `stream`, the current one, and return the event after them."""
-    for place, local in pairs:
-        place.copy_(local, non_blocking=True)
-        local.record_stream(stream)  # its memory may be freed meanwhile
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # the thread sleeps until then
+    for target, local in pairs:
+        target.copy_(local, non_blocking=True)
+        # The tensor's memory may be freed before the copy.
+        local.record_stream(stream)
+    # Blocking: the thread sleeps until the event. torch has no annotations for it.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

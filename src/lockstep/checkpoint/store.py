@@ -68,7 +68,8 @@ def _inside(folder: Path) -> list[Path]:
 def _is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(retry_io(path.stat).st_mode)
-    except OSError:  # removed meanwhile, or a broken link
+    except OSError:
+        # Removed meanwhile, or a broken link.
         return False
 
 

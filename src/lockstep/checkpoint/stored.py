@@ -1,4 +1,4 @@
-"""Read tensors of a checkpoint in an object store in ranges, and open a run by its URL.
+"""Read tensors of a stored checkpoint in ranges, and open a run by URL.
 
     with open_run("s3://bucket/runs/first") as path:        # or a folder's path, which is returned as it is
         select_checkpoint(path, "best")                     # its documents are there; tensors come from the store
@@ -28,15 +28,18 @@ from lockstep.errors import CheckpointError, LockstepError
 
 __all__ = ["DOCUMENTS", "StoredFiles", "open_run", "open_runs", "remote_of"]
 
-DOCUMENTS = (INDEX, STATE)  # of a checkpoint, besides its manifest
+# The documents of a checkpoint, without its manifest.
+DOCUMENTS = (INDEX, STATE)
 
-_FIRST = 1 << 16  # bytes of a file's first read: most headers are shorter
-# bytes of a read, and reads at a time
+# Bytes of a file's first read: most headers are shorter.
+_FIRST = 1 << 16
+# Bytes of a read, and reads at a time.
 _RANGE = 16 << 20
 _RANGES = 4
 _NAMES = {code: name for name, code in CODES.items()}
 
-_Header = dict[str, tuple[str, tuple[int, ...], int]]  # key -> dtype code, shape, first byte
+# key -> dtype code, shape, first byte.
+_Header = dict[str, tuple[str, tuple[int, ...], int]]
 
 
 class StoredFiles:
@@ -50,19 +53,21 @@ class StoredFiles:
         self.problems = remote.size_problems(step, manifest)
 
     def read(self, entry: SliceEntry, part: tuple[slice, ...]) -> Tensor:
-        """Read a part of a slice: the rows of its first dimension that have it, then cut.
+        """Read a part of a slice.
+
+        The rows of its first dimension that have the part are read, and then cut.
 
         Raises:
             CheckpointError: the file is missing or damaged.
             StorageError: the store does not answer.
         """
         code, shape = stored_as(entry.dtype, entry.local)
-        found = self._header(entry.file).get(entry.key)
-        if found is None or found[:2] != (code, shape):
+        location = self._header(entry.file).get(entry.key)
+        if location is None or location[:2] != (code, shape):
             raise CheckpointError(self._label(entry.file, f"{printable(entry.key, 120)!r} does not match {INDEX}"))
         begin, stop = (part[0].start, part[0].stop) if part else (0, 1)
         row = math.prod(shape[1:]) * itemsize(_NAMES[code])
-        data = self._bytes(entry.file, found[2] + begin * row, found[2] + stop * row)
+        data = self._bytes(entry.file, location[2] + begin * row, location[2] + stop * row)
         rows = torch.empty((stop - begin, *shape[1:]) if shape else (), dtype=getattr(torch, _NAMES[code]))
         if data:
             rows.copy_(torch.frombuffer(data, dtype=rows.dtype).view(rows.shape))
@@ -89,29 +94,29 @@ class StoredFiles:
 
     def _read_header(self, name: str) -> _Header:
         size = self.size(name)
-        first = bytes(self._bytes(name, 0, min(size, _FIRST)))
-        start = 8 + int.from_bytes(first[:8], "little")
+        head = bytes(self._bytes(name, 0, min(size, _FIRST)))
+        start = 8 + int.from_bytes(head[:8], "little")
         if start > size:
             raise CheckpointError(self._label(name, f"its header claims {start} bytes of {size}"))
-        if start <= len(first):
-            text = first[8:start]
+        if start <= len(head):
+            text = head[8:start]
         else:
             text = bytes(self._bytes(name, 8, start))
         fields = parse_json(text, Path(step_name(self._step), name))
         try:
             fields.pop("__metadata__", None)
             return {
-                key: (each["dtype"], tuple(each["shape"]), start + each["data_offsets"][0])
-                for key, each in fields.items()
+                key: (field["dtype"], tuple(field["shape"]), start + field["data_offsets"][0])
+                for key, field in fields.items()
             }
         except (AttributeError, IndexError, KeyError, TypeError):
             raise CheckpointError(self._label(name, "its header is invalid")) from None
 
     def _bytes(self, name: str, begin: int, end: int) -> bytearray:
         data = bytearray()
-        for first in range(begin, end, _RANGE * _RANGES):
-            begins = list(range(first, min(first + _RANGE * _RANGES, end), _RANGE))
-            ends = [min(each + _RANGE, end) for each in begins]
+        for start in range(begin, end, _RANGE * _RANGES):
+            begins = list(range(start, min(start + _RANGE * _RANGES, end), _RANGE))
+            ends = [min(position + _RANGE, end) for position in begins]
             for chunk in self._remote.read_ranges(self._step, name, begins, ends):
                 data += chunk
         return data
@@ -121,7 +126,7 @@ class StoredFiles:
 
 
 def remote_of(url: str, flag: str) -> tuple[RemoteRun, int | None]:
-    """Return the run of a URL, and the step if it is that of a checkpoint.
+    """Return the run of a URL, and the step of a checkpoint's URL.
 
     Args:
         flag: the argument to name in errors.
@@ -157,10 +162,10 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
         yield Path(name).expanduser()
         return
     remote, step = remote_of(str(name), flag)
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as place, _naming(place, remote.url):
-        folder = Path(place).resolve() / remote.url.rpartition("/")[2]
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as temporary, _naming(temporary, remote.url):
+        folder = Path(temporary).resolve() / remote.url.rpartition("/")[2]
         if weights:
-            steps = [each for each in remote.steps() if step in (None, each)]
+            steps = [saved_step for saved_step in remote.steps() if step in (None, saved_step)]
         else:
             steps = []
         folder.joinpath("checkpoints").mkdir(parents=True)
@@ -169,17 +174,17 @@ def open_run(name: str | Path, flag: str = "RUN", *, weights: bool = True) -> It
             what = "checkpoint" if step is None else step_name(step)
             raise CheckpointError(f"{flag} {remote.url} has no whole {what}; give SAVE_DIR/EXPERIMENT_NAME")
         try:
-            for each in steps:
-                attach_stored(remote, folder, each)
+            for saved_step in steps:
+                attach_stored(remote, folder, saved_step)
             yield folder if step is None else path_of(folder, step)
         finally:
-            for each in steps:
-                detach(path_of(folder, each))
+            for saved_step in steps:
+                detach(path_of(folder, saved_step))
 
 
 @contextmanager
 def open_runs(name: str, flag: str = "DIR") -> Iterator[Path]:
-    """Open the records of a run by its URL, or of all runs below a URL, in a temporary folder.
+    """Open the records of the run at a URL, or of all runs below it.
 
     Raises:
         ConfigError, StorageError: as `open_run`.
@@ -189,12 +194,13 @@ def open_runs(name: str, flag: str = "DIR") -> Iterator[Path]:
         with open_run(name, flag, weights=False) as path:
             yield path
         return
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as place, ExitStack() as stack:
-        for each in remote.children():
-            with suppress(CheckpointError):  # not a run's folder
-                path = stack.enter_context(open_run(f"{remote.url}/{each}", flag, weights=False))
-                Path(place, each).symlink_to(path)
-        yield Path(place)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as temporary, ExitStack() as stack:
+        for child in remote.children():
+            # The folder may not be a run's.
+            with suppress(CheckpointError):
+                path = stack.enter_context(open_run(f"{remote.url}/{child}", flag, weights=False))
+                Path(temporary, child).symlink_to(path)
+        yield Path(temporary)
 
 
 @contextmanager
@@ -204,14 +210,17 @@ def _naming(place: str, url: str) -> Iterator[None]:
     try:
         yield
     except LockstepError as error:
-        error.args = tuple(each.replace(folder, url) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(
+            argument.replace(folder, url) if isinstance(argument, str) else argument for argument in error.args
+        )
         raise
 
 
 def attach_stored(remote: RemoteRun, folder: Path, step: int) -> None:
-    """Download a checkpoint's documents into a run's folder, and let readers take its data from the store."""
+    """Download a checkpoint's documents, and let readers take its data from the store."""
     manifest = remote.manifest(step)
-    if manifest.format == 1:  # its index needs the headers of all files
+    # Its index needs the headers of all files.
+    if manifest.format == 1:
         remote.download(folder, step)
         return
     remote.download(folder, step, names=DOCUMENTS)

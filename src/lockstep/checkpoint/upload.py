@@ -1,18 +1,21 @@
-"""Copy a run's checkpoints and records to its object store, in a thread that the training never waits for.
+"""Copy a run's checkpoints and records to its object store.
+
+A thread does so, and the training never waits for it.
 
     uploader = Uploader(remote, folder, keep=3, every=0)
     uploader.claim(owner, is_dead, say)     # one run at a time uploads to a URL
     uploader.submit(best=400)               # after each save
     uploader.settle()                       # waits; "" or what is not uploaded
-    uploader.close()                        # uploads the records once more, and releases the URL
+    uploader.close()                        # uploads the last records, and releases the URL
 
 The thread uploads the newest checkpoint first, then older ones that the retention keeps, then records; it removes from
-the store what the retention does not keep. After an error it goes on at the next save. At its end a run waits while the
-store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
+the store what the retention does not keep. After an error it continues at the next save. At its end a run waits while
+the store takes what is uploaded, and gives up on a store that takes nothing for `wait` seconds.
 
-The owner's file says which run uploads to a URL, and the thread changes it every half minute. A store has no locks: who
-starts watches the file for longer than that, and is refused if it changes. A run that finds another's name in the file
-uploads nothing more. So two runs that start at the same moment both train, and only the last to write the file uploads.
+The owner's file names the run that uploads to a URL, and the thread changes it every half minute. A store has no
+locks: a new run watches the file for longer than that, and is refused if it changes. A run that finds another's name in
+the file uploads nothing more. So of two runs that start at the same moment only the last to write the file
+uploads; both train.
 
 Where nodes have local folders of their own, each has an uploader for what its ranks wrote. Rank 0's alone owns the URL,
 uploads the manifest of a checkpoint once all nodes have uploaded their files, and removes old ones. They exchange
@@ -42,11 +45,16 @@ __all__ = ["Uploader"]
 _LOG = logging.getLogger("lockstep")
 
 OWNER = "owner.json"
-_BEAT = 30.0  # seconds between two changes of the owner's file
-_WATCH = 75.0  # seconds to watch another's for a change: two beats, and the time of a slow request
+# Seconds between two changes of the owner's file.
+_BEAT = 30.0
+# Seconds to watch another run's file for a change: two beats, and the time of a slow request.
+_WATCH = 75.0
+# Seconds between two reads of it.
 _POLL = 5.0
-_END_SECONDS = 30.0  # to end an upload in a run that has failed
-_QUIET_SECONDS = 10.0  # of the wait at the end, before a line says so
+# Seconds to end an upload in a run that has failed.
+_END_SECONDS = 30.0
+# Seconds of the wait at the end after which a line reports it.
+_QUIET_SECONDS = 10.0
 
 
 class Uploader:
@@ -80,22 +88,26 @@ class Uploader:
         self._owner = ""
         self._is_main = False
         self.part = ""
-        self._pending = False  # a checkpoint waits for another node
+        # A checkpoint waits for another node.
+        self._pending = False
         self._best: int | None = None
         self._marked: dict[int, bool] = {}
-        # Step -> checksum of its manifest: a rollback writes a step again
+        # Step -> checksum of its manifest, because a rollback writes a step again.
         self._uploaded: dict[int, str] = {}
-        self._there: set[int] = set()  # all whole ones in the store
+        # All complete checkpoints in the store.
+        self._there: set[int] = set()
         self._has_records = True
         self._warned: set[int] = set()
         # Record -> modification time and size when it was uploaded
         self._sent: dict[str, tuple[int, int]] = {}
         self._lost = False
-        self._is_silent = False  # the store did not answer in the last round
-        # `settle` has: the thread makes no more requests
+        # The store did not answer in the last round.
+        self._is_silent = False
+        # `settle` has given up, so the thread makes no more requests.
         self._has_given_up = False
-        self._last_report = ""  # of `settle`: what is missing
-        # rounds asked for, and made
+        # What `settle` has reported as missing.
+        self._last_report = ""
+        # Rounds requested, and rounds made.
         self._requests = 0
         self._done = 0
         self._change = threading.Condition()
@@ -128,7 +140,10 @@ class Uploader:
         self._start()
 
     def own(self, owner: str, is_dead: Callable[[str], bool], say: Say, *, force: bool = False) -> None:
-        """Become the owner of the URL, as `claim`, without the thread: at most for the time of a beat."""
+        """Become the owner of the URL, as `claim`, without the thread.
+
+        Without the thread's beats it lasts for the time of one at most.
+        """
         self._owner = owner
         self._is_main = True
         self.token = secrets.token_hex(8)
@@ -145,10 +160,11 @@ class Uploader:
         except LockstepError as error:
             if not force:
                 raise
-            _LOG.warning("%s", error)  # the ranks go on; the thread tries again
+            # The ranks continue, and the thread tries again.
+            _LOG.warning("%s", error)
 
     def follow(self, token: str) -> None:
-        """Upload this node's files for the run that owns the URL by `token`, and start the thread."""
+        """Upload this node's files under the owner's `token`, and start the thread."""
         self.token = token
         self._is_main = False
         self._start()
@@ -161,14 +177,16 @@ class Uploader:
             self._beats.start()
 
     def _watch(self, before: bytes, seconds: float, other: str) -> None:
+        # A living owner changes its file within this time.
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(_POLL, seconds / 10))
-            now = self._remote.read(OWNER)
-            if now is None:  # it has ended
+            content = self._remote.read(OWNER)
+            # The other run has ended.
+            if content is None:
                 return
-            if now != before:
-                raise self._in_use(_owner_of(now) or other)
+            if content != before:
+                raise self._in_use(_owner_of(content) or other)
 
     def _in_use(self, other: str) -> ConfigError:
         return ConfigError(
@@ -197,7 +215,7 @@ class Uploader:
             self._change.notify_all()
 
     def settle(self, seconds: float = math.inf) -> str:
-        """Wait until everything is uploaded or was tried, and describe what is not uploaded; "" for nothing.
+        """Wait until everything was uploaded or tried; describe the rest, "" for nothing.
 
         Args:
             seconds: to wait at most, whatever the store takes.
@@ -227,7 +245,7 @@ class Uploader:
         self._remote.abandon()
 
     def close(self, *, failed: bool = False) -> None:
-        """Upload the records once more, release the URL and end the thread. Safe to call twice.
+        """Upload the last records, release the URL and end the thread. Repeatable.
 
         Args:
             failed: the run has failed: wait only for some seconds.
@@ -277,7 +295,10 @@ class Uploader:
     # --- the threads
 
     def _beat_on(self) -> None:
-        """Change the owner's file while the other thread uploads, which may take longer than others watch it."""
+        """Change the owner's file while the other thread uploads.
+
+        An upload may take longer than other runs watch the file.
+        """
         while True:
             with self._change:
                 if self._change.wait_for(lambda: self._ends or self._lost, self._beat):
@@ -298,7 +319,8 @@ class Uploader:
                 return
             try:
                 self._round()
-            except Exception as error:  # a bug must not leave the run waiting for its end
+            except Exception as error:
+                # A bug must not leave the run waiting for its end.
                 self._warn(
                     -1, f"uploads to {self._remote.url} failed: {error_line(error)}; tried again at the next save"
                 )
@@ -308,7 +330,8 @@ class Uploader:
 
     def _release_at_end(self) -> None:
         """Release the URL, here and not in the run's thread: a store may hang."""
-        self._beats.join()  # it would write the file again
+        # It would write the owner's file again.
+        self._beats.join()
         if not self._is_main or self._lost or self._is_silent or self._has_given_up:
             return
         try:
@@ -327,7 +350,8 @@ class Uploader:
                 self._beat_once()
                 return True
             other = _owner_of(self._remote.read(OWNER)) or "another run"
-        except ConfigError:  # the store refuses; an upload says so, with what it could not upload
+        except ConfigError:
+            # The store refuses. An upload reports that, with what it could not upload.
             return True
         self._lost = True
         _LOG.warning("%s was taken over by %s; this run uploads nothing more", self._remote.url, other)
@@ -354,13 +378,13 @@ class Uploader:
             self._warn(-1, f"{error}; tried again at the next save")
 
     def _clear(self, there: set[int]) -> None:
-        """Remove from the store what the retention does not keep of `there`, and what no upload will complete."""
+        """Remove from the store what the retention drops, and unfinished uploads."""
         self._there = there
-        # Of those that are there: what was not uploaded makes none of them go.
+        # The retention chooses among stored checkpoints only, so a missing one replaces none of them.
         stay = self._kept(there, self._is_marked)
         gone = sorted(there - stay)
         leftovers = self._remote.leftovers()
-        # Read last: another node uploads only what rank 0 has published
+        # Read last, because another node uploads only what rank 0 has published.
         local = set(list_steps(self._folder))
         begun = local if self.part else set()
         self._remote.discard([*gone, *(step for step in leftovers if step not in stay | begun)])
@@ -380,7 +404,7 @@ class Uploader:
         return self._marked[step]
 
     def _is_marked_here(self, step: int) -> bool:
-        """Return `_is_marked` as far as it is known without the store, which may hang."""
+        """Return `_is_marked` without the store, which may hang."""
         path = path_of(self._folder, step)
         if path.is_dir():
             return self._is_marked(step)
@@ -407,7 +431,7 @@ class Uploader:
         try:
             size = self._send(step)
         except (LockstepError, OSError) as error:
-            # The retention removed it
+            # The retention has removed the checkpoint meanwhile.
             if not path_of(self._folder, step).is_dir():
                 return True
             self._warn(
@@ -447,7 +471,7 @@ class Uploader:
                 continue
 
     def _warn(self, step: int, line: str) -> None:
-        """Warn once about a step, until an upload succeeds; not about a store that was given up."""
+        """Warn once about a step, until an upload succeeds, unless `settle` gave up."""
         if self._has_given_up:
             return
         _LOG.warning("%s", line, extra={"only_file": step in self._warned})

@@ -55,12 +55,17 @@ __all__ = [
 # --- host buffers
 
 _LOG = logging.getLogger("lockstep")
-_PORTABLE = 1  # cudaHostRegisterPortable: for every device of the process
-_SEGMENT = 512 * 2**20  # bytes per lock: kernel launches wait for the driver meanwhile
-_THREADS = 4  # threads that touch pages: one alone reaches a fraction of the memory's bandwidth
-_SLOW = 60.0  # seconds of a save after which it is reported
+# cudaHostRegisterPortable: locked for every device of the process.
+_PORTABLE = 1
+# Bytes per lock: kernel launches wait for the driver meanwhile.
+_SEGMENT = 512 * 2**20
+# Threads that touch pages: one alone reaches a fraction of the memory's bandwidth.
+_THREADS = 4
+# Seconds of a save after which it is reported.
+_SLOW = 60.0
 
-_BufferForm = list[tuple[torch.dtype, torch.Size, bool]]  # dtype, shape, whether it comes from a CUDA device
+# dtype, shape, whether it comes from a CUDA device.
+_BufferForm = list[tuple[torch.dtype, torch.Size, bool]]
 
 
 class HostBuffer:
@@ -93,7 +98,7 @@ class HostBuffer:
         self._drop(form)
 
         def make() -> None:
-            # `places` tries again, and raises in the caller
+            # `places` tries again, and raises the error in the caller.
             with contextlib.suppress(Exception):
                 torch.cuda.set_device(device)
                 self._make()
@@ -130,7 +135,7 @@ class HostBuffer:
         end = 0
         for dtype, shape, _ in self._form:
             end = _up(end, dtype.itemsize)
-            # A gap, since neither a copy nor a run may span two segments
+            # A gap, since neither a copy nor a run may span two segments.
             if end - segments[-1] >= _SEGMENT:
                 end = _up(end + 1, mmap.PAGESIZE)
                 segments.append(end)
@@ -142,15 +147,16 @@ class HostBuffer:
         for start, stop in zip(segments, [*segments[1:], end], strict=True):
             parts.append(flat[start:stop])
         locked: list[Tensor] = []
+        # torch has no annotations for the CUDA runtime.
         runtime: Any = torch.cuda.cudart() if lock else None  # type: ignore[no-untyped-call]
         self._release = weakref.finalize(self, _unlock, runtime, locked)
-        # At exit the driver is gone, or frees it itself
+        # At exit the driver has ended, or frees the memory itself.
         self._release.atexit = False
-        for part in (part for part in parts if part.nbytes and lock):
-            _touch(part)
-            if not _lock(runtime, part):
+        for segment in (segment for segment in parts if segment.nbytes and lock):
+            _touch(segment)
+            if not _lock(runtime, segment):
                 break
-            locked.append(part)
+            locked.append(segment)
         self.nbytes = end
         self._places = [
             flat[start : start + _size(dtype, shape)].view(dtype).view(shape)
@@ -169,7 +175,7 @@ def contiguous_runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[
     """
     begins = list[int]()
     size = 0
-    # Where the run would continue: the storage, and the byte in it
+    # Where the run would continue: the storage, and the byte in it.
     after: tuple[int, int] | None = None
     for index, tensor in enumerate(tensors):
         storage = tensor.untyped_storage().data_ptr()
@@ -185,10 +191,10 @@ def contiguous_runs(tensors: Sequence[Tensor], most: int = sys.maxsize) -> list[
 
 def span(run: Sequence[Tensor]) -> Tensor:
     """Return the memory of a run as one tensor of bytes."""
-    first = run[0]
-    start = first.storage_offset() * first.itemsize
+    head = run[0]
+    start = head.storage_offset() * head.itemsize
     size = sum(tensor.nbytes for tensor in run)
-    return torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage(), start, (size,), (1,))
+    return torch.empty(0, dtype=torch.uint8).set_(head.untyped_storage(), start, (size,), (1,))
 
 
 def _form_of(tensors: Sequence[Tensor]) -> _BufferForm:
@@ -212,10 +218,10 @@ def _memory(nbytes: int) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # Not on this system, and not needed
+        # The system may lack this advice, which only saves time and memory.
         with contextlib.suppress(AttributeError, OSError):
             mapped.madvise(getattr(mmap, advice))
-    # Keeps the mapping alive
+    # The tensor keeps the mapping alive.
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
@@ -234,7 +240,7 @@ def _lock(runtime: Any, part: Tensor) -> bool:
     if not code:
         return True
     with contextlib.suppress(RuntimeError, AssertionError):
-        # Clears the error, which the next kernel would raise instead
+        # This clears the error, which the next kernel would raise instead.
         torch.zeros(1, device="cuda")
     _LOG.warning(
         "the driver did not page-lock %d bytes of memory (error %d): a save blocks the loop", part.nbytes, code
@@ -243,8 +249,8 @@ def _lock(runtime: Any, part: Tensor) -> bool:
 
 
 def _unlock(runtime: Any, locked: list[Tensor]) -> None:
-    for part in locked:
-        runtime.cudaHostUnregister(part.data_ptr())
+    for memory in locked:
+        runtime.cudaHostUnregister(memory.data_ptr())
     locked.clear()
 
 
@@ -306,8 +312,9 @@ def write_share(
     for piece in share.pieces:
         if piece.name not in exempt:
             tensors[piece.name] = piece.local
-    own = [{**share.summary, "step": step}, size, not_finite(tensors), platform.node()]
-    shares = world.gather(own)  # collective
+    facts = [{**share.summary, "step": step}, size, not_finite(tensors), platform.node()]
+    # All ranks must save the same tensors, and each folder needs room for its ranks.
+    shares = world.gather(facts)
     compare("set of tensors to save", [summary for summary, *_ in shares])
     leads = world.leads or (0,) * world.size
     total = sum(size for (_, size, *_), lead in zip(shares, leads, strict=True) if lead == leads[world.rank])
@@ -320,11 +327,13 @@ def write_share(
     temporary = names[leads[world.rank]]
     if temporary is not None:
         _write_new(watch, temporary, share, state, world, engine, bad)  # collective
-    if bad:  # on every rank
+    # The same on every rank.
+    if bad:
         error = CheckpointError(
             f"{not_finite_line(bad)}: a resume will skip this checkpoint; lower --lr, or check what updates that tensor"
         )
-        world.check(error if world.is_main else None)  # collective
+        # Rank 0 has the message; every rank raises it.
+        world.check(error if world.is_main else None)
     return final
 
 
@@ -347,17 +356,17 @@ def _write_new(
             on_wait=watch.report,
         )
         files = {}
-        for each, _, _ in shares:
-            for file, entry in each.items():
+        for mapping, _, _ in shares:
+            for file, entry in mapping.items():
                 files[file] = entry
         manifest = Manifest(watch.step, world.size, engine, int(time.time()), files, not_finite=bad)
         leads = world.leads or (0,) * world.size
-        visible = [name for (each, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in each]
+        visible = [name for (mapping, _, _), lead in zip(shares, leads, strict=True) if lead == 0 for name in mapping]
 
         def finish() -> dict[str, str]:
             aliases = {}
-            for _, _, each in shares:
-                for alias, name in each.items():
+            for _, _, mapping in shares:
+                for alias, name in mapping.items():
                     aliases[alias] = name
             index = _index(share, aliases, [count for _, count, _ in shares])
             return _finish(temporary, final, manifest, {STATE: dump(state), INDEX: index}, visible)
@@ -366,18 +375,22 @@ def _write_new(
             world, lambda: finish() if world.is_main else {}, on_wait=watch.report
         )
         if world.leads:
-            documents = world.broadcast(documents)  # collective
+            # Each node's folder gets the same documents.
+            documents = world.broadcast(documents)
             copies = world.leads_folder and not world.is_main
             copy = partial(_finish_copy, temporary, final, documents)
             await_all_ranks(world, lambda: copy() if copies else None, on_wait=watch.report)  # collective
-    except BaseException:  # also Ctrl-C: half a checkpoint is useless
+    except BaseException:
+        # Also after Ctrl-C: half a checkpoint is useless.
         if world.leads_folder:
             remove(temporary)
         raise
 
 
 class _SaveWatch:
-    """Report a save that takes long, once, on rank 0: the others wait for its writers without a limit.
+    """Report a save that takes long, once, on rank 0.
+
+    The other ranks wait for its writers without a limit.
 
     Args:
         hosts: names by rank.
@@ -432,7 +445,7 @@ def _begin(final: Path, state: dict[str, Any], size: int, *, replace: bool) -> s
             f"{final.parent.parent} has {bytes_text(free)} free and a checkpoint takes {bytes_text(size)}; make room"
         )
     name = f".{final.name}.tmp-{secrets.token_hex(8)}"
-    # exclusive: fails on anything that exists, also on a planted link
+    # Exclusive: it fails on anything that exists, even a planted link.
     (final.parent / name).mkdir(mode=0o700)
     return name
 
@@ -459,8 +472,8 @@ def _index(share: Share, aliases: dict[str, str], counts: list[int]) -> bytes:
     Raises:
         CheckpointError: it has other numbers: a tensor is cut in a way that only its ranks know.
     """
-    tensors = {name: each for name, each in share.index.items() if name not in aliases}
-    # Most tensors are cut alike, and share their grid
+    tensors = {name: entry for name, entry in share.index.items() if name not in aliases}
+    # Most tensors are cut in the same way, and share their grid.
     numbers = Counter(id(grid) for _, grid in tensors.values())
     grids = {id(grid): grid for _, grid in tensors.values()}
     fields = {key: grid.to_json() for key, grid in grids.items()}
@@ -489,19 +502,21 @@ def _safetensors(pieces: list[TensorPiece]) -> Iterator[bytes | memoryview]:
         code, shape = stored_as(dtype_name(piece.local.dtype), tuple(piece.local.shape))
         header[piece.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
+    # The format wants the tensors aligned to 8 bytes.
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     tensors = [piece.local for piece in pieces]
-    # A Saver's buffers form few runs: single pieces would take the GIL many times
+    # The buffers of a Saver form few runs: single pieces would take the GIL many times.
     for run in contiguous_runs(tensors):
-        part = tensors[run.start : run.stop]
-        yield bytes_of(part[0] if len(part) == 1 else span(part))
+        group = tensors[run.start : run.stop]
+        yield bytes_of(group[0] if len(group) == 1 else span(group))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a plain tensor in row-major order, little-endian; copied only if needed."""
-    return host_bytes(tensor.detach().cpu())  # waits for the device
+    # Waits for the device if the tensor is there.
+    return host_bytes(tensor.detach().cpu())
 
 
 def _write_document(path: Path, data: bytes) -> dict[str, Any]:
@@ -511,7 +526,7 @@ def _write_document(path: Path, data: bytes) -> dict[str, Any]:
 def _finish(
     temporary: Path, final: Path, manifest: Manifest, documents: dict[str, bytes], visible: list[str]
 ) -> dict[str, str]:
-    """Write index, state and manifest on rank 0, give the folder its final name, and return these documents.
+    """Write rank 0's documents, give the folder its final name, and return them.
 
     Args:
         visible: the data files that are in this folder.
@@ -537,11 +552,12 @@ def _finish_copy(temporary: Path, final: Path, documents: dict[str, str]) -> Non
 
 def _publish(temporary: Path, final: Path) -> None:
     """Give the folder its final name; a checkpoint that has it is removed."""
-    # Readable by others only now
+    # Others may read the folder only from now on.
     os.chmod(temporary, final.parent.stat().st_mode & 0o2777)
     sync(temporary)
     aside = None
-    if final.is_symlink() or final.exists():  # a damaged one
+    # A damaged checkpoint of this name.
+    if final.is_symlink() or final.exists():
         aside = final.with_name(f".{final.name}.old-{secrets.token_hex(8)}")
         os.rename(final, aside)
     os.rename(temporary, final)

@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown flag, with the nearest known one, or a value of the wrong type.
         """
-        # The user writes flags, so messages name settings by flag from here on
+        # The user writes flags, so from here on messages name settings by flag.
         SETTINGS.flags = True
         return self.parse_args([_with_dashes(word) for word in argv])
 
@@ -132,7 +132,8 @@ class Parser(argparse.ArgumentParser):
         """Yield the flags of this parser and its sub-commands."""
         for action in self._actions:
             yield from action.option_strings
-            if isinstance(action.choices, dict):  # sub-commands
+            # The choices of sub-commands are parsers.
+            if isinstance(action.choices, dict):
                 for parser in action.choices.values():
                     yield from parser._flags()
 
@@ -179,7 +180,7 @@ def _whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         value = _number(text, "a whole number")
-    # Larger floats skip whole numbers
+    # Larger floats skip whole numbers.
     if not value.is_integer() or abs(value) >= 2**53:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
     return int(value)
@@ -224,7 +225,7 @@ def apply_preset(values: dict[str, Any]) -> dict[str, Any]:
     """
     preset = values.get("preset", "auto")
     from_hub = all(is_hub_name(str(values.get(key, ""))) for key in ("model_name", "dataset_name"))
-    # The document's script begins from scratch
+    # The script of the guide begins with random weights.
     from_hub = from_hub and not values.get("model.pretrained")
     if preset == "auto" and from_hub and kind_of(str(values.get("task", ""))) == LANGUAGE:
         preset = "source"
@@ -260,20 +261,20 @@ def parse(argv: list[str], prog: str = "lockstep train", defaults: Mapping[str, 
 def make_parser(argv: list[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Parser:
     """Make the parser of `lockstep train`, or of a script with its flags; see `parse`."""
     task_name = _task_in(argv) or str((defaults or {}).get("task", ""))
-    kind = kind_of(task_name)
+    task_kind = kind_of(task_name)
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags]",
         description="Train a model. The same --experiment-name resumes it, on any number of processes.",
         epilog=f"With --task {' or '.join(TASKS)} the help lists the options of that task too."
-        if kind == OWN
+        if task_kind == OWN
         else None,
         foreign=FOREIGN,
     )
-    add_flags(parser, kind=kind)
+    add_flags(parser, kind=task_kind)
     parser.common = COMMON_FLAGS
-    if kind in TASKS and task_name:
-        parser.own = f"flags of --task {kind}", TASKS[kind].common or _options_only_of(kind)
+    if task_kind in TASKS and task_name:
+        parser.own = f"flags of --task {task_kind}", TASKS[task_kind].common or _options_only_of(task_kind)
     script = prog.removeprefix("lockstep ")
     task = " --task digits.py:Digits" if script == "train" else ""
     parser.examples = (
@@ -300,19 +301,18 @@ def _task_in(argv: list[str]) -> str:
         name, equals, value = word.partition("=")
         if name == "--task":
             task = value if equals else following
-        else:
-            task = task
     return task
 
 
 def _by_dotted_name(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Convert fields of Config, sections as dicts or objects, to dotted names. Raises UnknownField."""
-    Config(**fields)  # checks the names
+    # This checks the names.
+    Config(**fields)
     result: dict[str, Any] = {}
     for name, value in fields.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
-        result |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        result |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
     return result
 
 
@@ -374,7 +374,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key.
     """
     try:
-        # Editors of Windows write a BOM
+        # Editors of Windows write a byte order mark.
         loaded = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from error
@@ -417,25 +417,25 @@ def flatten(config: Config, *, own_task: bool = False) -> dict[str, Any]:
     Args:
         own_task: the task is the user's: omit the options of all built-in tasks.
     """
-    kind = OWN if own_task else kind_of(config.task)
+    task_kind = OWN if own_task else kind_of(config.task)
     return {
         prefix + spec.name: "auto" if is_auto(config, prefix + spec.name) else getattr(owner, spec.name)
         for owner, prefix in sections(config)
         for spec in dataclasses.fields(owner)
         if not dataclasses.is_dataclass(spec.type)
-        and not (not is_option_of(spec, kind) and getattr(owner, spec.name) == spec.default)
+        and not (not is_option_of(spec, task_kind) and getattr(owner, spec.name) == spec.default)
     }
 
 
 def to_toml(config: Config, *, own_task: bool = False) -> str:
     """Format the configuration as a file that `--config` reads back; `own_task` as for `flatten`."""
     lines = []
-    last = ""
+    last_section = ""
     for name, value in flatten(config, own_task=own_task).items():
         section, _, key = name.rpartition(".")
-        if section != last:
+        if section != last_section:
             lines += ["", f"[{section}]"]
-            last = section
+            last_section = section
         lines.append(f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
@@ -511,9 +511,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: str = LANGUAGE) -> None:
             if dataclasses.is_dataclass(spec.type):
                 continue
             if not is_option_of(spec, kind):
-                _add_flag(
-                    parser, prefix + spec.name, spec, None
-                )  # in no group, because the help prints the title of an empty one
+                # In no group, because the help prints the title of an empty one.
+                _add_flag(parser, prefix + spec.name, spec, None)
                 continue
             title = prefix.rstrip(".") or titles.get(spec.name, "the run")
             if title not in groups:
@@ -534,11 +533,11 @@ def _add_flag(group: Any, name: str, spec: "dataclasses.Field[Any]", task: TaskS
         text += f" (default: {'auto' if auto and not has_own else default})"
     settings: dict[str, Any] = {"action": _AutoSwitch if auto else _BooleanFlag}
     if spec.type is not bool:
-        kind = cast(type, spec.type)
+        field_type = cast(type, spec.type)
         span = bool(spec.metadata.get("span"))
         settings = {
-            "type": (kind, *["auto"] * auto, *["span"] * span) if auto or span else kind,
-            "metavar": _metavar(spec, kind),
+            "type": (field_type, *["auto"] * auto, *["span"] * span) if auto or span else field_type,
+            "metavar": _metavar(spec, field_type),
         }
     settings["help"] = text.replace("%", "%%") if task else argparse.SUPPRESS
     group.add_argument(flag(name), dest=name, default=argparse.SUPPRESS, **settings)

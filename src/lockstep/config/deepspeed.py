@@ -33,15 +33,17 @@ _SGD = {
     "nesterov": ("optim.nesterov", False),
     "weight_decay": ("optim.weight_decay", 0.0),
 }
-_IGNORED = ("torch_adam", "bias_correction", "amsgrad")  # accepted with their defaults only
+# Accepted with their defaults only.
+_IGNORED = ("torch_adam", "bias_correction", "amsgrad")
 # fp16 -> DeepSpeed's default, see deepspeed/runtime/precision_config.py; the options have the same names
 _SCALE = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
 _SCALE |= {"consecutive_hysteresis": False}
+# Accepted with these values only.
 _SCALE_OFF = {
     "loss_scale": 0,
     "auto_cast": False,
     "fp16_master_weights_and_grads": False,
-}  # accepted with these values only
+}
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -129,11 +131,16 @@ def _settings(content: Mapping[str, Any], ranks: int, precision: str = "") -> Se
     for key, name in (("train_batch_size", "batch_size"), ("train_micro_batch_size_per_gpu", "micro_batch_size")):
         if _is_set(content, key):
             settings[name] = (key, content[key])
-    each = content.get("gradient_accumulation_steps")
-    if "batch_size" in settings and "micro_batch_size" not in settings and type(each) is int and each > 0:
-        size, rest = divmod(int(settings["batch_size"][1]), each * ranks)
+    accumulation = content.get("gradient_accumulation_steps")
+    if (
+        "batch_size" in settings
+        and "micro_batch_size" not in settings
+        and type(accumulation) is int
+        and accumulation > 0
+    ):
+        size, rest = divmod(int(settings["batch_size"][1]), accumulation * ranks)
         if size and not rest:
-            # The engine's `check_batches` compares it
+            # The engine's `check_batches` compares it with the file.
             settings["micro_batch_size"] = ("", size)
     if _is_set(content, "gradient_clipping"):
         settings["optim.clip"] = ("gradient_clipping", float(content["gradient_clipping"]))
@@ -169,8 +176,8 @@ def scale_settings(content: Mapping[str, Any]) -> Settings:
 
 def _value_at(content: Mapping[str, Any], key: str) -> Any:
     value: Any = content
-    for part in key.split("."):
-        value = value[part]
+    for name in key.split("."):
+        value = value[name]
     return value
 
 
@@ -254,8 +261,6 @@ def _scheduler(kind: str, params: Mapping[str, Any]) -> Settings:
         )
     if kind == "WarmupCosineLR":
         floor = params.get("cos_min_ratio", floor)
-    else:
-        floor = floor
     for key, name, value in (
         ("warmup_num_steps", "optim.warmup_steps", params.get("warmup_num_steps", 1000)),
         ("total_num_steps", "max_steps", params.get("total_num_steps", "auto")),

@@ -72,7 +72,8 @@ ENGINES = {
     ),
     "data-parallel": EngineSpec(one_process=True, everywhere=False, plain=True),
 }
-PLAIN = "single"  # splits nothing: the reference for all others
+# It splits nothing, and is the reference for all others.
+PLAIN = "single"
 
 
 def _engine_option(engines: str, default: Any, text: str, *choices: str) -> Any:
@@ -145,7 +146,8 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
 }
 
 
-_WHOLE_ONLY = ("cpu_offload", "param_dtype", "meta_init")  # they move or cast weights without their scales
+# These move or cast weights without their scales.
+_WHOLE_ONLY = ("cpu_offload", "param_dtype", "meta_init")
 
 
 def check_quantized(bits: str, engine: str, options: EngineOptions) -> None:
@@ -161,7 +163,7 @@ def check_quantized(bits: str, engine: str, options: EngineOptions) -> None:
     """
     name = FieldName("model.load_in")
     if engine in ENGINES and bits not in ENGINES[engine].quantized:
-        able = ", ".join(each for each, spec in ENGINES.items() if bits in spec.quantized)
+        able = ", ".join(engine_name for engine_name, spec in ENGINES.items() if bits in spec.quantized)
         raise FieldError(name, f" {bits} does not work with ", FieldName("engine"), f" {engine}: use one of {able}")
     plain = EngineOptions()
     for option in _WHOLE_ONLY:
@@ -189,7 +191,8 @@ def translate_launcher_flags(values: dict[str, Any]) -> None:
     Raises:
         ConfigError: they contradict each other.
     """
-    values.pop("local_rank", None)  # the environment has it too
+    # The environment has it too.
+    values.pop("local_rank", None)
     deepspeed = values.pop("deepspeed", False)
     file = values.pop("deepspeed_config", None)
     if (deepspeed or file) and values.setdefault("engine", "deepspeed") != "deepspeed":

@@ -95,7 +95,7 @@ class FieldError(ConfigError):
 
     def message(self, spell: Callable[[str], str]) -> str:
         """Return the message with each field's name converted by `spell`."""
-        return "".join(spell(part) if isinstance(part, FieldName) else part for part in self._parts)
+        return "".join(spell(piece) if isinstance(piece, FieldName) else piece for piece in self._parts)
 
 
 class UnknownField(ConfigError, TypeError):
@@ -114,18 +114,21 @@ def suggest_fields(
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        original, own = kind.__init__, [spec.name for spec in dataclasses.fields(cast(Any, kind))]
+        original, field_names = kind.__init__, [spec.name for spec in dataclasses.fields(cast(Any, kind))]
 
         @functools.wraps(original)
         def init(self: Any, *values: Any, **fields: Any) -> None:
             for name in fields:
-                if name not in own:
-                    advice = hint(name, candidates() if candidates else own) or f"; it has {', '.join(own)}"
+                if name not in field_names:
+                    advice = (
+                        hint(name, candidates() if candidates else field_names) or f"; it has {', '.join(field_names)}"
+                    )
                     raise UnknownField(f"{kind.__name__} has no '{name}'{advice}")
-            if defaults and len(values) <= len(own) and fields.keys().isdisjoint(own[: len(values)]):
-                values, fields = (), defaults({**dict(zip(own, values, strict=False)), **fields})
+            if defaults and len(values) <= len(field_names) and fields.keys().isdisjoint(field_names[: len(values)]):
+                values, fields = (), defaults({**dict(zip(field_names, values, strict=False)), **fields})
             original(self, *values, **fields)
 
+        # mypy forbids the assignment to a method.
         kind.__init__ = init  # type: ignore[method-assign]
         return kind
 
@@ -133,7 +136,8 @@ def suggest_fields(
 
 
 _URL = re.compile(r"([A-Za-z][\w+.-]+)://(.*)", re.ASCII | re.DOTALL)
-_CONTAINERS = ("abfs", "abfss", "adl", "az")  # their URLs are container@account/path
+# Their URLs are container@account/path.
+_CONTAINERS = ("abfs", "abfss", "adl", "az")
 
 
 def is_url(text: str) -> bool:
@@ -151,7 +155,7 @@ def local_dir(save_dir: str, local: str) -> str:
     match = _URL.match(save_dir)
     if not match:
         return save_dir
-    return str(Path(local, match[1], *(part for part in match[2].split("/") if part)))
+    return str(Path(local, match[1], *(segment for segment in match[2].split("/") if segment)))
 
 
 def check_folder(save_dir: str) -> None:
@@ -159,7 +163,7 @@ def check_folder(save_dir: str) -> None:
     match = _URL.match(save_dir)
     problem = ""
     if not match:
-        # Pathlib leaves one slash, or none
+        # pathlib leaves one of the two slashes, or none.
         if re.match(r"[A-Za-z][\w+.-]+:(/|$)", save_dir):
             problem = "a URL without its two slashes; give s3://BUCKET/PATH, or the path of a folder"
     elif set(match[2]) & {"?", "#"} or _has_secret(match[1].lower(), match[2].split("/")[0]):
@@ -198,7 +202,8 @@ def check_name(name: str) -> None:
         raise FieldError(FieldName("experiment_name"), f" {label!r} {problem}", *rest, advice)
 
 
-_MAX_STEPS = 1000  # a trace of so many is gigabytes
+# A trace of more steps would be gigabytes.
+_MAX_STEPS = 1000
 
 
 def parse_profile(text: str) -> tuple[int, int] | None:
@@ -210,17 +215,18 @@ def parse_profile(text: str) -> tuple[int, int] | None:
     if not text:
         return None
     match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
-    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last:
+    first_step, last_step = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= first_step <= last_step:
         raise FieldError(
             FieldName("profile"), f" is '{text}': it must be FIRST:LAST, steps counted from 1, such as 100:110"
         )
-    if last - first >= _MAX_STEPS:
+    if last_step - first_step >= _MAX_STEPS:
         raise FieldError(FieldName("profile"), f" is '{text}', more than {_MAX_STEPS} steps; ten are enough")
-    return first, last
+    return first_step, last_step
 
 
-AUTO = "auto"  # by measured speed
+# Shares by measured speed.
+AUTO = "auto"
 
 
 def parse_shares(text: str) -> tuple[int, ...]:
@@ -236,7 +242,7 @@ def parse_shares(text: str) -> tuple[int, ...]:
             FieldName("shares"),
             f" is '{text}': it must be equal, auto, or a number from 1 for each process, such as 5,3",
         )
-    return tuple(int(part) for part in text.split(","))
+    return tuple(int(share) for share in text.split(","))
 
 
 SPAN = "a length such as 5% or 2epochs"

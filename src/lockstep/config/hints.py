@@ -18,7 +18,7 @@ _PROCESSES = "processes are started by `lockstep launch --nproc-per-node N -- tr
 
 _OTHER_NAME = "a run is never overwritten; use another {experiment_name}"
 
-# the name of an option in other libraries -> the hint; braces mark an option of lockstep
+# Option of another library -> the hint; braces mark an option of lockstep.
 FOREIGN: dict[str, str] = {
     # the model, the data and the folder
     "model": "{model_name}",
@@ -206,15 +206,15 @@ def hint(
         foreign: a name of other libraries -> the hint for it.
     """
     names = list(known)
-    section, _, own = name.rpartition(".")
-    if own in foreign:
-        return _hint_text(foreign[own], spell)
-    parts = [other for other in names if other.rpartition(".")[2] == own]
-    begun = [other for other in names if other.rpartition(".")[2].startswith(own) and len(own) > 2]
-    # Its own section's first
+    section, _, key = name.rpartition(".")
+    if key in foreign:
+        return _hint_text(foreign[key], spell)
+    parts = [other for other in names if other.rpartition(".")[2] == key]
+    begun = [other for other in names if other.rpartition(".")[2].startswith(key) and len(key) > 2]
+    # Options of the same section come first.
     parts += sorted(begun, key=lambda other: other.rpartition(".")[0] != section)
     close = parts or difflib.get_close_matches(name, names, n=1)
-    if not close and (alike := difflib.get_close_matches(own, foreign, n=1, cutoff=0.85)):
+    if not close and (alike := difflib.get_close_matches(key, foreign, n=1, cutoff=0.85)):
         return _hint_text(foreign[alike[0]], spell)
     if close:
         return f": did you mean {spell(close[0])}?"

@@ -140,11 +140,13 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     **{f"engine_options.{name}": bounds for name, bounds in ENGINE_BOUNDS.items()},
 }
 
-SINK_FLAGS = ("csv", "tensorboard", "wandb", "mlflow")  # what other commands than train switch off
+# Commands other than train switch these off.
+SINK_FLAGS = ("csv", "tensorboard", "wandb", "mlflow")
 _TASK_NAMES = ", ".join(TASKS)
 
 
-_PARSERS: list[Callable[..., Any]] = []  # at most one, see `register_parser`
+# At most one, see `register_parser`.
+_PARSERS: list[Callable[..., Any]] = []
 
 
 def register_parser(parse: Callable[..., Any]) -> None:
@@ -348,12 +350,14 @@ class Config:
     images: Images = field(default_factory=Images)
 
     def __post_init__(self) -> None:
-        for name, kind in _SECTIONS.items():
+        for name, section_class in _SECTIONS.items():
             section = getattr(self, name)
             if isinstance(section, dict):
-                object.__setattr__(self, name, kind(**section))
-            elif not isinstance(section, kind):
-                raise FieldError(f"{name} is {section!r}: it must be {kind.__name__}(...) or a dict of its fields")
+                object.__setattr__(self, name, section_class(**section))
+            elif not isinstance(section, section_class):
+                raise FieldError(
+                    f"{name} is {section!r}: it must be {section_class.__name__}(...) or a dict of its fields"
+                )
         _check_types(self)
         check_name(self.experiment_name)
         check_folder(self.save_dir)
@@ -416,6 +420,7 @@ class Config:
         try:
             return cast(Self, parse(sys.argv[1:], script, defaults))
         except ConfigError as error:
+            # Under torchrun raise the error, so that torch's own error file gets its message.
             if "TORCHELASTIC_ERROR_FILE" in os.environ:
                 raise
             print(f"{script}: error: {error}", file=sys.stderr)
@@ -423,12 +428,15 @@ class Config:
 
     @property
     def local_dir(self) -> str:
-        """The parent folder of all runs on this machine: `save_dir`, or that of the copies if it is a URL."""
+        """The parent folder of all runs on this machine; for a URL, of their copies."""
         return local_dir(self.save_dir, self.checkpoint.local_dir)
 
     @property
     def micro_size(self) -> int:
-        """Samples in one forward; if "auto", the default on one device for a model without BatchNorm."""
+        """Samples in one forward.
+
+        If "auto", the default on one device for a model without BatchNorm.
+        """
         return self.micro_batch_size or choose_micro_batch_size(self)
 
     @property
@@ -472,8 +480,8 @@ def sections(config: Config) -> list[tuple[Any, str]]:
 
 def lookup(config: Any, name: str) -> Any:
     """Return the value of a dotted field name."""
-    for part in name.split("."):
-        config = getattr(config, part)
+    for attribute in name.split("."):
+        config = getattr(config, attribute)
     return config
 
 
@@ -501,7 +509,7 @@ def is_auto(config: Config, name: str) -> bool:
         return False
     value = lookup(config, name)
     marker = _AUTO_VALUES[name]
-    # 16 is not AutoInt(16)
+    # 16 equals AutoInt(16), but only the latter means "auto".
     return type(value) is type(marker) and bool(value == marker)
 
 
@@ -575,15 +583,15 @@ def _check_types(config: Config) -> None:
     for owner, prefix in sections(config):
         for spec in dataclasses.fields(owner):
             value = getattr(owner, spec.name)
-            kind = cast(type, spec.type)
+            field_type = cast(type, spec.type)
             if spec.metadata.get("span") and is_span(value):
                 continue
             if spec.metadata.get("auto") and (value == "auto" or value is spec.default):
                 object.__setattr__(owner, spec.name, spec.default)
-            elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+            elif field_type is float and isinstance(value, int) and not isinstance(value, bool):
                 object.__setattr__(owner, spec.name, float(value))
-            elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                expected = _KINDS.get(kind, f"a {kind.__name__}")
+            elif not isinstance(value, field_type) or (isinstance(value, bool) and field_type is not bool):
+                expected = _KINDS.get(field_type, f"a {field_type.__name__}")
                 expected += ", or a share such as 10%" if spec.metadata.get("share") else ""
                 expected += f", or {SPAN}" if prefix + spec.name in SPANS else ""
                 raise FieldError(FieldName(prefix + spec.name), f" is {value!r}: it must be {expected}")

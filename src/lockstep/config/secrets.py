@@ -34,11 +34,12 @@ _NAME = (
 )
 _NAME_WORDS = "key token secret password passwd passphrase _pwd credential authorization signature cookie"
 _QUOTED = r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'"
-_MASKED = r"\*{3}(?=[,}\])]*(?:\s|$))"  # so that masking twice changes nothing
+# So that masking twice changes nothing.
+_MASKED = r"\*{3}(?=[,}\])]*(?:\s|$))"
 _VALUE = rf"(?P<secret>{_QUOTED}|{_MASKED}|(?:(?:bearer|basic|token|digest)\s+)?\S+)"
 
-# The group `secret` is hidden. Each pattern is searched in the original text, so that no mask can break another. Before
-# each stand the words of which every match has at least one: most lines have none, and looking for words takes a
+# The group `secret` is hidden. Each pattern is searched in the original text, so that no mask can break another.
+# Every match has one of the words before its pattern. Most lines have none of them, and a search for words takes a
 # twentieth of the time.
 _PATTERNS = tuple(
     (tuple(words.split()), re.compile(pattern, re.IGNORECASE | re.DOTALL))
@@ -90,12 +91,13 @@ def mask(text: str, environ: Mapping[str, str] | None = None) -> str:
     """
     spans = sorted([*_environment_values(text, os.environ if environ is None else environ), *_pattern_matches(text)])
     pieces = []
-    done = 0
+    position = 0
     for start, end in spans:
-        if start >= done:
-            pieces += [text[done:start], MASK]
-        done = max(done, end)  # overlapping secrets get one mask
-    return "".join(pieces) + text[done:]
+        if start >= position:
+            pieces += [text[position:start], MASK]
+        # Overlapping secrets get one mask.
+        position = max(position, end)
+    return "".join(pieces) + text[position:]
 
 
 def mask_args(argv: Iterable[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -139,7 +141,7 @@ def _escape(character: str) -> str:
 def _environment_values(text: str, environ: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     if len(text) < _MIN_LENGTH:
         return
-    # The names first: to read all values takes longer than all else here
+    # Names first, because reading all values takes longer than everything else here.
     for name in filter(is_secret_name, environ):
         value = environ.get(name, "")
         if len(value) >= _MIN_LENGTH:
@@ -152,7 +154,7 @@ def _environment_values(text: str, environ: Mapping[str, str]) -> Iterator[tuple
 
 
 def _pattern_matches(text: str) -> Iterator[tuple[int, int]]:
-    # Beyond ASCII there are letters that match as k, s and i
+    # Some letters outside ASCII match k, s and i if case is ignored.
     folded = text.lower() if text.isascii() else ""
     for words, pattern in _PATTERNS:
         if not folded or any(map(folded.__contains__, words)):

@@ -1,4 +1,4 @@
-"""Define the sections of the configuration: groups of options, each with a help text and a default.
+"""Define the configuration's sections: groups of options with help texts and defaults.
 
     config = Config(optim=Optim(clip=0.5), data={"workers": 2})
 
@@ -52,8 +52,10 @@ class AutoInt(int):
 
 
 _ALL = ", ".join(TASKS)
-_HUB = "causal-lm, images, classification"  # the tasks with models of the hub
-LATER = -math.inf  # marks a float as "auto"
+# The tasks with models of the hub.
+_HUB = "causal-lm, images, classification"
+# Marks a float as "auto".
+LATER = -math.inf
 
 
 @suggest_fields()
@@ -414,7 +416,7 @@ def check_unsaved(checkpoint: Checkpoint, guards: Guards) -> None:
 
 
 def effective(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `preset` that have an effect with `values`, which override it. Both by dotted name."""
+    """Return the options of `preset` that have an effect with the overriding `values`."""
     both = {**preset, **values}
     result = dict(preset)
     for (chooser, allowed), fields in _FIELDS_OF.items():

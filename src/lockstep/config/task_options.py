@@ -30,9 +30,12 @@ __all__ = [
 ]
 
 
-OWN = "own"  # FILE.py:CLASS, or an object in Python
-LIGHTNING = "lightning:"  # prefix of FILE.py:CLASS of a LightningModule, then maybe "," and that of a datamodule
-LANGUAGE = "causal-lm"  # the default task
+# FILE.py:CLASS, or an object in Python.
+OWN = "own"
+# Prefix of FILE.py:CLASS of a LightningModule, then maybe "," and that of a datamodule.
+LIGHTNING = "lightning:"
+# The default task.
+LANGUAGE = "causal-lm"
 
 
 class TaskSpec(NamedTuple):
@@ -174,8 +177,8 @@ def with_task_defaults(fields: dict[str, Any]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         if not section:
             result.setdefault(name, value)
-        elif isinstance(own := result.get(section, {}), dict):
-            result[section] = {key: value, **own}
+        elif isinstance(section_values := result.get(section, {}), dict):
+            result[section] = {key: value, **section_values}
     return result
 
 
@@ -198,14 +201,17 @@ def check_task_options(task: str, sections: Iterable[tuple[Any, str]]) -> None:
         if os.path.isfile(f"{task}.py"):
             advice = f"did you mean a class of {task}.py, {task}.py:CLASS?"
         raise FieldError(FieldName("task"), f" is '{task}': {advice} or give your own task, FILE.py:CLASS")
-    kind = kind_of(task)
-    if kind == OWN:
+    task_kind = kind_of(task)
+    if task_kind == OWN:
         return
     for owner, prefix in sections:
         for spec in dataclasses.fields(owner):
             name = prefix + spec.name
-            if not is_option_of(spec, kind) and getattr(owner, spec.name) != spec.default:
+            if not is_option_of(spec, task_kind) and getattr(owner, spec.name) != spec.default:
                 tasks = " or ".join(spec.metadata["tasks"])
                 raise FieldError(
-                    FieldName(name), " is not an option of ", FieldName("task"), f" {kind}, but of {tasks}; remove it"
+                    FieldName(name),
+                    " is not an option of ",
+                    FieldName("task"),
+                    f" {task_kind}, but of {tasks}; remove it",
                 )

@@ -171,8 +171,6 @@ def packed(optimizer: LBFGS) -> dict[str, Tensor]:
     like = state.get("prev_flat_grad")
     if like is None:
         like = parameters[0].new_zeros(0, dtype=_dtype(parameters))
-    else:
-        like = like
     tensors = {key: torch.tensor(float(state.get(key) or 0.0), dtype=torch.float64) for key in _NUMBERS}
     tensors["pairs"] = torch.tensor(float(len(state.get("ro") or ())), dtype=torch.float64)
     for key in _VECTORS:

@@ -340,8 +340,6 @@ class Exchange:
         room = spare if spare is not None and len(spare) == pieces else None
         if room is None:
             room = self._vector.new_empty(pieces, len(self._vector) // self._ranks)
-        else:
-            room = room
         self._spare_room = room if one_round else None
         return room
 

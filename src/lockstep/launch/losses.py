@@ -261,8 +261,6 @@ class Membership:
             return ""
         if self._first_report is None:
             self._first_report = now
-        else:
-            self._first_report = self._first_report
         silent = [name for name in survivors if name not in reports]
         if silent:
             timed_out = any(report.timed_out for report in reports.values())

@@ -471,9 +471,7 @@ class _Page:
         """Write a line into a file or a pipe, where rich would add nothing to it and takes ten times as long."""
         file = self.terminal.file
         encoding = self.terminal.encoding
-        if self.unicode:
-            text = text
-        else:
+        if not self.unicode:
             text = text.encode(encoding, "backslashreplace").decode(encoding)
         try:
             file.write(f"{text}\n")

@@ -215,8 +215,6 @@ def _float(value: Any) -> float:
     """Convert to float: NaN if it is no number, inf if it is too large."""
     if isinstance(value, str):
         value = _NOT_FINITE.get(value, value)
-    else:
-        value = value
     with contextlib.suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)

@@ -554,8 +554,6 @@ def sample_text(folder: Path, index: dict[str, Any], number: int) -> str:
     packing = Packing(**index["packing"])
     if packing.kind == "stream":
         packing = replace(packing, seq_len=128)
-    else:
-        packing = packing
     corpus = _corpus(folder, index, packing, _stored_tokenizer(folder))
     if not 0 <= number < len(corpus.train):
         raise ConfigError(f"--sample {number}: the training split has the samples 0 to {len(corpus.train) - 1}")

@@ -60,7 +60,8 @@ def alone(folder: Path, say: Callable[[str], None], label: str) -> Iterator[None
         lock.release()
 
 
-_FACTS = "facts.json"  # written last: facts about the content, and the size of each file
+# Written last: facts about the content, and the size of each file.
+_FACTS = "facts.json"
 
 
 def prepared(
@@ -103,7 +104,7 @@ def _facts(folder: Path) -> dict[str, Any] | None:
 def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     # The name includes the machine, since the locks of some file systems do not extend to other machines.
     temporary = folder.with_name(f"{folder.name}.{platform.node()}.tmp")
-    # This process has the lock: one that began either of these is gone
+    # This process has the lock, so whichever process began these folders has ended.
     for dead in (temporary, folder):
         shutil.rmtree(dead, ignore_errors=True)
     temporary.mkdir()
@@ -117,7 +118,7 @@ def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, An
         try:
             temporary.rename(folder)
         except OSError:
-            # Unless another machine was first, with the same content
+            # Another machine may have been first, with the same content.
             if _facts(folder) is None:
                 raise
         sync(folder.parent)
@@ -126,7 +127,8 @@ def _fill(folder: Path, write: Callable[[Path], dict[str, Any]]) -> dict[str, An
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_PROBE = 5.0  # seconds to wait for an answer
+# Seconds to wait for an answer.
+_PROBE = 5.0
 
 
 def reach(say: Callable[[str], None]) -> bool:
@@ -140,9 +142,10 @@ def reach(say: Callable[[str], None]) -> bool:
         return True
     say(f"{_endpoint()} does not answer; using only HF_HOME ({_home()})")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Maybe imported by the caller's program already
+    # The caller's program may have imported these already.
     for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:
+            # They read the environment once, at their import. mypy does not know the constant.
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     return False
 

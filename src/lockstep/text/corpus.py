@@ -31,10 +31,11 @@ __all__ = [
 ]
 
 
-# Part of the key of a prepared corpus: all that affects the tokens of a text.
+# In the key of a prepared corpus: all that affects the tokens of a text.
 SETTINGS = {"kind": "byte-level bpe", "pattern": "gpt2", "min_frequency": "2"}
 
-_MIN_VOCABULARY = 257  # every byte, and the separator
+# Every byte, and the separator.
+_MIN_VOCABULARY = 257
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
@@ -116,14 +117,16 @@ class ByteBPE:
         return str(self._tokenizer.decode([int(token) for token in tokens if token < self.separator]))
 
 
-IGNORED = -100  # the label of a token that is not predicted
+# The label of a token that is not predicted: torch's default `ignore_index`.
+IGNORED = -100
 LABELS = ".labels"
 
 
 class _TokenRows:
     """Rows of `width` tokens at a stride of `seq_len`, without a rest."""
 
-    draws_random = False  # a sample needs no seed
+    # A sample needs no seed.
+    draws_random = False
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool, *, width: int) -> None:
         self.path = path
@@ -233,7 +236,8 @@ class TokenBlocks(_TokenRows):
 
 def mapped(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
     """Memory-map the numbers in a file."""
-    if not path.stat().st_size:  # an empty file cannot be mapped
+    # An empty file cannot be mapped.
+    if not path.stat().st_size:
         return np.empty(0, dtype=kind)
-    # Slices of a plain array are cheaper
+    # Slices of a plain array are cheaper than those of a memmap.
     return np.asarray(np.memmap(path, dtype=kind, mode="r"))

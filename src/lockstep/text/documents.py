@@ -106,7 +106,7 @@ def tokens_of(
 def alike(left: Sequence[int], right: Sequence[int]) -> int:
     """Count the leading tokens that are equal in both."""
     short = min(len(left), len(right))
-    return next((place for place in range(short) if left[place] != right[place]), short)
+    return next((index for index in range(short) if left[index] != right[index]), short)
 
 
 _OFFSET = np.dtype("<i8")
@@ -115,8 +115,10 @@ _OFFSET = np.dtype("<i8")
 class _TokenDocuments:
     """The documents of a split, each of 2 to seq_len + 1 tokens."""
 
-    draws_random = False  # a sample needs no seed
-    items_per_sample = None  # labelled tokens differ by sample
+    # A sample needs no seed.
+    draws_random = False
+    # Labelled tokens differ by sample.
+    items_per_sample = None
 
     def __init__(self, path: Path, vocab_size: int, seq_len: int, masked: bool = False) -> None:
         self.path = path
@@ -157,7 +159,8 @@ class PaddedDocuments(_TokenDocuments):
     A sample is {"input_ids": int64 [n], "labels": int64 [n]}, n from 1 to seq_len; the task pads it.
     """
 
-    padded = True  # samples differ in length
+    # Samples differ in length.
+    padded = True
 
     def __reduce__(self) -> tuple[type["PaddedDocuments"], tuple[Path, int, int, bool]]:
         return PaddedDocuments, (self.path, self.vocab_size, self.seq_len, self.masked)
@@ -213,18 +216,18 @@ class Packed(_TokenDocuments):
         for name in ("input_ids", "labels", "positions", "documents"):
             sample[name] = np.zeros(self.seq_len, np.int64)
         sample["labels"][:] = IGNORED
-        place = 0
+        position = 0
         members = self._order[self._packs[index] : self._packs[index + 1]]
         for number, document in enumerate(members):
             inputs, labels = self._document(int(document))
-            span = slice(place, place + len(inputs))
+            span = slice(position, position + len(inputs))
             sample["input_ids"][span] = inputs
             sample["labels"][span] = labels
             sample["positions"][span] = np.arange(len(inputs))
             sample["documents"][span] = number
-            place += len(inputs)
-        sample["positions"][place:] = np.arange(self.seq_len - place)
-        sample["documents"][place:] = len(members)
+            position += len(inputs)
+        sample["positions"][position:] = np.arange(self.seq_len - position)
+        sample["documents"][position:] = len(members)
         return {name: torch.from_numpy(values) for name, values in sample.items()}
 
 
@@ -235,11 +238,13 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
     Johnson, "Near-optimal bin packing algorithms" (1973): at most 11/9 of the fewest windows, plus a few.
     """
     windows: list[list[int]] = []
-    # Space left -> the windows with that much left
+    # Space left -> the windows with that much space.
     open_windows: dict[int, list[int]] = {}
-    spaces: list[int] = []  # its keys, in order
+    # The keys of `open_windows`, in order.
+    spaces: list[int] = []
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[document]
+        # The window with the least space that is enough.
         at = bisect_left(spaces, length)
         if at == len(spaces):
             window = len(windows)

@@ -156,7 +156,7 @@ def _conversation(row: Row, flag: str) -> Example:
 
 
 def _tools(value: Any, flag: str) -> tuple[Row, ...]:
-    """Read the tools of a conversation: a list of JSON schemas, or the JSON text of one, as datasets store it."""
+    """Read the tools of a conversation: JSON schemas, or their JSON text."""
     try:
         if isinstance(value, str) and value.strip():
             tools = json.loads(value)
@@ -170,23 +170,28 @@ def _tools(value: Any, flag: str) -> tuple[Row, ...]:
 
 
 def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+    return isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
 
 
 def _present(value: Any) -> Any:
-    """Remove the keys without a value: a table has in every object the keys of all."""
+    """Remove the keys without a value.
+
+    A table has the keys of all objects in each of them.
+    """
     if isinstance(value, Mapping):
-        return {key: _present(each) for key, each in value.items() if each is not None}
+        return {key: _present(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [_present(each) for each in value]
+        return [_present(entry) for entry in value]
     return value
 
 
 _EVALUATION = ("validation", "valid", "dev", "evaluation", "eval", "test")
-_SPLIT_SEED = 0  # not the run's: see above
+# Not the run's seed, so that runs with other seeds evaluate on the same rows.
+_SPLIT_SEED = 0
 
 Say = Callable[[str], None]
-Numbered = tuple[Any, Sequence[int]]  # a table, and the number of each of its rows in the data
+# A table, and the number of each of its rows in the data.
+Numbered = tuple[Any, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +281,7 @@ class HubTable:
 
     def values(self, column: str) -> tuple[list[Any], list[Any]]:
         """Return a column of both splits."""
-        train, evaluation = (list(part.select_columns([column])[column]) for part in self.parts)
+        train, evaluation = (list(table.select_columns([column])[column]) for table in self.parts)
         return train, evaluation
 
     def images(self, column: str) -> tuple[Any, Any]:
@@ -285,8 +290,8 @@ class HubTable:
         A row is {column: {"bytes": bytes or None, "path": str or None}}.
         """
         train, evaluation = (
-            part.select_columns([column]).cast_column(column, type(part.features[column])(decode=False))
-            for part in self.parts
+            table.select_columns([column]).cast_column(column, type(table.features[column])(decode=False))
+            for table in self.parts
         )
         return train, evaluation
 
@@ -351,8 +356,8 @@ def _table_ranges(
     read, note, prompts = _row_reader(train, request)
     trained = []
     for rows in _row_ranges(train, size):
-        first, last = np.searchsorted(held_out, [rows.start, rows.stop])
-        trained.append(_part(train.select(rows), read, rows, frozenset(held_out[first:last].tolist())))
+        start, stop = np.searchsorted(held_out, [rows.start, rows.stop])
+        trained.append(_part(train.select(rows), read, rows, frozenset(held_out[start:stop].tolist())))
     if evaluation is None:
         per_range = max(1, len(_row_ranges(train, size)[0]))
         cuts = [held_out[at : at + per_range] for at in range(0, len(held_out), per_range)]
@@ -363,7 +368,7 @@ def _table_ranges(
 
 
 def _row_ranges(table: Any, size: int) -> list[range]:
-    """Cut the rows into ranges of about `size` bytes, by the mean size of a row."""
+    """Cut the rows into ranges of about `size` bytes, by their mean size."""
     rows = max(1, int(size * len(table) / max(1, table.data.nbytes)))
     return [range(at, min(at + rows, len(table))) for at in range(0, len(table), rows)]
 
@@ -371,7 +376,7 @@ def _row_ranges(table: Any, size: int) -> list[range]:
 def _plain_ranges(request: DataRequest, fraction: float, size: int, say: Say) -> DocumentRanges:
     sources = find(request.name, request.skip, say)
     splits = split(sources, fraction, _SPLIT_SEED)
-    train, evaluation = ([_plain_part(spans) for spans in cut(part, size)] for part in splits)
+    train, evaluation = ([_plain_part(spans) for spans in cut(documents, size)] for documents in splits)
     return DocumentRanges(_sources_digest(sources), "", train, evaluation)
 
 
@@ -402,11 +407,11 @@ def open_table(request: DataRequest, fraction: float, cache: Path, say: Say) -> 
         (train, rows), (evaluation, evaluation_rows) = _parts(builder, request, fraction)
     features = train.features
     classes = {}
-    for name, kind in features.items():
-        if hasattr(kind, "names"):
-            classes[name] = tuple(kind.names)
-    kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in features.items()}
-    kinds |= {name: type(kind).__name__ for name, kind in features.items() if type(kind).__name__ != "Value"}
+    for name, feature in features.items():
+        if hasattr(feature, "names"):
+            classes[name] = tuple(feature.names)
+    kinds = {name: str(getattr(feature, "dtype", "")) for name, feature in features.items()}
+    kinds |= {name: type(feature).__name__ for name, feature in features.items() if type(feature).__name__ != "Value"}
     return HubTable(kinds, classes, digest, revision, (train, evaluation), (rows, evaluation_rows))
 
 
@@ -457,10 +462,10 @@ def _split(builder: Any, request: DataRequest, fraction: float) -> Documents:
 
 
 def _row_reader(table: Any, request: DataRequest) -> tuple[Callable[[Row], Example], str, bool]:
-    """Return `reader` of the table's columns, a remark about them, and whether they mark the answer."""
+    """Return `reader` of the columns, a remark, and whether they mark the answer."""
     columns = {}
-    for key, kind in table.features.items():
-        columns[key] = str(getattr(kind, "dtype", "")).endswith("string")
+    for key, feature in table.features.items():
+        columns[key] = str(getattr(feature, "dtype", "")).endswith("string")
     column = request.text_column
     answers = request.answers
     read = reader(columns, column, f"--dataset-name {request.name}", answers=answers)
@@ -487,9 +492,10 @@ def _splits(builder: Any, request: DataRequest) -> tuple[Any, Any]:
             f"--data.split {request.split}: --dataset-name {request.name} has the splits {', '.join(splits)}"
         )
     train = builder.as_dataset(split=request.split)
-    own = next((split for split in _EVALUATION if split in splits and split != name), None)
-    if own is not None:
-        return train, builder.as_dataset(split=own)
+    # An evaluation split of the data itself comes first.
+    evaluation_split = next((split for split in _EVALUATION if split in splits and split != name), None)
+    if evaluation_split is not None:
+        return train, builder.as_dataset(split=evaluation_split)
     if len(train) < 2:
         raise DataError(
             f"--dataset-name {request.name}: {len(train)} row, too few to split off an evaluation; add more"
@@ -504,7 +510,7 @@ def _split_rows(rows: int, fraction: float) -> tuple[list[int], list[int]]:
 
 
 def _evaluated_rows(rows: int, fraction: float) -> Indices:
-    """Return the rows to hold out for the evaluation, in order: at least one, and not all."""
+    """Return the held-out rows in order: at least one, and not all."""
     count = min(max(round(rows * fraction), 1), rows - 1)
     return np.sort(Shuffled(rows, _SPLIT_SEED).at(0, count)[1])
 
@@ -523,11 +529,11 @@ def _part(
     """
 
     def documents() -> Iterator[tuple[Example, bool]]:
-        place = iter(rows)
+        row_numbers = iter(rows)
         for batch in table.iter(batch_size=1000):
             names = list(batch)
             for values in zip(*batch.values(), strict=True):
-                number = next(place)
+                number = next(row_numbers)
                 if number in left_out:
                     continue
                 try:
@@ -542,8 +548,9 @@ def _part(
 def _datasets(request: DataRequest) -> Any:
     try:
         with warnings.catch_warnings():
-            # Of the package's own imports: nothing that a user could act on
+            # A user cannot act on the warnings of the package's own imports.
             warnings.simplefilter("ignore")
+            # The package has no annotations.
             import datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise DataError(
@@ -566,10 +573,11 @@ def _one_line_errors(request: DataRequest) -> Iterator[None]:
     except Exception as error:
         name = request.name
         if "datasets" in sys.modules:
+            # The package hides the cause in this error.
             generation = sys.modules["datasets"].exceptions.DatasetGenerationError
         else:
             generation = ()
-        # it names the row
+        # The cause names the row.
         if isinstance(error, generation) and error.__cause__:
             reason = error.__cause__
         else:
@@ -612,6 +620,6 @@ def _note(sources: list[TextFile]) -> str:
 
 def _plain_part(spans: list[DocumentSpan]) -> HubSplit:
     def read() -> Iterator[tuple[Example, bool]]:
-        return ((Example(text), last) for text, last in pieces(spans))
+        return ((Example(text), is_last) for text, is_last in pieces(spans))
 
     return HubSplit(sum(span.stop - span.start for span in spans), read, lambda example: len(example.text))

@@ -5,7 +5,7 @@ r"""List a corpus's text files in a fixed order with checksums, and split them.
     for text, last in pieces(train): ...
 
 Text is UTF-8, with or without a byte order mark; line ends become "\\n", so that a file has the same tokens on every
-system. A compressed file has the tokens of its content. What a folder has besides is left out, and said: `found.py`.
+system. A compressed file has the tokens of its content. Other files of a folder are left out and reported: `found.py`.
 """
 
 import codecs
@@ -32,7 +32,8 @@ _CODE = {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".rs", ".go", ".java"
 _TEXT = frozenset(_PROSE | _CODE)
 _SKIP = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 _TESTS = frozenset({"test", "tests", "idle_test"})
-_PIECE = 1 << 20  # bytes read and tokenized at a time; a longer document is cut at the next line's end
+# Bytes read and tokenized at a time. A longer document is cut at the next line's end.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def find(name: str, skip: float = LIMIT, say: Callable[[str], None] = lambda lin
         DataError: no such file or folder, no readable text in it, a damaged compressed file, or more than `skip` of it
             is no such text.
     """
-    found = FoundFiles(f"--dataset-name {name}")
+    tally = FoundFiles(f"--dataset-name {name}")
     try:
-        paths = _list_files(name, found)
+        paths = _list_files(name, tally)
     except OSError as error:
         raise DataError(
             f"--dataset-name {name}: cannot read {error.filename}: {error.strerror}; fix its permissions"
@@ -97,20 +98,21 @@ def find(name: str, skip: float = LIMIT, say: Callable[[str], None] = lambda lin
         raise DataError(f"--dataset-name {name}: none of its {len(sources)} files is UTF-8 text; convert them")
     for source in sources:
         if source.readable or not source.size:
-            found.add(source.size)
+            tally.add(source.size)
         else:
-            found.leave_out(source.name, source.size, "not UTF-8")
-    found.check(skip, say)
+            tally.leave_out(source.name, source.size, "not UTF-8")
+    tally.check(skip, say)
     return sources
 
 
 def _list_files(name: str, found: FoundFiles) -> list[tuple[str, Path]]:
     if name == _STDLIB:
-        others = FoundFiles("")  # it is its .py files by definition
+        # This corpus is the .py files by definition, so other files need no report.
+        others = FoundFiles("")
         return _walk(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), _SKIP | _TESTS, others)
     if name.startswith("builtin:"):
         raise DataError(f"--dataset-name {name}: unknown; the built-in corpus is {_STDLIB}")
-    # Path.expanduser raises where there is no such user
+    # Path.expanduser raises an error if there is no such user.
     root = Path(os.path.expanduser(name))
     if root.is_file():
         return [(root.name, root)]
@@ -129,7 +131,7 @@ def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str], found: 
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = sorted(child for child in folders if child not in skipped and not child.startswith("."))
         for child in folders:
-            # Not followed: it may lead in a circle
+            # Not followed, because a link may lead in a circle.
             if os.path.islink(os.path.join(folder, child)):
                 found.leave_out(Path(folder, child).relative_to(root).as_posix(), 0, "links to a folder")
         for file in sorted(files):
@@ -147,7 +149,7 @@ def _walk(root: Path, suffixes: frozenset[str], skipped: frozenset[str], found: 
 
 
 def _raise(error: OSError) -> None:
-    # os.walk would skip an unreadable folder, and the run would train on less
+    # os.walk would skip an unreadable folder, and the run would train on less.
     raise error
 
 
@@ -196,11 +198,13 @@ def split(sources: list[TextFile], eval_fraction: float, seed: int) -> tuple[lis
 
 
 def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
+    # The choice depends on names and seed alone, so it is the same on every machine.
     def rank(source: TextFile) -> int:
         return derive(seed, "split", xxhash.xxh3_64_intdigest(os.fsencode(source.name)))
 
     chosen: set[TextFile] = set()
-    for source in sorted(sources, key=rank)[:-1]:  # the last one always stays
+    # The last document always stays in the training split.
+    for source in sorted(sources, key=rank)[:-1]:
         if source.size <= room:
             chosen.add(source)
             room -= source.size
@@ -208,7 +212,7 @@ def _chosen(sources: list[TextFile], room: float, seed: int) -> set[TextFile]:
 
 
 def cut(spans: Iterable[DocumentSpan], size: int) -> list[list[DocumentSpan]]:
-    """Cut documents into ranges of about `size` bytes, in order; a longer document at a line's end.
+    """Cut documents into ranges of about `size` bytes; a long one at a line's end.
 
     A compressed file is not cut: each range would unpack all that is before it.
     """
@@ -263,7 +267,8 @@ def _read(file: BinaryIO, span: DocumentSpan) -> Iterator[tuple[str, bool]]:
     while (remaining := span.stop - file.tell()) > 0:
         block = file.read(min(_PIECE, remaining))
         block += file.readline(max(span.stop - file.tell(), 0))
-        if not block:  # the file became shorter since it was found
+        # The file became shorter after it was listed.
+        if not block:
             return
         yield _text(block), span.ends and file.tell() >= span.stop
 

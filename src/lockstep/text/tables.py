@@ -1,10 +1,10 @@
-"""Find local tables, and tell `datasets` how to read them: json, jsonl, csv, tsv and parquet, also compressed.
+"""Find local tables, and choose how `datasets` reads them.
 
     files = table_files("data/")                                # [] for a folder of texts
     builder = open_tables(datasets, request, cache, say)        # of all of them, or an error with their names
 
-Nothing is guessed silently: a separator other than the comma is said, and a file of a folder that is not read is
-accounted for by `FoundFiles`. File names decide a folder's splits, as `datasets` has it.
+The formats are json, jsonl, csv, tsv and parquet, also compressed. A separator other than the comma is reported.
+`FoundFiles` accounts for the files of a folder that are not read. File names decide the splits of a folder.
 """
 
 import codecs
@@ -27,8 +27,10 @@ _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".par
 _PROSE = (".txt", ".md", ".py")
 _SEPARATORS = (",", ";", "\t", "|")
 _NAMES = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+# Bytes read at a time.
 _PIECE = 1 << 20
-_SAMPLE = 1 << 18  # characters of a csv file that show how it is written
+# Characters of a csv file that show how it is written.
+_SAMPLE = 1 << 18
 _FRACTION = re.compile(r"[+-]?\d*[.]\d+(?:[eE][+-]?\d+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
@@ -61,7 +63,7 @@ class DataRequest:
 
 def supported() -> str:
     """List the suffixes of tables, for a message."""
-    return ", ".join(kind.lstrip(".") for kind in _KINDS)
+    return ", ".join(suffix.lstrip(".") for suffix in _KINDS)
 
 
 def table_files(name: str) -> list[Path]:
@@ -90,7 +92,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+    return any(name.startswith(".") for name in path.relative_to(root).parts)
 
 
 def file_digest(path: Path) -> str:
@@ -134,19 +136,22 @@ def open_tables(datasets: Any, request: DataRequest, cache: Path, say: Say) -> A
 
 
 def _account(builder: Any, request: DataRequest, root: Path, splits: dict[str, list[Path]], say: Say) -> None:
-    """Account for each file of a folder. Several subsets, which a README.md defines, share its tables."""
-    found = FoundFiles(request.label)
+    """Account for each file of a folder.
+
+    Several subsets, which a README.md defines, share its tables.
+    """
+    tally = FoundFiles(request.label)
     chosen = {path.resolve() for paths in splits.values() for path in paths}
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         size = path.stat().st_size
         if inner_suffix(path) not in _KINDS:
-            found.leave_out(name, size, "without a suffix of a table")
+            tally.leave_out(name, size, "without a suffix of a table")
         elif path.resolve() in chosen or len(builder.builder_configs) > 1:
-            found.add(size)
+            tally.add(size)
         else:
-            found.leave_out(name, size, f"of another kind, or in none of the splits {', '.join(splits)}")
-    found.check(request.skip, say)
+            tally.leave_out(name, size, f"of another kind, or in none of the splits {', '.join(splits)}")
+    tally.check(request.skip, say)
 
 
 def _plain(path: Path, cache: Path) -> Path:
@@ -183,7 +188,7 @@ def _options(files: list[Path], request: DataRequest, say: Say) -> dict[str, Any
 
 
 def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, str]:
-    """Return the separator of a csv file and its decimal sign, by the beginning of the file.
+    """Return the separator and the decimal sign of a csv file, by its beginning.
 
     The comma is taken if all rows have as many values with it, else the separator that gives all rows as many.
 
@@ -197,13 +202,15 @@ def _csv_style(path: Path, encoding: str, request: DataRequest) -> tuple[str, st
         text.detach()
     parsed = {separator: _rows(begin, separator, is_whole) for separator in _SEPARATORS}
     widths = {separator: {len(row) for row in rows} for separator, rows in parsed.items()}
-    fitting = [separator for separator, found in widths.items() if len(found) == 1 and found != {1}]
+    fitting = [separator for separator, lengths in widths.items() if len(lengths) == 1 and lengths != {1}]
+    # Prefer the separator of the suffix; otherwise the one with most columns.
     usual = "\t" if inner_suffix(path) == ".tsv" else ","
     fullest = max(fitting, key=lambda separator: max(widths[separator]), default=usual)
     separator = usual if usual in fitting else fullest
     rows = parsed[separator]
     _check_header(path, rows, request)
     values = [value for row in rows[1:] for value in row]
+    # Numbers such as 1,5 have a decimal comma, unless others have a point.
     has_commas = separator != "," and any(map(_DECIMAL_COMMA.fullmatch, values))
     return separator, "," if has_commas and not any(map(_FRACTION.fullmatch, values)) else "."
 
@@ -223,14 +230,14 @@ def _rows(begin: str, separator: str, is_whole: bool) -> list[list[str]]:
 
 
 def _check_header(path: Path, rows: list[list[str]], request: DataRequest) -> None:
-    """Raise DataError for a first line of values, or of other names than there are columns."""
+    """Raise DataError for a first line that does not name the columns."""
     names = rows[0] if rows else []
     subject = f"{request.label}: the first line of {path.name}"
     way_out = "the first line must name each column once; write one"
     if len(rows) > 1 and len(rows[1]) > len(names):
         raise DataError(f"{subject} has {len(names)} names, and the next {len(rows[1])} values; {way_out}")
     value = next((name for name in names if _FRACTION.fullmatch(name.strip())), "")
-    twice = next((name for place, name in enumerate(names) if name and name in names[:place]), "")
+    twice = next((name for index, name in enumerate(names) if name and name in names[:index]), "")
     if value or twice:
         what = f"the number {value!r}" if value else f"{twice!r} twice"
         raise DataError(f"{subject} has {what}; {way_out}")

@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 
-_GROUP = 1000  # examples that are tokenized, and in "blocks" concatenated, together
+# Examples that are tokenized together, and in "blocks" concatenated.
+_GROUP = 1000
 # Maximum characters of such a group: tokens in Python lists are large. Blocks do not cross a group's end.
 _MAX_CHARACTERS = 1 << 22
 _MAX_CHARACTERS_BLOCKS = 1 << 25
@@ -108,11 +109,11 @@ class Written:
             notes.append(f"{self.truncated} example{plural} of the {split} split truncated to --seq-len {seq_len}")
         if self.skipped:
             if self.first_skipped >= 0:
-                first = f" (first: row {self.first_skipped})"
+                first_row = f" (first: row {self.first_skipped})"
             else:
-                first = ""
+                first_row = ""
             notes.append(
-                f"{self.skipped} example{'s' * (self.skipped > 1)} of the {split} split{first} skipped: no label "
+                f"{self.skipped} example{'s' * (self.skipped > 1)} of the {split} split{first_row} skipped: no label "
                 f"within --seq-len {seq_len}; raise it to keep more of each"
             )
         return notes
@@ -156,28 +157,29 @@ def _write_stream(
     progress: Progress,
 ) -> None:
     blocks = packing.kind == "blocks"
-    kind = token_type(tokenizer.vocab_size)
+    dtype = token_type(tokenizer.vocab_size)
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for group in _groups(part.read(), _MAX_CHARACTERS_BLOCKS if blocks else _MAX_CHARACTERS):
             examples = [example for example, _ in group]
             stream: list[int] = []
             marked: list[bool] = []
-            for (tokens, labelled), (example, last) in zip(
+            for (tokens, labelled), (example, is_last) in zip(
                 tokens_of(tokenizer, examples, blocks, masked), group, strict=True
             ):
                 stream += tokens
                 marked += labelled if masked else ()
-                counts.documents += last
-                if last and not blocks and not example.messages and tokenizer.separator >= 0:
+                counts.documents += is_last
+                if is_last and not blocks and not example.messages and tokenizer.separator >= 0:
                     stream.append(tokenizer.separator)
                     marked += [True] * masked
             counts.tokens += len(stream)
             counts.labels += sum(marked) if masked else len(stream)
             if blocks:
+                # Blocks leave out the rest of a group that fills no block.
                 length = len(stream) // packing.seq_len * packing.seq_len
             else:
                 length = len(stream)
-            file.write(np.fromiter(stream, kind, length).tobytes())
+            file.write(np.fromiter(stream, dtype, length).tobytes())
             marks.write(bytes(marked[:length]))
             progress(examples)
     if not masked:
@@ -195,12 +197,14 @@ def _write_documents(
 ) -> None:
     masked, prompts = flags
     room = packing.seq_len + 1
-    kind = token_type(tokenizer.vocab_size)
+    dtype = token_type(tokenizer.vocab_size)
+    # Where each document begins, in tokens; one more entry for the end.
     starts = [0]
     with path.open("wb") as file, path.with_suffix(LABELS).open("wb") as marks:
         for tokens, labelled, row in _documents(tokenizer, part, packing, masked, progress):
             counts.tokens += len(tokens)
             counts.truncated += prompts and len(tokens) > room
+            # A prompt is truncated to one sample; a text gives as many as it fills.
             begins = [0] if prompts else range(0, max(len(tokens) - 1, 1), packing.seq_len)
             for begin in begins:
                 piece = tokens[begin : begin + room]
@@ -210,7 +214,7 @@ def _write_documents(
                     counts.skipped += 1
                     continue
                 counts.labels += sum(learned[1:])
-                file.write(np.array(piece, dtype=kind).tobytes())
+                file.write(np.array(piece, dtype=dtype).tobytes())
                 if masked:
                     marks.write(np.array(learned, dtype="u1").tobytes())
                 starts.append(starts[-1] + len(piece))
@@ -218,6 +222,7 @@ def _write_documents(
     if not masked:
         path.with_suffix(LABELS).unlink()
     _numbers(path.with_suffix(".starts"), starts)
+    # Windows of whole documents, found once, so that any process can read any window.
     if packing.kind == "documents":
         windows = packed((np.diff(starts) - 1).tolist(), packing.seq_len)
         _numbers(path.with_suffix(".order"), [document for window in windows for document in window])
@@ -253,10 +258,10 @@ def _documents(
     labelled: list[bool] = []
     for group in _groups(part.read(), _MAX_CHARACTERS):
         examples = [example for example, _ in group]
-        for (more, marks), (example, last) in zip(tokens_of(tokenizer, examples, False, masked), group, strict=True):
+        for (more, marks), (example, is_last) in zip(tokens_of(tokenizer, examples, False, masked), group, strict=True):
             tokens += more
             labelled += marks
-            if not last:
+            if not is_last:
                 continue
             if example.messages:
                 yield tokens, labelled, example.row
@@ -285,10 +290,11 @@ def _numbers(path: Path, values: Sequence[Any]) -> None:
     path.write_bytes(np.array(values, dtype="<i8").tobytes())
 
 
-_FORMAT = 5  # of the folder; another number is another key
+# Version of the folder's format. Another number is another key.
+_FORMAT = 5
 _KINDS: dict[str, Any] = {"stream": Windows, "blocks": TokenBlocks, "padded": PaddedDocuments, "documents": Packed}
 
-# tokens of plain text that begin a sample of text; maximum tokens of a prompt
+# Tokens of plain text that begin a sample of text, and the most tokens of a prompt.
 _OPENING = 8
 _LONGEST = 256
 
@@ -307,11 +313,12 @@ class TokenShards:
         padded: samples differ in length.
     """
 
-    draws_random = False  # a sample needs no seed
+    # A sample needs no seed.
+    draws_random = False
 
     def __init__(self, parts: Sequence[TokenSamples]) -> None:
         self._parts = list(parts)
-        self.shard_sizes = [len(part) for part in parts]
+        self.shard_sizes = [len(shard) for shard in parts]
         self.padded = isinstance(self._parts[0], PaddedDocuments)
         self._ends = np.cumsum(self.shard_sizes)
         self.seq_len = parts[0].seq_len
@@ -320,7 +327,7 @@ class TokenShards:
     @property
     def tokens(self) -> int:
         """Tokens in the split."""
-        return sum(part.tokens for part in self._parts)
+        return sum(shard.tokens for shard in self._parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -331,22 +338,24 @@ class TokenShards:
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the samples of a batch, in order."""
         samples: list[dict[str, Tensor]] = [{}] * len(indices)
-        for part, places, own in self._by_part(indices):
-            for place, sample in zip(places, part.__getitems__(own), strict=True):
-                samples[place] = sample
+        for shard, places, rows in self._by_part(indices):
+            for position, sample in zip(places, shard.__getitems__(rows), strict=True):
+                samples[position] = sample
         return samples
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample."""
-        return np.concatenate([part.lengths for part in self._parts])
+        return np.concatenate([shard.lengths for shard in self._parts])
 
     def longest(self, samples: Sequence[int]) -> int:
         """Return the tokens of the longest of these samples; only for padded documents."""
-        return max(part.longest(own) for part, _, own in self._by_part(samples) if isinstance(part, PaddedDocuments))
+        return max(
+            shard.longest(rows) for shard, _, rows in self._by_part(samples) if isinstance(shard, PaddedDocuments)
+        )
 
     def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[TokenSamples, list[int], list[int]]]:
-        """Yield (file, places in `indices`, indices within the file) for each file that has some of them."""
+        """Yield (file, places in `indices`, indices within the file) of each file."""
         wanted = np.asarray(indices, dtype=np.int64)
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
@@ -404,8 +413,8 @@ class TokenCorpus:
     def _samples(self, shards: list[str] | None, name: str, packing: Packing, masked: bool) -> Samples:
         """Open a split: its shards, or its only file."""
         parts: list[TokenSamples] = [
-            _KINDS[packing.kind](self.folder / f"{each}.bin", self.vocab_size, packing.seq_len, masked)
-            for each in shards or [name]
+            _KINDS[packing.kind](self.folder / f"{shard}.bin", self.vocab_size, packing.seq_len, masked)
+            for shard in shards or [name]
         ]
         if shards is None:
             return parts[0]
@@ -413,14 +422,18 @@ class TokenCorpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer. One that was trained here is loaded on first use: training does not need it."""
+        """Its tokenizer.
+
+        A tokenizer that was trained here is loaded on first use, because training does not need it.
+        """
         return self._known or ByteBPE.load(self.folder / "tokenizer.json")
 
     @cached_property
     def ends(self) -> list[int]:
         """Tokens that end a text: the separator, and those that end an assistant's turn."""
-        own = {self.separator} - {-1}
-        return sorted(own | set(getattr(self.tokenizer, "chat_ends")() if self.chat else ()))  # noqa: B009  as `begun`
+        tokens = {self.separator} - {-1}
+        # Only a hub tokenizer makes conversations, and the protocol lacks its methods.
+        return sorted(tokens | set(getattr(self.tokenizer, "chat_ends")() if self.chat else ()))  # noqa: B009
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without a separator."""
@@ -429,7 +442,8 @@ class TokenCorpus:
     def begun(self, prompt: str) -> list[int]:
         """Return the tokens of a document's beginning `prompt`; in a conversation, the user's message."""
         if self.chat:
-            tokens: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009  only such a one made it
+            # As in `ends`: only a hub tokenizer gets here.
+            tokens: list[int] = getattr(self.tokenizer, "chat_prompt")(prompt)  # noqa: B009
             return tokens
         return [*self.begin, *self.encode(prompt)]
 
@@ -438,8 +452,8 @@ class TokenCorpus:
         sample = self.evaluation[0]
         inputs = sample["input_ids"].tolist()
         labels = sample["labels"].tolist()
-        length = next((place for place, label in enumerate(labels) if label != IGNORED), 0) + 1
-        # Its first window has no separator before it
+        length = next((index for index, label in enumerate(labels) if label != IGNORED), 0) + 1
+        # A split's first window has no separator before it.
         separated = self.packing == "stream"
         return [*self.begin * separated, *inputs[: length if 1 < length <= _LONGEST else _OPENING]]
 
@@ -459,7 +473,7 @@ def prepare(
     say: Say,
     prompt_packing: Packing | None = None,
 ) -> TokenCorpus:
-    """Open the corpus, writing its tokens first if needed. Any number of processes may call it.
+    """Open the corpus, writing its tokens first if needed. Safe in several processes.
 
     Args:
         name: the value of --dataset-name.
@@ -483,8 +497,8 @@ def prepare(
             splits = documents(packing.fraction, Path(scratch))
             if splits.note:
                 say(splits.note)
-            own = prompt_packing if splits.prompts and prompt_packing else packing
-            facts = _write(splits, tokenizer, own, temporary, say)
+            split_packing = prompt_packing if splits.prompts and prompt_packing else packing
+            facts = _write(splits, tokenizer, split_packing, temporary, say)
             splits.check()
         return {"fingerprint": key, "name": name, **facts}
 
@@ -494,8 +508,8 @@ def prepare(
     if facts["prompts"] and prompt_packing:
         packing = prompt_packing
     corpus = TokenCorpus(folder, facts, None if isinstance(tokenizer, TokenizerToTrain) else tokenizer, packing)
-    for part, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
-        check_split(name, part, len(samples), facts, packing)
+    for split, samples in (("train", corpus.train), ("evaluation", corpus.evaluation)):
+        check_split(name, split, len(samples), facts, packing)
     return corpus
 
 
@@ -516,9 +530,9 @@ def check_split(name: str, part: str, samples: int, facts: dict[str, Any], packi
         )
     if not samples:
         least = {"stream": "window of --seq-len {} + 1", "blocks": "block of --seq-len {}"}
-        kind = least.get(packing.kind, "document").format(packing.seq_len)
+        unit = least.get(packing.kind, "document").format(packing.seq_len)
         raise DataError(
-            f"{subject} {facts['tokens'][part]} tokens, fewer than one {kind}; add text, lower --seq-len or raise "
+            f"{subject} {facts['tokens'][part]} tokens, fewer than one {unit}; add text, lower --seq-len or raise "
             "--data.evaluation"
         )
 
@@ -528,7 +542,7 @@ def _key(digest: str, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing,
     tokenizer_id = (
         {**SETTINGS, "vocab_size": tokenizer.vocab_size} if trained else getattr(tokenizer, "fingerprint", "")
     )
-    # Windows of any length share one file
+    # Windows of any length share one file.
     length = 0 if packing.kind == "stream" else packing.seq_len
     parts = [_FORMAT, digest, tokenizer_id, packing.kind, length, packing.fraction, packing.labels]
     parts += [prompt_packing.kind, prompt_packing.seq_len] if prompt_packing else []
@@ -539,11 +553,11 @@ def _write(
     documents: Documents, tokenizer: Tokenizer | TokenizerToTrain, packing: Packing, folder: Path, say: Say
 ) -> dict[str, Any]:
     tokenizer, facts = begin_corpus([documents.train], documents.prompts, tokenizer, packing, folder, say)
-    for name, part in (("train", documents.train), ("evaluation", documents.evaluation)):
-        report = _progress(name, part, say)
+    for name, split in (("train", documents.train), ("evaluation", documents.evaluation)):
+        report = _progress(name, split, say)
         path = folder / f"{name}.bin"
         flags = {"masked": facts["masked"], "prompts": documents.prompts}
-        written = write_split(tokenizer, part, packing, path, **flags, progress=report)
+        written = write_split(tokenizer, split, packing, path, **flags, progress=report)
         for count in ("documents", "tokens", "labels"):
             facts[count][name] = getattr(written, count)
         facts["notes"] += written.notes(name, packing.seq_len)
@@ -558,7 +572,7 @@ def begin_corpus(
     folder: Path,
     say: Say,
 ) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train the tokenizer if needed, and return it with the facts of a corpus without tokens.
+    """Train the tokenizer if needed; return it with the facts of an empty corpus.
 
     Args:
         train: the documents of the training split, in parts.
@@ -575,12 +589,12 @@ def begin_corpus(
         )
     if isinstance(tokenizer, TokenizerToTrain):
         say(f"learning a vocabulary of {tokenizer.vocab_size} tokens")
-        texts = (example.text for part in train for example, _ in part.read())
+        texts = (example.text for split in train for example, _ in split.read())
         trained = ByteBPE.train(texts, tokenizer.vocab_size)
         trained.save(folder / "tokenizer.json")
         tokenizer = trained
-    first = next((example for part in train for example, _ in part.read()), Example(""))
-    begin = islice(train[0].read(), _GROUP) if first.messages else ()
+    first_example = next((example for split in train for example, _ in split.read()), Example(""))
+    begin = islice(train[0].read(), _GROUP) if first_example.messages else ()
     with_tools = next((example for example, _ in begin if example.tools), None)
     notes = []
     if with_tools and not _renders_tools(tokenizer, with_tools):
@@ -589,7 +603,7 @@ def begin_corpus(
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
         "masked": prompts and packing.answers,
-        "chat": bool(first.messages),
+        "chat": bool(first_example.messages),
         "prompts": prompts,
         "begin": _begin_of(tokenizer, packing),
         "documents": {},
@@ -600,7 +614,7 @@ def begin_corpus(
 
 
 def _renders_tools(tokenizer: Tokenizer, example: Example) -> bool:
-    """Whether the tokenizer's template says to the assistant which tools there are."""
+    """Whether the tokenizer's template gives the tools to the assistant."""
     return tokens_of(tokenizer, [example]) != tokens_of(tokenizer, [replace(example, tools=())])
 
 

@@ -80,7 +80,7 @@ def make_datasets(task: Task, world: World, seed: int) -> tuple[Any, dict[str, A
 
 
 def make_dataset(task: Task, split: str, seed: int) -> Any:
-    """Call the task's `dataset`, with all generators seeded alike for each split."""
+    """Call the task's `dataset`, with all generators set to a seed of the split."""
     with seeded_alike(seed):
         return task.dataset(split)
 
@@ -155,24 +155,26 @@ def check_samples(
     """
     has_index = not isinstance(batches, StreamBatches)
     datasets = {"training set": training} if has_index else {}
-    datasets |= {f"evaluation set '{name}'" if name else "evaluation set": each for name, each in evaluation.items()}
+    datasets |= {
+        f"evaluation set '{name}'" if name else "evaluation set": dataset for name, dataset in evaluation.items()
+    }
     retries = config.guards.retries
     # Separate wrappers: the run does not count their retries.
     sets = {}
-    for name, each in datasets.items():
-        sets[name] = RetryingDataset(each, retries=retries, skips=0, rank=world.rank)
+    for name, dataset in datasets.items():
+        sets[name] = RetryingDataset(dataset, retries=retries, skips=0, rank=world.rank)
 
     def read() -> dict[str, Any]:
         with generators_kept():
             if isinstance(batches, StreamBatches):
-                found = _read_stream(batches)
+                contents = _read_stream(batches)
             else:
-                found = {}
+                contents = {}
             loading = Loading(min(config.data.workers, 1), 1, retries)
             loader = Loader(Contents(sets, config.seed), loading, world.rank, False)
             with closing(loader.stream(iter([KEY]))) as samples:
-                found |= next(data for _, data, _ in samples)
-            return found
+                contents |= next(data for _, data, _ in samples)
+            return contents
 
     digests = on_all_ranks(world, read)  # collective
     return check_contents(world, digests, accept)  # collective
@@ -185,13 +187,13 @@ def _read_stream(batches: StreamBatches) -> dict[str, Any]:
         DataError: two readings differ, so that a resume would not find its place.
     """
     batches.try_reading(digest, alike)
-    first, second = (digest(batches.first_samples()) for _ in range(2))
-    if not alike(first, second):
+    reference, repeated = (digest(batches.first_samples()) for _ in range(2))
+    if not alike(reference, repeated):
         raise DataError(
             "two readings of the stream of the task's dataset('train') differ in its first samples, so a resume "
             "would lose or repeat some; give its shuffles a seed, and draw from torch, numpy or random alone"
         )
-    return {"first samples of the stream": first}
+    return {"first samples of the stream": reference}
 
 
 def _task_datasets(task: Task, seed: int) -> tuple[Any, dict[str, Any], int]:
@@ -212,7 +214,8 @@ def _count(training: Any) -> int:
 
 # --- log
 
-_MAX_RANK_LINES = 16  # above it, a line for each host
+# With more ranks than this, log a line for each host.
+_MAX_RANK_LINES = 16
 _LOG = logging.getLogger("lockstep")
 
 
@@ -247,11 +250,11 @@ def _number_range(word: str, numbers: Sequence[int]) -> str:
 
 
 def _device_range(devices: Sequence[str]) -> str:
-    """Join device names: `cpu` if all are equal, a range if they are numbered in order."""
+    """Join device names: `cpu` if all are equal, a range if numbered in order."""
     if len(set(devices)) == 1:
         return devices[0]
-    kind, _, first = devices[0].partition(":")
-    if list(devices) == [f"{kind}:{int(first or 0) + place}" for place in range(len(devices))]:
+    device_type, _, start = devices[0].partition(":")
+    if list(devices) == [f"{device_type}:{int(start or 0) + offset}" for offset in range(len(devices))]:
         return f"{devices[0]} to {devices[-1]}"
     return ", ".join(devices)
 
@@ -270,10 +273,12 @@ def collect_new_modules() -> Iterator[list[nn.Module]]:
         new.append(self)
         init(self, *args, **kwargs)
 
+    # torch has no hook for the construction of a module. mypy forbids the assignment to a method.
     nn.Module.__init__ = init_and_collect  # type: ignore[method-assign]
     try:
         yield new
     finally:
+        # The patch must not outlive the context.
         nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
@@ -294,17 +299,21 @@ def copy_from_rank0(model: nn.Module, new: list[nn.Module], world: World) -> int
         return 0
     tensors = _existing_tensors(model, {id(module) for module in new})
     hashes = {name: [f"{t.dtype} {list(t.shape)}", _hash(t)] for name, t in tensors.items()}
-    if len(set(world.gather(xxhash.xxh3_64_hexdigest(repr(hashes).encode())))) == 1:  # collective
+    # One digest from each rank: equal models, the usual case, need no table of tensors.
+    if len(set(world.gather(xxhash.xxh3_64_hexdigest(repr(hashes).encode())))) == 1:
         return 0
-    ranks = world.gather(hashes)  # collective
-    kinds = [{name: kind for name, (kind, _) in each.items()} for each in ranks]
-    if any(each != kinds[0] for each in kinds):
+    # All ranks need the table, to agree which tensors differ.
+    ranks = world.gather(hashes)
+    kinds = [{name: form for name, (form, _) in table.items()} for table in ranks]
+    if any(table != kinds[0] for table in kinds):
         return 0
-    unequal = [name for name, value in ranks[0].items() if any(each[name] != value for each in ranks)]
+    unequal = [name for name, value in ranks[0].items() if any(table[name] != value for table in ranks)]
     for name in unequal:
         tensor = tensors[name]
-        buffer = as_bytes(tensor.cpu()).clone()  # waits for the device
-        collectives.broadcast(buffer, src=0, group=world.control)  # collective
+        # Waits for the device, once for each tensor that differs.
+        buffer = as_bytes(tensor.cpu()).clone()
+        # Only differing tensors travel, through host memory and the control group.
+        collectives.broadcast(buffer, src=0, group=world.control)
         tensor.copy_(from_bytes(buffer, tensor.dtype, tensor.shape))
     return len(unequal)
 
@@ -314,25 +323,26 @@ def _existing_tensors(model: nn.Module, new: set[int]) -> dict[str, Tensor]:
     tensors: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         if id(module) not in new:
-            own = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-            for name, tensor in own:
+            members = itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            for name, tensor in members:
                 if not tensor.is_meta and tensor.layout == torch.strided:
                     tensors.setdefault(id(tensor), (f"{prefix}.{name}", tensor))
     return dict(tensors.values())
 
 
 def _hash(tensor: Tensor) -> str:
-    # Waits for the device
+    # Waits for the device, once for each tensor at the start.
     return xxhash.xxh3_64_hexdigest(host_bytes(tensor.detach().cpu()))
 
 
 # --- shared run folder
 
-_READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)  # seconds; a network file system may show a new file late
+# Seconds. A network file system may show a new file late.
+_READ_DELAYS = (0.0, 0.1, 0.2, 0.5, 1.2)
 
 
 class Token(NamedTuple):
-    """A file that rank 0 writes for a moment into the run's folder, or its nearest parent.
+    """A temporary file of rank 0 in the run's folder, or in its nearest parent.
 
     Attributes:
         above: how many levels above the folder it is.
@@ -387,7 +397,8 @@ def exchange_first_facts(
         if stack and world.is_main and world.size > 1:
             try:
                 token = stack.enter_context(_token(RunFolder(config.local_dir, name)))
-            except LockstepError as error:  # reported below, after a difference of the configurations
+            except LockstepError as error:
+                # Raised below, after any difference between the configurations.
                 errors.append(error)
         folder = RunFolder(config.local_dir, name)
         if config.on_oom == "smaller":
@@ -400,7 +411,8 @@ def exchange_first_facts(
             run_id = ""
         return [name, is_fast(world.device), [platform.node(), str(world.device)], token, recorded, run_id]
 
-    world.check_same("configuration", values)  # collective
+    # Ranks with different settings would train different models; report that first.
+    world.check_same("configuration", values)
     ranks = await_results(world, own_facts)  # collective
     if errors:
         raise errors[0]
@@ -411,7 +423,9 @@ def exchange_first_facts(
 
 
 def check_shared_folder(folder: RunFolder, world: World, token: Token | None) -> None:
-    """Check that every rank sees rank 0's run folder, in which rank 0 has written a token, and may write. Collective.
+    """Check that every rank sees rank 0's run folder, and may write. Collective.
+
+    Rank 0 has written a token into the folder.
 
     Device and inode numbers would not do: two nodes may see different numbers for a shared folder, and equal ones for
     two folders.
@@ -443,7 +457,8 @@ def check_shared_folder(folder: RunFolder, world: World, token: Token | None) ->
                     "writable there, or set --save-dir to a folder that is writable on all nodes"
                 )
 
-    world.defer([socket.gethostname(), str(path), visible, writable], check)  # collective
+    # An unseen or read-only folder on one rank ends all of them before anything is written.
+    world.defer([socket.gethostname(), str(path), visible, writable], check)
 
 
 def find_folders(folder: RunFolder, world: World) -> None:
@@ -458,7 +473,8 @@ def find_folders(folder: RunFolder, world: World) -> None:
     if world.size == 1:
         return
     parent = folder.nearest_existing().absolute()
-    path = parent / f".lockstep.tmp-{world.broadcast(secrets.token_hex(8))}"  # collective
+    # Rank 0 names the file, so that all ranks try to create the same one.
+    path = parent / f".lockstep.tmp-{world.broadcast(secrets.token_hex(8))}"
 
     def create() -> bool:
         try:
@@ -472,14 +488,16 @@ def find_folders(folder: RunFolder, world: World) -> None:
 
     try:
         on_all_ranks(world, create)
-        world.agree()  # collective; whoever created the file has written it
+        # Collective. After it, whoever created the file has written it.
+        world.agree()
         creators = gather_results(world, lambda: int(path.read_text()))  # collective
     finally:
         with suppress(OSError):
-            path.unlink()  # by any of them
-    first = {creator: creators.index(creator) for creator in creators}
-    if len(first) > 1:
-        world.leads = tuple(first[creator] for creator in creators)
+            # Another rank of the same node may have removed it.
+            path.unlink()
+    leads = {creator: creators.index(creator) for creator in creators}
+    if len(leads) > 1:
+        world.leads = tuple(leads[creator] for creator in creators)
 
 
 @contextmanager

@@ -175,8 +175,8 @@ def build_batches(
         step_plan = run_plan.step_plan
         sizes = (run_plan.step_plan.micro_batches, run_plan.step_plan.micro_size)
         lanes = lanes_of(retry_dataset.source, *sizes, config.seed, run_plan.min_samples)
-        place = (state.global_step, state.stream) if state.stream else None
-        options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": place}
+        position = (state.global_step, state.stream) if state.stream else None
+        options = {"loading": loading, "sharing": sharing_of(config, balancer), "place": position}
         return StreamBatches(task, retry_dataset, lanes, step_plan, world, **options), balancer
     order = place_order(full_order, run_plan.geometry, run_plan.samples)
     costs = MicroBatchCosts(task, dataset, order, run_plan.step_plan)
@@ -191,7 +191,7 @@ def build_batches(
 
 
 def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -> EpochStarts | None:
-    """Return how the epochs of a training set with an index begin; None if the task does not take part."""
+    """Return how epochs of a training set with an index begin; None without `start_epoch`."""
     if not has_own(task, "start_epoch"):
         return None
     length = len(dataset)
@@ -202,7 +202,7 @@ def _epoch_starts(config: Config, task: Task, dataset: Any, run_plan: RunPlan) -
             try:
                 task.start_epoch(dataset, epoch)
             except Exception as error:
-                # A framework's hook is the user's own
+                # A framework's hook is the user's own code: its error stays as it is.
                 if task.framework or isinstance(error, LockstepError):
                     raise
                 raise blamed("start_epoch", error, f"epoch {epoch + 1}") from error
@@ -343,7 +343,10 @@ class RunParts:
         return None
 
     def end_training(self) -> None:
-        """Leave the model with its weights for evaluation, as a program does that ends. Collective under zero."""
+        """Leave the model with its weights for evaluation. Collective under zero.
+
+        A training script with such an optimizer ends so too.
+        """
         if not self.task.framework:
             switch(self.groups.optimizer, training=False)
 
@@ -363,20 +366,22 @@ class RunParts:
         """Load tensors that `tensors()` returned and a checkpoint filled."""
         owners = {"task": self.task} | {f"kept.{name}": value for name, value in self.user_objects.items()}
         engine = {}
-        own = dict[str, dict[str, Tensor]]()
+        object_states = dict[str, dict[str, Tensor]]()
         for name, tensor in tensors.items():
             group, _, key = name.partition("/")
+            # Weights for evaluation follow from the others.
             if name.startswith(EVALUATED):
-                continue  # it follows from the rest
+                continue
             if group in owners:
-                own.setdefault(group, {})[key] = tensor
+                object_states.setdefault(group, {})[key] = tensor
             else:
                 engine[name] = tensor
         if engine:
-            if self.base_names:  # the base's tensors are loaded already
+            # The tensors of the adapters' base are loaded already.
+            if self.base_names:
                 engine |= {name: tensor for name, tensor in self.engine.state_dict().items() if name in self.base_names}
             self.engine.load_state_dict(engine)
-        for group, state in own.items():
+        for group, state in object_states.items():
             owners[group].load_state_dict(state)
 
     @property
@@ -401,7 +406,7 @@ class RunParts:
         self.state.groups = changes if any(changes) else None
 
     def restore_groups(self) -> None:
-        """Set rates and groups as they were at the run's state, once the tensors are loaded."""
+        """Set learning rates and groups from the run's state, after the tensors are loaded."""
         if live := self.task.live_rates:
             live.replay((self.state.hooks or {}).get("watched", []), self.start)
         self.groups.settings.load(self.state.groups)
@@ -412,14 +417,14 @@ class RunParts:
         Raises:
             ConfigError, DataError: it failed, or gave something else than a rate.
         """
-        last = self.run_plan.step_plan.steps - 1
+        last_step = self.run_plan.step_plan.steps - 1
         if live := self.task.live_rates:
-            live.check(last + 1)
-        for step in (0, last):
+            live.check(last_step + 1)
+        for step in (0, last_step):
             self.lr_factor(step)
             if has_own(self.task, "set_groups") and self.groups.optimizer is not None:
                 copies = [dict(group) for group in self.groups.optimizer.param_groups]
-                set_groups(self.task, copies, step, last + 1)
+                set_groups(self.task, copies, step, last_step + 1)
 
     @property
     def start(self) -> int:
@@ -432,13 +437,16 @@ class RunParts:
 
     @property
     def epochs(self) -> Callable[[int], float]:
-        """Number of steps -> passes over the training data, with the part of the current one if known."""
+        """Number of steps -> passes over the training data.
+
+        The part of the current pass is included if it is known.
+        """
         step_plan = self.run_plan.step_plan
         samples = self.run_plan.samples
 
         def of_stream(done: int) -> float:
-            place = self.place(done)
-            return (place.epoch or 0) + (place.epoch_progress or 0.0)
+            position = self.place(done)
+            return (position.epoch or 0) + (position.epoch_progress or 0.0)
 
         return (lambda done: step_plan.start(done) / samples) if samples else of_stream
 
@@ -450,12 +458,16 @@ class RunParts:
 
     @property
     def lr_factor(self) -> Callable[[int], float | None]:
-        """The schedule: step -> factor of the base learning rate; None: the groups' rates are not lockstep's to set."""
+        """The schedule: step -> factor of the base learning rate.
+
+        None: lockstep does not set the groups' learning rates.
+        """
         if self.task.live_rates is not None:
             return lambda step: None
         optim = self.config.optim
         steps = self.run_plan.step_plan.steps
         horizon = (optim.schedule == "cosine-periodic" and optim.period) or steps
+        # A lambda, because another branch replaces the function.
         configured: Callable[[int], float | None] = lambda step: factor(  # noqa: E731
             step,
             horizon=horizon,
@@ -469,6 +481,7 @@ class RunParts:
             drops=plateau_drops(self.state.selection),
         )
         if optim.schedule == NONE:
+            # The optimizer's groups keep their learning rates.
             configured = lambda step: None  # noqa: E731
         if not has_own(self.task, "schedule"):
             return configured
@@ -484,6 +497,7 @@ class RunParts:
         steps = self.run_plan.step_plan.steps
         if optim.schedule != "one-cycle" or self.task.live_rates is not None:
             return lambda step: None
+        # A lambda, as in `lr_factor`.
         configured = lambda step: cycled_momentum(step, steps, optim.warmup_steps)  # noqa: E731
         if not has_own(self.task, "schedule"):
             return configured
@@ -550,7 +564,7 @@ def build_together(
     resume = request.resume
     joining = request.joining
     with ExitStack() as stack:
-        # All ranks share one folder
+        # With a URL each node has its own folder; otherwise all ranks share one.
         shares = resume and not is_url(config.save_dir)
         facts = exchange_first_facts(config, world, stack if shares else None, request.check_first)  # collective
         requested, say = facts.config, notify(world)
@@ -575,18 +589,21 @@ def build_together(
         cut=request.cut,
     )
     start = _add_device_memory(requested, start, world, user_task)  # collective if the configuration leaves it open
+    # What is known without the task: the task and its data are made from this draft.
     draft = draft_of(requested, start)
     for line in draft.notices:
         say(line)
     task = _make_task(draft.config, user_task, world, state)
     training, evaluation_sets, samples = _load_datasets(draft.config, task, world)
-    world.agree()  # collective
+    # An error that one rank has with its task or data ends all of them here.
+    world.agree()
     check_extension(requested, resumes=start.checkpoint is not None)
     of_model = list[str]()
+    # A stream or a batch sampler fixes the cut, because its micro-batches are not made of single samples.
     open_data = training.order is not None and not isinstance(training.order, GroupOrder)
     fixed_cut = request.cut != BY_RANKS and (has_fixed_cut(draft.config) or request.cut == FIXED or not open_data)
     of_ranks = draft.config
-    # This process builds alone, and the run that it joins has several ranks
+    # This process builds alone, but the run that it joins has several ranks.
     if joining and not fixed_cut:
         of_ranks = dataclasses.replace(of_ranks, micro_batch_size=0)
         of_ranks = dataclasses.replace(of_ranks, batchnorm=resolve_batchnorm(of_ranks, world_size=2).kind)
@@ -597,16 +614,19 @@ def build_together(
         say("the model is in double precision: trained as it is, with --precision float64")
         start = dataclasses.replace(start, double=True)
         task = task_in_precision(task, "float64", world.device.type, say)
+    # Now task, model and data decide the remaining values and the plan.
     resolved = resolve(requested, _task_facts(task, model, samples, training.order, start))
     settings = resolved.config
     run_plan = resolved.run_plan
+    # Check that files, model, plan and checkpoint agree before an engine is made.
     config_file = on_all_ranks(world, lambda: read_json(requested.engine_options.config))
     # Compare max_steps as the user set it: an extended plan, or `steps`, is not what the file contradicts.
     check_settings(config_file, lambda name: lookup(requested if name == "max_steps" else settings, name), world.size)
     resolved.record(state)
     check_longer(settings, state, run_plan.step_plan.steps)
-    sizes = [(each.batch_size, each.micro_batch_size) for each in (draft.config, settings)]
-    if sizes[0] != sizes[1]:  # they depended on the model or its data
+    sizes = [(item.batch_size, item.micro_batch_size) for item in (draft.config, settings)]
+    # The sizes depended on the model or its data.
+    if sizes[0] != sizes[1]:
         check_division(settings, world, say)
     on_all_ranks(world, lambda: checkpoint.check_storable(model.state_dict() | _task_tensors(task)))
     check_weights(world, {"model": model, **task.fixed_models})
@@ -617,26 +637,26 @@ def build_together(
     cut_check = partial(check_cuttable, settings, task, model, **data_kind)
     on_all_ranks(world, cut_check)
     plan_check = partial(check_plan, folder.path, checkpoint_plan(state, plan), plan, settings, requested)
+    # Ranks with different plans would train different models.
     world.check_same("plan", plan)
     for line in on_all_ranks(world, lambda: plan_check(is_additive=is_additive(task, model))):
         say(line)
     batches, balancer = build_batches(settings, task, training, run_plan, world, state)
-    first = min(state.global_step, run_plan.step_plan.steps - 1)
-    # The samples of the first epoch are compared
+    first_step = min(state.global_step, run_plan.step_plan.steps - 1)
+    # `check_programs` reads samples of the first epoch.
     _start_epoch(task, batches, world)
-    check_programs(world, task, batches.samples(first, 0))
+    check_programs(world, task, batches.samples(first_step, 0))
     # A dataset that this process has trained on may have changed with the epochs.
     contents_check = partial(accept_contents, folder.path, state, settings, compares=request.proves)
-    notes = check_samples(
-        settings, training.dataset, evaluation_sets, world, batches, contents_check
-    )  # grows with the next gather
-    if first:
-        _start_epoch(task, batches, world, first)
+    # The list grows when the next gather delivers the digests.
+    notes = check_samples(settings, training.dataset, evaluation_sets, world, batches, contents_check)
+    if first_step:
+        _start_epoch(task, batches, world, first_step)
     notes[:0] = of_model
     evaluation_batches = build_evaluation_batches(settings, task, evaluation_sets, world)
     cut = is_cut(settings, batches)
     recorded = (state.reduction or "") if source else ""
-    # The run so far needed no proof of its loss, and needs one now
+    # The run needed no proof of its loss so far, and needs one now.
     if task.reduction == "whole" and cut:
         set_detected(task, "auto", needs_graph(task))
     # A resume may change the metrics, and an older checkpoint may lack what the trial detects.
@@ -644,7 +664,8 @@ def build_together(
     trial_samples = load_trial_samples(task, world, batches, evaluation_batches) if is_tried else None
     is_proved_again = not is_tried and not joining and request.proves and cut and not has_step_loss(task)
     places = load_places_together(batches, task, world) if is_proved_again else []
-    world.agree()  # collective
+    # An error that one rank has with the samples ends all of them before the engine is built.
+    world.agree()
     groups = OptimizerGroups(gradients=GradientNorms(requested.log_gradients, settings.log_freq))
     unfrozen = restore_initial_set(model, state)
     engine = build_engine(settings, task, model, world, groups, batches, say, state)
@@ -656,12 +677,15 @@ def build_together(
             trial = Trial(engine, model, task, world, settings, say)
             names = check_task(trial, trial_samples, batches, evaluation_batches, state, recorded)  # collective
             check_criteria(settings, names)
-            # The trial knows whether the loss adds up
+            # The trial has found out whether the loss adds up, which decides whether a step may be cut.
             on_all_ranks(world, cut_check)
-        elif is_proved_again:  # the code of the loss may have changed
+        elif is_proved_again:
+            # The code of the loss may have changed since the checkpoint.
             check_loss(Trial(engine, model, task, world, settings, say), batches, places, recorded)  # collective
+        # Free the samples before the model is compiled.
         del trial_samples
         compiles = joining or _can_compile(settings, requested, task, model, engine, batches, world)  # collective
+    # `--compile auto` trains uncompiled if the trial could not compile.
     final = resolved if compiles else resolved.without_compile()
     state.compile = final.config.compile
     built = RunParts(
@@ -678,7 +702,7 @@ def build_together(
         plan=plan,
         source=source,
         state=state,
-        loaders=[training.retry_dataset, batches.loader, *(each.loader for each in evaluation_batches.values())],
+        loaders=[training.retry_dataset, batches.loader, *(item.loader for item in evaluation_batches.values())],
         user_objects={} if user_objects is None else user_objects,
         base_names=base_tensor_names(model, state),
         balancer=balancer,
@@ -696,7 +720,10 @@ def build_together(
 
 
 def _start_epoch(task: Task, batches: Batches, world: World, step: int | None = None) -> None:
-    """Begin the epoch of a step, or the first one; not of a framework, which needs an optimizer first. Collective."""
+    """Begin the epoch of a step, or the first one. Collective.
+
+    A framework's task begins it later, because its hook needs an optimizer.
+    """
     if (starts := batches.epoch_starts) and not task.framework:
         epoch = 0 if step is None else starts.epoch(batches.step_plan, step)
         on_all_ranks(world, partial(starts.call, epoch))
@@ -707,12 +734,11 @@ def _add_device_memory(requested: Config, facts: StartFacts, world: World, user_
     draft = draft_of(requested, facts).config
     plan = facts.checkpoint.plan if facts.checkpoint else {}
     resumes = bool(plan) and plan.get("cut", FIXED) == FIXED
-    # The process of `lockstep plan` cannot make it
+    # Memory is measured in a process of `lockstep plan`, which cannot make a task from an object.
     if resumes or draft.micro_batch_size or user_task is not None:
         return facts
-    return dataclasses.replace(
-        facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world))
-    )  # collective
+    # Collective: the device with the least memory decides.
+    return dataclasses.replace(facts, max_micro_batch=find_largest_micro_batch(draft, world, notify(world)))
 
 
 def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> Task:
@@ -720,7 +746,7 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
     check_auditable(draft, world)
     pin(exact=draft.exact or bool(draft.guards.audit), matmul=draft.matmul_precision, device=world.device)
     check_precision(draft.precision, world.device)
-    # Otherwise it depends on the model, and is checked after that
+    # A division that depends on the model is checked once the model is made.
     if draft.micro_batch_size:
         check_division(draft, world, notify(world))
 
@@ -734,9 +760,10 @@ def _make_task(draft: Config, user_task: Any, world: World, state: RunState) -> 
 
     task = on_all_ranks(world, make)  # collective
     check_auditable_loss(draft, task)
-    # "micro-batch" depends on how a step is cut: detect it again
+    # "micro-batch" depends on how a step is cut: detect it again.
     if state.reduction != "micro-batch":
         restore_findings(task, state)
+    # Ranks with different versions of the task would train different models.
     world.check_same("source", dict(task.sources))
     return task
 
@@ -811,11 +838,12 @@ def _find_checkpoint(folder: RunFolder, world: World, remote: RemoteRun | None) 
         return None, RunState()
     source = newest[0]
     state = RunState.from_json(newest[1], f"{newest[0].name}/state.json")
-    own: list[Any] = []
+    record: list[Any] = []
     if world.is_main:
         evaluated, selection = folder.read_evaluated() if state.evaluation_due else (-1, Selection())
-        own = [evaluated, selection.to_json()]
-    evaluated, stored = world.gather(own)[0]  # collective
+        record = [evaluated, selection.to_json()]
+    # Only rank 0 reads the records; every rank needs the answer.
+    evaluated, stored = world.gather(record)[0]
     # The checkpoint was written before its evaluation, which may have finished.
     if state.evaluation_due and evaluated == state.global_step:
         state.selection = Selection.from_json(stored)
@@ -837,7 +865,7 @@ def _task_tensors(task: Task) -> dict[str, Tensor]:
 
 
 def notify(world: World) -> Callable[[str], None]:
-    """Return a function that prints a line to stderr on rank 0, before the log is open.
+    """Return a function that prints a line to stderr on rank 0.
 
     It can be pickled, so that a task may use it in another process.
     """
@@ -871,10 +899,10 @@ def announce(built: RunParts) -> None:
         _LOG.warning("--checkpoint.mode none: no checkpoint is written, so these steps cannot be resumed or loaded")
     if built.remote:
         if built.world.leads:
-            each = f"; each of {len(set(built.world.leads))} nodes has its own"
+            nodes = f"; each of {len(set(built.world.leads))} nodes has its own"
         else:
-            each = ""
-        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, each)
+            nodes = ""
+        _LOG.info("the run's folder is %s, its store %s%s", built.folder.path, built.remote.url, nodes)
     factor_now = built.lr_factor(built.start)
     if factor_now is not None and (
         line := resume.describe_extension(built.state, built.run_plan.step_plan.steps, built.lr * factor_now)
@@ -887,7 +915,8 @@ def announce(built: RunParts) -> None:
 
 # --- lockstep train --show-groups
 
-_MIN_WIDTH = 120  # minimum columns, so that names are not cut
+# Columns: a narrower table would cut names.
+_MIN_WIDTH = 120
 
 
 def show_groups(config: Config) -> None:
@@ -898,7 +927,7 @@ def show_groups(config: Config) -> None:
     """
     world = World.join(config.device, config.timeout)
     try:
-        # An existing run in the folder does not matter
+        # An existing run in the folder does not matter, because nothing is written.
         built = build(config, None, world, resume=False)
         optimizer = build_optimizer(built.config, built.task, built.model)
         table = Table("group", "tensors", "parameters", "lr", "weight decay", box=None, pad_edge=False)
@@ -925,8 +954,8 @@ def group_rows(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
     for number, group in enumerate(optimizer.param_groups):
         members = [(remaining.pop(parameter), parameter) for parameter in group["params"]]
         rates = (f"{group['lr']:g}", f"{group.get('weight_decay', 0.0):g}")
-        kind = " muon" if group.get("muon") else ""
-        rows.append((f"{number}{kind}", *_sizes(members), *rates, _shorten([name for name, _ in members])))
+        label = " muon" if group.get("muon") else ""
+        rows.append((f"{number}{label}", *_sizes(members), *rates, _shorten([name for name, _ in members])))
     if remaining:
         members = [(name, parameter) for parameter, name in remaining.items()]
         rows.append(("frozen", *_sizes(members), "", "", _shorten([name for name, _ in members])))

@@ -93,7 +93,8 @@ def choose_kernels(compile_model: bool, step_plan: StepPlan) -> Kernels:
 
 # --- compile
 
-_MAX_REASON = 300  # characters
+# Characters of the compiler's message that are printed.
+_MAX_REASON = 300
 
 
 def try_compile(
@@ -112,7 +113,7 @@ def try_compile(
     Raises:
         ConfigError: it does not compile, and `may_fail` is False.
     """
-    # DDP records the graph in the first forward, which must be a step's
+    # DDP records its static graph in the first forward, which must be a step's.
     if config.engine_options.static_graph:
         return ""
 
@@ -127,13 +128,14 @@ def try_compile(
         except _compile_errors() as error:
             return _short_reason(error)
         finally:
-            # So that step 1 does not continue from this forward's state
+            # Step 1 must not continue from the state of this forward.
             undo_step(engine)
         return ""
 
     with preserve_state(engine.model, task, world.device, training=True):
-        own = on_all_ranks(world, attempt)
-    reasons = world.gather(own)  # collective
+        own_reason = on_all_ranks(world, attempt)
+    # One rank's failure decides for all: every rank trains compiled, or none does.
+    reasons = world.gather(own_reason)
     first = next((f"{rank_label(rank)}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
     if first and not may_fail:
         raise ConfigError(
@@ -146,6 +148,7 @@ def try_compile(
 
 def _compile_errors() -> tuple[type[BaseException], ...]:
     """Return the exceptions that torch raises if it cannot compile."""
+    # Private: torch exports these nowhere else, and older versions lack some.
     dynamo: Any = importlib.import_module("torch._dynamo.exc")
     names = ("TorchDynamoException", "FailOnRecompileLimitHit")
     return tuple(getattr(dynamo, name) for name in names if hasattr(dynamo, name))
@@ -169,6 +172,7 @@ def _ignore_warnings() -> Any:
 
 def _compile_backward_at_once() -> Any:
     """Compile the backward with the forward, so that it fails in the trial, not later."""
+    # Private: by default torch may compile the backward only in step 1.
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(force_non_lazy_backward_lowering=True)
 
@@ -178,6 +182,7 @@ def _compile_backward_at_once() -> Any:
 Say = Callable[[str], None]
 
 
+# Each argument is a fact that the model depends on.
 def build_model(  # noqa: PLR0913
     config: Config,
     task: Task,
@@ -207,7 +212,7 @@ def build_model(  # noqa: PLR0913
     """
     if config.weight_copies == "step":
         _check_weight_copies(config, task, world)
-    # As in a script, so that the first loss is the same
+    # Seed as a plain script does, so that the first loss is the same.
     torch.manual_seed(config.seed)
     init_context, move = model_init(config.engine, world, config.engine_options)
 
@@ -232,7 +237,7 @@ def build_model(  # noqa: PLR0913
         count = f"{differing} tensors differ" if differing > 1 else "a tensor differs"
         say(f"the model was made before the run and {count} between the ranks: every rank gets rank 0's values")
     if isinstance(model, GPT):
-        # Shapes do not give the number of heads
+        # The shapes of the tensors do not give the number of heads.
         state.gpt = dataclasses.asdict(model.config)
     _set_residual_dtype(config, model)
     _fuse_layers(config, model, world.device, sizes_only)
@@ -299,7 +304,7 @@ def check_writable(model: nn.Module) -> None:
 
 
 def check_not_meta(model: nn.Module) -> None:
-    """Refuse a parameter or buffer on the meta device, which has no values, or a nested one, which has no shape.
+    """Refuse parameters and buffers on the meta device, and nested ones without a shape.
 
     Raises:
         ConfigError: names the first one.
@@ -320,26 +325,27 @@ def check_not_meta(model: nn.Module) -> None:
 
 
 def _check_quantized(config: Config, model: nn.Module, world: World) -> None:
-    """Check that quantized layers can be trained beside, and keep forwards from changing them.
+    """Check that quantized layers can be trained with adapters, and keep them unchanged.
 
     Raises:
         ConfigError: names the flag and the way out.
     """
     bits = config.model.load_in
-    found: dict[str, str] = {}
+    quantized: dict[str, str] = {}
     for name, layer in quantized_layers(model):
-        found.setdefault(bits_of(layer), name)
-    if not found:
+        quantized.setdefault(bits_of(layer), name)
+    if not quantized:
         if bits != "full":
             raise ConfigError(
                 f"--model.load-in {bits} needs a --model-name of transformers: give one, or quantize the model in the "
                 "task's model() (transformers.BitsAndBytesConfig) and leave the flag out"
             )
         return
-    for bits, name in found.items():
+    for bits, name in quantized.items():
         try:
             check_quantized(bits, name_of(config.engine, world), config.engine_options)
-        except FieldError as error:  # of a task's own model
+        except FieldError as error:
+            # The quantized layers come from the task's own model.
             raise ConfigError(f"{name} of the model is quantized: {error.message(flag_of)}") from None
         if not config.lora.rank and not any(hasattr(module, "lora_A") for module in model.modules()):
             raise ConfigError(f"{name} of the model is quantized and cannot be trained: set --lora.rank, such as 16")
@@ -468,10 +474,10 @@ def set_groups(task: Task, groups: list[dict[str, Any]], step: int, steps: int) 
         raise
     except Exception as error:
         raise blamed("set_groups", error, f"step {step + 1} of {steps}") from error
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         if not (isinstance(group["lr"], Real | Tensor) and 0 <= float(group["lr"]) < math.inf):
             raise ConfigError(
-                f"the task's `set_groups` left group {place} with lr {group['lr']!r} in step {step + 1} of {steps}: "
+                f"the task's `set_groups` left group {index} with lr {group['lr']!r} in step {step + 1} of {steps}: "
                 "set a finite number of 0 or more"
             )
 
@@ -610,6 +616,7 @@ def build_engine(
         return groups.set_optimizer(build_optimizer(config, task, engine_model))
 
     def remake(engine_model: nn.Module, before: Optimizer) -> Optimizer:
+        # An optimizer of the task stays while it has all trained parameters.
         trained = {id(p) for p in engine_model.parameters() if p.requires_grad}
         if has_own(task, "optimizer") and trained <= {id(p) for group in before.param_groups for p in group["params"]}:
             return before
@@ -618,6 +625,7 @@ def build_engine(
     def store_trained(trained: TrainedSet) -> None:
         state.trained = trained
 
+    # Checkpoints of adapters leave out the base, so it must stay frozen.
     fixed_names = {}
     for name in base_tensor_names(model, state):
         fixed_names[name.removeprefix("model/")] = _BASE_MESSAGE

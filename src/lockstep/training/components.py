@@ -60,7 +60,8 @@ __all__ = [
 _LOG = logging.getLogger("lockstep")
 _EXIT_CODES = {INTERRUPT: EXIT_INTERRUPTED, SAVE_AND_END: EXIT_SAVED}
 _STATUSES = {INTERRUPT: "interrupted", SAVE_AND_END: "preempted"}
-_LEAVE_TIMEOUT = 10.0  # seconds to wait for the other ranks to leave the loop
+# Seconds to wait for the other ranks to leave the loop.
+_LEAVE_TIMEOUT = 10.0
 
 
 class StepComponents(NamedTuple):
@@ -153,6 +154,7 @@ def build_components(session: Session, built: RunParts) -> StepComponents:
 def record_step(session: Session, components: StepComponents, current: Step) -> None:
     """Record a step and run the guards."""
     record = current.record
+    # Numbers of a device arrive after the step; its record waits for them.
     late = components.guards.late
     session.current_step = current
     session.global_step = current.global_step
@@ -162,7 +164,7 @@ def record_step(session: Session, components: StepComponents, current: Step) -> 
         components.recorder.expect(record)
     for step in components.guards.read(record):
         components.meter.add(step)
-        # Every rank logs it in the same step, whenever its device delivers the numbers
+        # Every rank logs a record in the same step, whenever its device delivers the numbers.
         if late:
             components.recorder.log(step.record)
     components.guards.after_step(record, saves=components.recorder.save_due(current.global_step))
@@ -189,6 +191,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
         record = components.recorder.window if ends_window else None
         due, saves = hooks.before_evaluation(HookContext(session, built), step, record, Due(due, saves))
         saves = saves or ending
+    # The body and the hooks may change what is saved, so the save follows them.
     save_later = session.has_body or built.task.hooks is not None
     if due and built.evaluation:
         state.evaluation_due = True
@@ -210,7 +213,7 @@ def save_and_evaluate(session: Session, built: RunParts, components: StepCompone
 
 
 def finish_evaluation(session: Session, built: RunParts, global_step: int) -> bool:
-    """Mark the step as evaluated, call the task's hooks, and return whether they want a save."""
+    """Mark the step as evaluated, and return whether the task's hooks want a save."""
     session.evaluated_step = global_step
     if not built.task.hooks or not session.evaluation:
         return False
@@ -230,20 +233,24 @@ def save(components: StepComponents, global_step: int, *, final: bool = False) -
 
 def flush_steps(components: StepComponents) -> None:
     """Read, check and record all steps so far. Collective if a device delays them."""
-    # Waits for the device, if steps were not read yet
+    # Waits for the device, if steps were not read yet.
     for step in components.guards.flush():
         components.meter.add(step)
         components.recorder.log(step.record)
 
 
 def iterate_steps(components: StepComponents, built: RunParts, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-    """Yield the steps; if one fails on a single rank and ends the run, write the records before it."""
+    """Yield the steps, and write the records before an error that ends the run.
+
+    Only a run of one rank writes them: on several ranks a record is collective.
+    """
     try:
         yield from records
     except Exception as error:
         goes_on = isinstance(error, StepOutOfMemory) and built.config.on_oom == "smaller"
         if built.world.size == 1 and not goes_on:
-            with suppress(Exception):  # the device itself may have failed
+            # The device itself may have failed.
+            with suppress(Exception):
                 for step in components.guards.flush(check=False):
                     components.meter.add(step)
                     components.recorder.log(step.record)
@@ -270,7 +277,7 @@ def leave_early(session: Session, components: StepComponents, heartbeats: Heartb
         save(components, session.global_step, final=True)
         components.recorder.finish()  # collective
         components.recorder.close(0, sample=False)
-        # Closed with a summary already; a failure would close them without one
+        # The sinks are closed with a summary. A later failure would close them without one.
         session.sinks = Sinks([])
     else:
         session.status = "failed"
@@ -289,15 +296,18 @@ def make_number_reader(
     def read(step: Step) -> tuple[float, dict[str, float]]:
         losses = step.record.losses
         numbers = step.record.numbers
-        # Waits for the device
+        # Waits for the device, when the body reads the numbers of a step.
         values = floats([*losses, *flatten_numbers(numbers)])
-        own = []
+        own_sums = []
         for parts in fill_numbers(numbers, values[len(losses) :]).values():
-            own.append(exact_sums(parts))
+            own_sums.append(exact_sums(parts))
         exchange.progress.at(step.record.step, READING)
         try:
-            rows = exchange.rows([math.fsum(values[: len(losses)]), *(x for part in own for x in part)])  # collective
-        except PeerError as error:  # the others may have continued to another exchange
+            rows = exchange.rows(
+                [math.fsum(values[: len(losses)]), *(x for sums_of_one in own_sums for x in sums_of_one)]
+            )  # collective
+        except PeerError as error:
+            # The others may have continued to another exchange.
             ahead = waited_for(heartbeats, step.record.step) if heartbeats else []
             if ahead:
                 raise LockstepError(read_alone(world.rank, step.global_step, ahead)) from error
@@ -308,6 +318,7 @@ def make_number_reader(
         exchange.progress.at(step.record.step, IN_BODY)
         total = math.fsum(row[0] for row in rows)
         sums = {}
+        # A number takes six columns of a row: its exact sums.
         for k, name in enumerate(numbers):
             sums[name] = merge_sums([row[6 * k + 1 : 6 * k + 7] for row in rows])
         return total / (step.items or 1), mean_numbers(sums)
@@ -343,7 +354,7 @@ def finish_run(built: RunParts, stop_request: int, saved: int, losses: str = "")
     complete = saved >= built.run_plan.step_plan.steps
     status = _STATUSES.get(stop_request, "finished" if complete else "stopped")
     if built.world.is_main:
-        # The next start must not find it
+        # A stop request of this run must not end the next start.
         built.folder.stop_file.unlink(missing_ok=True)
         built.folder.write_end(code, saved, status, losses)
     return status, code
@@ -358,5 +369,6 @@ def after_first_step(built: RunParts, components: StepComponents) -> None:
 
 def _log_memory(built: RunParts) -> None:
     """Log each rank's memory. Collective."""
-    footprints = built.world.gather(footprint(built.engine))  # collective
+    # One line has the memory of all ranks; once, after step 1.
+    footprints = built.world.gather(footprint(built.engine))
     _LOG.info(described(name_of(built.config.engine, built.world), footprints))

@@ -64,7 +64,10 @@ def check_cuttable(config: Config, task: Task, model: nn.Module, *, is_stream: b
 
 
 def smaller_size(config: Config) -> int:
-    """Return half of the micro-batch's samples, or the next smaller divisor of the batch; 0: it has one sample."""
+    """Return the next smaller size of a micro-batch; 0: it has one sample.
+
+    That is half of the samples, or the next smaller divisor of the batch.
+    """
     if config.micro_size > 1:
         return nearest_divisor(config.batch_size, config.micro_size // 2)
     return 0
@@ -80,7 +83,7 @@ def explain_smallest(rank: int) -> str:
 
 @contextmanager
 def cut_trial(config: Config, world: World, *, is_open: bool) -> Iterator[None]:
-    """Turn a trial that ran out of memory into an error that asks all ranks for smaller micro-batches.
+    """Turn a trial without enough memory into an error that requests smaller micro-batches.
 
     Args:
         is_open: the configuration leaves the cut of a step open, so memory decides it.
@@ -97,8 +100,8 @@ def cut_trial(config: Config, world: World, *, is_open: bool) -> Iterator[None]:
             chooser = "--on-oom smaller starts"
         else:
             chooser = "the run starts"
-        found = LockstepError(
+        request = LockstepError(
             f"the trial ran out of memory with --micro-batch-size {config.micro_size}; {chooser} with {size}"
         )
-        found.smaller = size
-        raise found from error
+        request.smaller = size
+        raise request from error

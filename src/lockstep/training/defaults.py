@@ -65,7 +65,8 @@ __all__ = [
 # Adapters: 2e-4 for GPT-2 and GPT-3 (Hu et al., arXiv 2106.09685, tables 11 and 12); about ten times the rate of the
 # whole model (Schulman et al., "LoRA Without Regret", https://thinkingmachines.ai/blog/lora, 2025).
 LORA_DEFAULTS: dict[str, float] = {"lr": 2e-4, "optim.beta2": 0.999, "optim.weight_decay": 0.0}
-_LORA_RATES = (5e-5, 5e-3)  # warn outside this range
+# Warn outside this range.
+_LORA_RATES = (5e-5, 5e-3)
 
 # From scratch: the betas and the decay of GPT-3 and its successors (Brown et al., arXiv 2005.14165, appendix B).
 # Pretrained weights: the defaults of the HF Trainer. Otherwise torch's AdamW: lr 1e-3, decay 0.01; for images the
@@ -81,30 +82,35 @@ TASK_DEFAULTS: dict[str, dict[str, float]] = {
 _PROMPT_EPOCHS = 3
 _PROMPT_BATCHES = (4, 8)
 _FEW_PROMPTS = 500
-_MIN_STEPS = 50  # warn below so many
-ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}  # torch's own; Adam adds decay to the gradient
+# Warn about a plan with fewer steps.
+_MIN_STEPS = 50
+# torch's own: Adam adds the decay to the gradient.
+ADAM_DEFAULTS: dict[str, float] = {"optim.weight_decay": 0.0}
 # He et al., arXiv 1512.03385, with a batch of 16 to 32.
 SGD_DEFAULTS: dict[str, float] = {"lr": 1e-2, "optim.weight_decay": 1e-4}
 
-# 1/20 of the steps, at most 50
+# Warm-up: 1/20 of the steps, at most 50.
 _WARMUP_DIVISOR = 20
 _MAX_WARMUP = 50
-_ONE_CYCLE_RISE = 0.3  # share of the plan with a rising rate: torch's pct_start
+# Share of the plan with a rising rate: torch's pct_start.
+_ONE_CYCLE_RISE = 0.3
+# The lowest learning rate, as a share of --lr.
 LR_FLOOR = 0.1
 # One-cycle: torch's final rate; the others have no lower bound.
 LR_FLOORS = {"one-cycle": 4e-6, "inverse-sqrt": 0.0, "step": 0.0, "plateau": 0.0}
-MIN_BATCHNORM_SAMPLES = 16  # fewer samples hurt BatchNorm's statistics (Wu & He, arXiv 1803.08494, figure 1)
+# Fewer samples hurt BatchNorm's statistics (Wu & He, arXiv 1803.08494, figure 1).
+MIN_BATCHNORM_SAMPLES = 16
 
 
 def default_warmup(steps: int, shape: str = "") -> int:
-    """Return the default warm-up in steps: 5% of the plan, at most 50, or 30% for one-cycle."""
+    """Return the default warm-up in steps: 5%, at most 50; 30% for one-cycle."""
     if shape == "one-cycle":
         return round(_ONE_CYCLE_RISE * steps)
     return min(_MAX_WARMUP, steps // _WARMUP_DIVISOR)
 
 
 def describe_step(run_plan: RunPlan, ranks: int) -> str:
-    """Return a line about a step, such as `a step of 64 = 2 forwards of 32, over 2 ranks`."""
+    """Return a line about a step: `a step of 64 = 2 forwards of 32`."""
     config = run_plan.config
     count = config.micro_batches
     over = f", over {ranks} ranks" if ranks > 1 else ""
@@ -118,8 +124,8 @@ def describe_step(run_plan: RunPlan, ranks: int) -> str:
         return f"a step of at most {config.batch_tokens:,} tokens = {forwards}{over}"
     if run_plan.grouped:
         return f"a step of {count} list{'s' * (count > 1)} of the batch sampler, {run_plan.samples:,} in an epoch{over}"
-    part = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
-    over += part if run_plan.samples != run_plan.dataset_samples else ""
+    epoch_note = f"; an epoch is {run_plan.samples:,} {verb} {run_plan.dataset_samples:,} samples"
+    over += epoch_note if run_plan.samples != run_plan.dataset_samples else ""
     if count == 1:
         return f"a step of {config.batch_size} in 1 forward{over}"
     most = "at most " if config.batch_size % config.micro_batch_size else ""
@@ -163,7 +169,7 @@ def describe_data(run_plan: RunPlan, facts: DataFacts | None) -> str:
 
 
 def describe_loss(run_plan: RunPlan, task: Task) -> str:
-    """Return a line about the samples that a loss covers, for a task of another framework; otherwise ""."""
+    """Return a line about the samples of a framework task's loss; otherwise ""."""
     framework = task.framework
     size = run_plan.config.micro_size
     if not framework or task.reduction != "micro-batch":
@@ -173,7 +179,7 @@ def describe_loss(run_plan: RunPlan, task: Task) -> str:
 
 
 def describe_optimizer(run_plan: RunPlan) -> str:
-    """Return a line about the configured optimizer, such as `adamw: lr 0.001, cosine to 0.1 after 3 of 60 ...`."""
+    """Return a line about the optimizer: `adamw: lr 0.001, cosine to 0.1 ...`."""
     config = run_plan.config
     optim = run_plan.config.optim
     if optim.schedule in ("constant", "inverse-sqrt", "step", "plateau"):
@@ -303,15 +309,20 @@ def all_devices_fast(config: Config, world: World, every: Sequence[bool]) -> boo
 
 # --- device memory
 
-_VOCABULARY = 1 << 18  # tokens: an upper bound over tokenizers in use
+# Tokens: an upper bound over the tokenizers in use.
+_VOCABULARY = 1 << 18
 # Bytes per parameter: float32 value, gradient, two moments, average, bucket, and a copy in half precision.
 _STATES = 28
 # Bytes that a block stores per token and element of its width: 29 float32 tensors and 7 in half precision.
 _ACTIVATIONS = 160
-_SCORES = 12  # bytes per attention score, if scores are stored: before and after softmax, and after dropout
-_LOGIT_COPIES = 5  # copies of the logits: half precision, float32, softmax, their gradient, and the product's gradient
-_CHUNKED_LOGITS = 512 << 20  # bytes of float32 logits above which the loss makes them in chunks (see models/fused.py)
-_CUDA_CONTEXT = 2 << 30  # bytes: CUDA's context, cuBLAS's workspaces, and the allocator's reserve
+# Bytes per attention score that is stored: before and after softmax, and after dropout.
+_SCORES = 12
+# Copies of the logits: half precision, float32, softmax, their gradient, and the product's gradient.
+_LOGIT_COPIES = 5
+# Bytes of float32 logits above which the loss makes them in chunks (models/fused.py).
+_CHUNKED_LOGITS = 512 << 20
+# Bytes: CUDA's context, cuBLAS's workspaces, and the allocator's reserve.
+_CUDA_CONTEXT = 2 << 30
 
 
 def memory_bound(config: Config, micro_batch_size: int) -> float | None:
@@ -324,16 +335,18 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
     if shape is None or kind_of(config.task) != LANGUAGE:
         return None
     if config.exact or config.guards.audit or config.precision == "float64":
-        return None  # sums of exact steps, deterministic kernels, doubles
+        # Sums of exact steps, deterministic kernels and doubles are not counted.
+        return None
     if config.engine in ENGINES and ENGINES[config.engine].plain:
-        return None  # it has more copies than are counted
+        # A plain engine has more copies than are counted.
+        return None
     vocabulary = max(_VOCABULARY, config.data.vocab_size)
     tokens = micro_batch_size * config.seq_len
+    # The weights, biases and norms of a block's attention and MLP.
     parameters = shape.layers * (12 * shape.width**2 + 13 * shape.width)
     parameters += shape.width * (vocabulary + max(shape.context, config.seq_len) + 2)
-    activations = (
-        (shape.layers + 2) * _ACTIVATIONS * shape.width * tokens
-    )  # two more: the block that the backward is in
+    # Two more blocks, for the one that the backward is in.
+    activations = (shape.layers + 2) * _ACTIVATIONS * shape.width * tokens
     if config.data.packing == "documents" or config.attention not in ("auto", "flash", "cudnn", "efficient"):
         activations += (shape.layers + 2) * _SCORES * shape.heads * config.seq_len * tokens
     logits = 4 * tokens * vocabulary
@@ -342,9 +355,12 @@ def memory_bound(config: Config, micro_batch_size: int) -> float | None:
     return float(_STATES * parameters + activations + _LOGIT_COPIES * logits + _CUDA_CONTEXT)
 
 
-_PLAN_TIMEOUT = 300.0  # seconds
-_SAFE_SHARE = 0.5  # share of a device's memory: a bound below it fits without a measurement
-_PROFILE = "h100-80"  # the device profile to plan with; its memory is overridden
+# Seconds that `lockstep plan` may take.
+_PLAN_TIMEOUT = 300.0
+# Share of a device's memory: a bound below it fits without a measurement.
+_SAFE_SHARE = 0.5
+# The device profile to plan with; its memory is overridden.
+_PROFILE = "h100-80"
 
 
 def find_largest_micro_batch(
@@ -365,7 +381,8 @@ def find_largest_micro_batch(
     """
     if world.device.type != "cuda":
         return 0
-    memory = min(world.gather(_device_memory(world.device) if plan is None else 0.0))  # collective
+    # The device with the least memory decides for all ranks.
+    memory = min(world.gather(_device_memory(world.device) if plan is None else 0.0))
     bound = memory_bound(config, choose_micro_batch_size(config, world.size))
     if bound is not None and bound < _SAFE_SHARE * memory:
         return 0
@@ -374,10 +391,11 @@ def find_largest_micro_batch(
         "device; --micro-batch-size N skips this"
     )
     if world.is_main:
-        own = (plan or plan_micro_batch)(config, world.size, memory)
+        planned = (plan or plan_micro_batch)(config, world.size, memory)
     else:
-        own = 0
-    size: int = world.gather(own)[0]  # collective
+        planned = 0
+    # Rank 0 plans for all ranks.
+    size: int = world.gather(planned)[0]
     if size:
         say(f"--micro-batch-size auto: {size}, the largest that fits this device by `lockstep plan`")
     return size
@@ -431,7 +449,9 @@ _DEVICE_ERROR = re.compile(
     r"|(?:FloatTensor|HalfTensor|BFloat16Tensor)\) and weight type|is on \w+(?::\d+)?,? but expected",
     re.MULTILINE,
 )
-_MAX_DEPTH = 3  # levels of nested containers to search
+# Levels of nested containers to search.
+_MAX_DEPTH = 3
+# Tensors that a message names.
 _MAX_SHOWN = 4
 
 
@@ -459,8 +479,8 @@ def find_misplaced(model: nn.Module, task: Task, batch: Any, device: torch.devic
     for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
         if isinstance(value, nn.Module) and value is not model:
             misplaced += [
-                each._replace(label=f"the task's {name}: {each.label}")
-                for each in _misplaced_in_module(value, "", device)
+                entry._replace(label=f"the task's {name}: {entry.label}")
+                for entry in _misplaced_in_module(value, "", device)
             ]
         elif not isinstance(value, nn.Module):
             misplaced += [
@@ -511,7 +531,7 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 
 def _is_misplaced(tensor: Tensor, device: torch.device) -> bool:
-    # Torch accepts these on any device
+    # torch accepts a 0-dim tensor of the CPU on any device.
     is_number = tensor.ndim == 0 and tensor.device.type == "cpu"
     return not is_number and not _same_device(tensor.device, device)
 
@@ -527,7 +547,7 @@ def explain_device_error(error: BaseException, model: nn.Module, task: Task, bat
     misplaced = find_misplaced(model, task, batch, device)
     if not misplaced:
         return f"model, task and batch are on {device}: the method creates a tensor on another device"
-    listed = ", ".join(f"{each.label} on {each.device}" for each in misplaced[:_MAX_SHOWN])
+    listed = ", ".join(f"{entry.label} on {entry.device}" for entry in misplaced[:_MAX_SHOWN])
     if len(misplaced) > _MAX_SHOWN:
         more = f" and {len(misplaced) - _MAX_SHOWN} more"
     else:

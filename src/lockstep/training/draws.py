@@ -1,9 +1,9 @@
-"""Give parts of a batch the random numbers that their samples had in the whole batch.
+"""Draw for parts of a batch the random numbers of their samples in the whole.
 
     book = DrawBook()
     with RowDraws(book, samples=8):                           # the whole; the generators are seeded before
         loss(model, whole).backward()
-    with RowDraws(book, samples=8, start=0, count=4):         # its first half; the generators are seeded alike
+    with RowDraws(book, samples=8, start=0, count=4):         # its first half; the generators have the same seed
         loss(model, half).backward()
 
 So a loss with dropout, noise or masks can be compared exactly with its parts. No numbers are stored: each random
@@ -11,7 +11,7 @@ operation takes a key from the CPU's default generator, draws the numbers of the
 rows of its samples. A checkpointed block that is recomputed in the backward gets the same keys, since torch restores
 that generator, so it gets the same numbers.
 
-Which numbers a part gets: all of them, if it asks for the same shape as the whole did; else the rows of its samples
+A part gets all numbers if it requests the same shape as the whole; otherwise it gets the rows of its samples
 along the one dimension that is a multiple of them. Where neither holds, as for a permutation of the batch, its
 operation is noted in `uncut`.
 """
@@ -22,10 +22,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Generator, Tensor
+
+# Private: torch has no public name for dispatch modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CONTIGUOUS", "DrawBook", "Layout", "RowDraws"]
 
+# Number of keys: a key fits into an int64.
 _KEYS = 2**62
 
 
@@ -50,7 +53,7 @@ class DrawBook:
 
     Attributes:
         shapes: (key, operation) -> the shape of its numbers in the whole.
-        has_views: a part had several rows for a sample, which may lie in another layout.
+        has_views: a part had several rows for a sample, which may be in another layout.
         has_lengths: a part was shorter in another dimension, so its places may be the whole's last.
     """
 
@@ -71,6 +74,7 @@ class DrawBook:
 
 
 @final
+# The base class has no annotations.
 class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which random operations give the rows of some samples.
 
@@ -89,6 +93,7 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self, book: DrawBook, samples: int, start: int = 0, count: int | None = None, layout: Layout = CONTIGUOUS
     ) -> None:
+        # Its constructor has none either.
         super().__init__()  # type: ignore[no-untyped-call]
         self._book = book
         self._samples = samples
@@ -106,7 +111,8 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         values = _bind(func, args, kwargs)
         if name == "_fused_sdp_choice" or _is_off(values):
-            return func(*args, **kwargs)  # draws nothing
+            # It draws nothing.
+            return func(*args, **kwargs)
         draw = _DRAWS.get(name)
         result = draw(self, name, values) if draw else None
         if result is None:
@@ -145,7 +151,8 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._rewound.add(id(generator))
             self._book.rewind(generator)
         key = torch.randint(_KEYS, (), generator=generator, device=generator.device)
-        return int(key)  # waits for the device, for a generator there
+        # Waits for the device if the generator is there.
+        return int(key)
 
     def _whole_shape(self, key: int, name: str, shape: torch.Size, by_rows: bool) -> torch.Size:
         if self._is_whole:
@@ -157,7 +164,10 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole
 
     def _row_dim(self, whole: torch.Size, shape: torch.Size) -> int | None:
-        """Return the dimension of the samples: a multiple of them, while the others are as long or shorter."""
+        """Return the dimension of the samples, whose length is a multiple of them.
+
+        The other dimensions are as long as in the whole, or shorter.
+        """
         if len(whole) != len(shape) or any(a < b for a, b in zip(whole, shape, strict=True)):
             return None
         dims = []
@@ -177,13 +187,13 @@ class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return drawn
         dim = self._row_dim(drawn.shape, shape)
         assert dim is not None
-        each = drawn.shape[dim] // self._samples
-        self._book.has_views |= each > 1
+        rows = drawn.shape[dim] // self._samples
+        self._book.has_views |= rows > 1
         if self._layout.views:
-            copies = drawn.view(*drawn.shape[:dim], each, self._samples, *drawn.shape[dim + 1 :])
+            copies = drawn.view(*drawn.shape[:dim], rows, self._samples, *drawn.shape[dim + 1 :])
             drawn = copies.narrow(dim + 1, self._start, self._count).flatten(dim, dim + 1)
         else:
-            drawn = drawn.narrow(dim, self._start * each, self._count * each)
+            drawn = drawn.narrow(dim, self._start * rows, self._count * rows)
         for k, size in enumerate(shape):
             if drawn.shape[k] != size:
                 self._book.has_lengths = True
@@ -204,14 +214,17 @@ class _Form(NamedTuple):
 
 
 def _bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return an operation's arguments by name, with defaults (but of `dtype`, which the schema has as a number)."""
-    # private: torch has no other way to an operation's argument names
+    """Return an operation's arguments by name, with defaults.
+
+    The default of `dtype` is left out, because the schema has it as a number.
+    """
+    # Private: torch has no other way to the names of an operation's arguments.
     schema = func._schema.arguments
     defaults = {}
-    for each in schema:
-        if each.has_default_value() and each.name != "dtype":
-            defaults[each.name] = each.default_value
-    values: dict[str, Any] = defaults | {each.name: value for each, value in zip(schema, args, strict=False)}
+    for argument in schema:
+        if argument.has_default_value() and argument.name != "dtype":
+            defaults[argument.name] = argument.default_value
+    values: dict[str, Any] = defaults | {argument.name: value for argument, value in zip(schema, args, strict=False)}
     values.update(kwargs)
     return values
 
@@ -263,8 +276,9 @@ def _integers(draws: RowDraws, name: str, values: Values) -> Tensor | None:
 def _permutation(draws: RowDraws, name: str, values: Values) -> Tensor:
     device = torch.device(values.get("device") or "cpu")
     form = _Form(torch.Size([values["n"]]), values.get("dtype") or torch.int64, device)
+    # A lambda, because `numbers` calls it with a tensor and a generator.
     fill = lambda t, g: t.copy_(torch.randperm(len(t), generator=g, device=device))  # noqa: E731
-    # It has indices, not rows
+    # A permutation has indices, not rows of samples.
     return draws.numbers(name, values, form, fill, by_rows=False)
 
 
@@ -319,7 +333,7 @@ def _multinomial(draws: RowDraws, name: str, values: Values) -> Tensor:
         return places.clamp_(max=weights.shape[-1] - 1)
     # The smallest of exponential times, each divided by its weight, are draws without replacement.
     has_rows, fill = weights.ndim > 1, lambda t, g: t.exponential_(generator=g)
-    # Another count is another draw
+    # Without rows, another count is another draw.
     operation = name if has_rows else f"{name} of {count}"
     times = draws.numbers(operation, values, _form(weights), fill, by_rows=has_rows)
     return torch.topk(weights / times, count, dim=-1).indices
@@ -336,7 +350,7 @@ def _filled(draws: RowDraws, name: str, values: Values) -> Tensor:
     for key, value in values.items():
         if key not in ("self", "generator"):
             settings[key] = value
-    # `from` is no name in Python
+    # `from` is a keyword of Python, so these arguments are passed by position.
     numbers = [settings.pop(key) for key in ("from", "to") if key in settings]
     fill = getattr(Tensor, f"{name.removesuffix('_')}_")
     return draws.numbers(name, values, _form(values["self"]), lambda t, g: fill(t, *numbers, **settings, generator=g))

@@ -61,12 +61,12 @@ class EmptyBatchCheck:
             self._seed(step, batch.index)
             with torch.enable_grad():
                 loss, _ = split_loss(task.loss(model, data))
-            # Waits for the device; such batches are rare
+            # Waits for the device. Such batches are rare.
             value = float(loss.detach())
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             # Waits for the device.
-            is_zero = all(not bool(each.count_nonzero()) for each in gradients if each is not None)
+            is_zero = all(not bool(gradient.count_nonzero()) for gradient in gradients if gradient is not None)
         if not math.isfinite(value) or (not value and is_zero):
             return
         rank = rank_label(self._built.world.rank)

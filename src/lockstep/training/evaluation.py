@@ -66,7 +66,8 @@ __all__ = [
 
 # --- metrics
 
-MORE_NAMES = "*"  # among metric names: the metric names its numbers after the whole set only
+# Among metric names: the metric names its numbers only after the whole set.
+MORE_NAMES = "*"
 
 _METRIC_METHODS = ("metric_state", "merge_state", "reset", "compute", "clone")
 
@@ -126,7 +127,7 @@ def check_mergeable(name: str, metric: Any, state: dict[str, Any]) -> list[str]:
         return [name]
     with _metric_errors(name, metric):
         if not _has_several_numbers(metric):
-            # Some metrics fail from the third state on
+            # Some metrics fail only from the third state on.
             _numbers(name, metric, _merge(metric, [state] * 3).compute())
         return list(_numbers(name, metric, value))
 
@@ -135,7 +136,7 @@ def _numbers(name: str, metric: Any, value: Any) -> dict[str, float]:
     if not _has_several_numbers(metric):
         return {name: float(value)}
     if isinstance(value, dict):
-        return {key: float(each) for key, each in value.items()}
+        return {key: float(entry) for key, entry in value.items()}
     return {}
 
 
@@ -144,8 +145,9 @@ def _has_several_numbers(metric: Any) -> bool:
 
 
 def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
+    # States of all ranks are merged on the host. Waits for the device.
     merged = metric.clone().cpu()
-    # Torchmetrics must not gather: every rank has all states
+    # torchmetrics must not gather: every rank has all states.
     merged.distributed_available_fn = _never
     merge(merged, [{key: _from_json(value) for key, value in state.items()} for state in states])
     return merged
@@ -154,7 +156,7 @@ def _merge(metric: Any, states: list[dict[str, Any]]) -> Any:
 @contextlib.contextmanager
 def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        # "compute before update": the state was merged instead
+        # torchmetrics warns of `compute` before `update`, but the state was merged.
         warnings.simplefilter("ignore")
         yield
 
@@ -183,10 +185,11 @@ def _never() -> bool:
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, Tensor):
-        host = value.detach().cpu()  # waits for the device
+        # Waits for the device, once for each state of a metric.
+        host = value.detach().cpu()
         text = base64.b64encode(host_bytes(host)).decode()
         return {"dtype": str(host.dtype).removeprefix("torch."), "shape": list(host.shape), "v": text}
-    return [_to_json(each) for each in value]
+    return [_to_json(entry) for entry in value]
 
 
 def _from_json(value: Any) -> Any:
@@ -198,7 +201,7 @@ def _from_json(value: Any) -> Any:
         else:
             flat = torch.empty(0, dtype=dtype)
         return flat.reshape(value["shape"])
-    return [_from_json(each) for each in value]
+    return [_from_json(entry) for entry in value]
 
 
 # --- evaluation
@@ -238,19 +241,21 @@ def evaluate_all(
         For several sets, the first set's loss and items, and every number as a metric by the task's `metric_name`.
     """
     total = sum(batches.slots_in_all for batches in sets.values())
-    done = 0
+    offset = 0
     records = dict[str, EvaluationRecord]()
     for name, batches in sets.items():
-        report = _offset_progress(progress, done, total) if progress else None
+        report = _offset_progress(progress, offset, total) if progress else None
         records[name] = evaluate(engine, task, batches, world, step=step, seed=seed, progress=report)
-        done += batches.slots_in_all
-    first = next(iter(records.values()))
+        offset += batches.slots_in_all
+    first_record = next(iter(records.values()))
     if list(records) == [""]:
-        return first
+        return first_record
     metrics = {
-        task.metric_name(name, key): value for name, each in records.items() for key, value in all_numbers(each).items()
+        task.metric_name(name, key): value
+        for name, record in records.items()
+        for key, value in all_numbers(record).items()
     }
-    return EvaluationRecord(step, first.loss, first.items, metrics)
+    return EvaluationRecord(step, first_record.loss, first_record.items, metrics)
 
 
 def all_numbers(record: EvaluationRecord) -> dict[str, float]:
@@ -295,7 +300,8 @@ def evaluate(
         for module, mode in modes:
             module.training = mode
         at_rest(engine.model)
-    parts = world.gather([results.rows, results.states, whole_step.numbers() if whole_step else {}])  # collective
+    # The ranks evaluate different micro-batches; all of them compute the record from all rows.
+    parts = world.gather([results.rows, results.states, whole_step.numbers() if whole_step else {}])
     gathered = []
     for rows, _, _ in parts:
         gathered.extend(rows)
@@ -304,13 +310,15 @@ def evaluate(
     ratios = {}
     for k, name in enumerate(results.pairs):
         ratios[name] = _divide(name, [row[2 + 2 * k : 4 + 2 * k] for row in gathered])
+    # In the order of the samples, so that metrics are the same on any number of ranks.
     in_order = sorted((entry for _, states, _ in parts for entry in states), key=lambda entry: entry[0])
     computed = {}
     for name, metric in results.metrics:
         computed[name] = merge_states(name, metric, [states[name] for _, states in in_order])
+    # The names keep the order in which the task returned them.
     chosen = (computed[name] if name in computed else {name: ratios[name]} for name in results.names)
     metrics = _average_numbers([numbers for _, _, numbers in parts])
-    metrics |= {name: value for part in chosen for name, value in part.items()}
+    metrics |= {name: value for values in chosen for name, value in values.items()}
     divisor = whole_step.samples if whole_step else items
     return EvaluationRecord(step, loss / divisor if divisor else math.nan, items, metrics)
 
@@ -338,12 +346,12 @@ def _make_measure(task: Task) -> Callable[[nn.Module, MicroBatch], tuple[Any, Ma
     The numbers that `loss` returns are metrics too, unless one of the task's metrics has the same name. A mean over no
     items counts as 0.
     """
-    # An undeclared loss is averaged over batches, as in a plain loop
+    # A loss without a declared reduction is averaged over batches, as in a plain loop.
     mean = task.reduction != "sum"
 
     def measure(model: nn.Module, batch: MicroBatch) -> tuple[Any, Mapping[str, Any]]:
         loss, metrics = task.evaluate(model, batch.data)
-        # Gradients are enabled if the task computes its own
+        # Gradients may be enabled, for a task whose evaluation computes its own.
         with torch.no_grad():
             loss, numbers = split_loss(loss)
         if numbers:
@@ -381,7 +389,7 @@ class WholeStepLosses:
         return 0.0, self._task.metrics(model, data) if has_own(self._task, "metrics") else {}
 
     def after(self, step: int, rows: list[list[Any]]) -> None:
-        """Fill in the step's losses in `rows`, after this rank's last micro-batch of the step. Collective."""
+        """Fill in the step's losses in `rows`, after its last micro-batch here. Collective."""
         if len(self._outputs) < self._batches.slots_of(step):
             return
         outputs = self._outputs
@@ -394,20 +402,20 @@ class WholeStepLosses:
             row[0] = _host_floats([loss.double() * self._whole.samples])[0]
         self.samples += self._whole.samples
         for _, numbers, counts in self._whole.numbers:
-            for name, part in numbers.items() if counts else ():
-                self._numbers.setdefault(name, []).append(_host_floats([part.value * part.factor, part.count]))
+            for name, term in numbers.items() if counts else ():
+                self._numbers.setdefault(name, []).append(_host_floats([term.value * term.factor, term.count]))
 
     def numbers(self) -> dict[str, list[list[float]]]:
-        """Return name -> (sum, count) of the numbers that this rank's losses returned. Waits for the device."""
+        """Return name -> (sum, count) of this rank's numbers. Waits for the device."""
         return {name: _read_rows(rows) for name, rows in self._numbers.items()}
 
 
 def _average_numbers(parts: list[dict[str, list[list[float]]]]) -> dict[str, float]:
     """Average each number over the parts of all ranks: the sum divided by the count."""
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = dict.fromkeys(name for numbers in parts for name in numbers)
     rows = {}
     for name in names:
-        rows[name] = [row for part in parts for row in part.get(name, ())]
+        rows[name] = [row for numbers in parts for row in numbers.get(name, ())]
     return mean_numbers({name: exact_sums([(row[0], row[1]) for row in pairs]) for name, pairs in rows.items()})
 
 
@@ -444,7 +452,7 @@ def _evaluate_rank(
     whole_step: "WholeStepLosses | None",
 ) -> _RankResults:
     report = (lambda done: progress(done, batches.slots_in_all)) if progress else None
-    # An error ends the loader processes too
+    # Closing ends the loader processes, also after an error.
     with closing(batches.micro(0)) as micro:
         return _evaluate_micro_batches(model, task, micro, world, reseed, report, whole_step)
 
@@ -461,11 +469,11 @@ def _evaluate_micro_batches(
     measure = whole_step.measure if whole_step else _make_measure(task)
     results = _RankResults([], [], [], [], [])
     rows: list[list[Any]] = []
-    for done, (step, batch) in enumerate(micro, 1):
+    for count, (step, batch) in enumerate(micro, 1):
         reseed(step, batch.index)
         with equal_forwards(model, world):  # collective under fsdp
             loss, metrics = measure(model, batch)
-        if done == 1:
+        if count == 1:
             results.names = list(metrics)
             results.pairs = [name for name, value in metrics.items() if not is_metric(value)]
             results.metrics = [(name, value) for name, value in metrics.items() if is_metric(value)]
@@ -475,7 +483,7 @@ def _evaluate_micro_batches(
                 f"{', '.join(results.names) or 'none'} in another: return the same names each time, with a count of 0 "
                 "if there is nothing to count"
             )
-        # Waits for the device, if there are any
+        # Waits for the device, if the task has such metrics.
         states = {name: pop_state(metric) for name, metric in results.metrics}
         if batch.weight:
             numbers = (number for name in results.pairs for number in _numbers_of(name, metrics[name]))
@@ -484,7 +492,7 @@ def _evaluate_micro_batches(
         if whole_step:
             whole_step.after(step, rows)  # collective, at the end of a step
         if progress:
-            progress(done)
+            progress(count)
     results.rows = _read_rows(rows)
     return results
 
@@ -498,7 +506,10 @@ def _numbers_of(name: str, pair: Any) -> list[Any]:
 
 
 def _host_floats(row: list[Any]) -> list[Any]:
-    """Convert a row's host tensors to floats: small tensors that outlive a forward fragment the heap."""
+    """Convert a row's host tensors to floats.
+
+    Small tensors that outlive a forward fragment the heap.
+    """
     return [_detach(v) if isinstance(v, Tensor) and v.device.type != "cpu" else float_of(_detach(v)) for v in row]
 
 
@@ -515,7 +526,7 @@ def _read_rows(rows: list[list[Any]]) -> list[list[float]]:
         for value in row:
             if isinstance(value, Tensor):
                 tensors.append(value.detach().double().reshape(()))
-    # Waits for the device
+    # Waits for the device, once for each set.
     numbers = iter(torch.stack(tensors).tolist() if tensors else [])
     return [[next(numbers) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
 
@@ -559,7 +570,8 @@ def build_evaluation_batches(config: Config, task: Task, sets: Mapping[str, Any]
         LockstepError: the ranks have different sets, or sets of different sizes.
     """
     sizes = {name: len(dataset) for name, dataset in sets.items()}
-    world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})  # collective
+    # With sets of different lengths the ranks would wait for each other forever.
+    world.check_same("evaluation set", {"names": list(sizes), "samples": list(sizes.values())})
     return {name: _build_batches(config, task, dataset, world) for name, dataset in sets.items()}
 
 
@@ -580,7 +592,7 @@ def _build_batches(config: Config, task: Task, dataset: Any, world: World) -> Ba
 
 
 def _plan_steps(config: Config, task: Task, samples: int, micro_size: int) -> StepPlan:
-    """Return the plan of a set: one step, or steps as in training if the loss covers all samples of a step.
+    """Return a set's plan: one step, or steps as in training for a whole-step loss.
 
     Raises:
         ConfigError: --eval-micro-batch-size does not divide such a step.

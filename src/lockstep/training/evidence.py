@@ -76,7 +76,7 @@ __all__ = [
     "weigh",
 ]
 
-# kinds; the last is a mean over samples, for a message
+# Kinds of loss. The last one, a mean over samples, only serves a message.
 SUM = "sum"
 MEAN = "mean"
 SAMPLES = "samples"
@@ -106,7 +106,7 @@ class Verdict(NamedTuple):
     """What the gradients show of a loss, the same on all ranks.
 
     Attributes:
-        kind: "mean" or "sum": shown at every place that can tell; "neither"; "not finite": at each place that was
+        kind: "mean" or "sum": shown at every place that decides; "neither"; "not finite": at each place that was
             tried; "unknown".
         evidence: the numbers behind it, or why it is unknown.
         by_samples: it is "neither" because it is a mean over samples, while `count` counts other items.
@@ -167,6 +167,7 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return Verdict("unknown", refusal)
     if not places:
         return Verdict("unknown", "the first samples cannot be halved")
+    # torch's private counts of writes show a parameter that the loss has overwritten.
     versions = {name: p._version for name, p in trial.plain.named_parameters()}
     try:
         with _Weighing(trial, seed).prepared() as weighing:
@@ -180,18 +181,20 @@ def weigh(trial: "Trial", places: Sequence[HalvedSamples], seed: int = 0) -> Ver
         return _conclude([*chain(*columns)])
     except LockstepError:
         raise
-    except Exception as error:  # the model's parameters cannot be moved or read, on every rank alike
+    except Exception as error:
+        # The parameters cannot be moved or read, on every rank alike.
         _check_unwritten(trial, versions)
         return Verdict("unknown", failure(error))
 
 
 def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
-    """Raise ConfigError for a parameter that a forward or the loss has written: its value is lost.
+    """Raise ConfigError for a parameter that a forward or the loss has overwritten.
 
     Args:
         versions: by the parameters' names, torch's counts of writes before the proof.
     """
-    if trial.is_sharded:  # gathering writes parameters too
+    # Gathering sharded parameters writes them too.
+    if trial.is_sharded:
         return
     written = []
     for name, p in trial.plain.named_parameters():
@@ -206,7 +209,7 @@ def _check_unwritten(trial: "Trial", versions: Mapping[str, int]) -> None:
 
 
 def _undecidable(trial: "Trial") -> str:
-    """Return why this kind of run can only declare its reduction; "": it can be weighed."""
+    """Return why a run cannot be weighed, only declare its reduction; "": it can."""
     if trial.task.own_steps is not None:
         return "the task steps its optimizers itself"
     if not trial.task.divisible:
@@ -218,20 +221,20 @@ def _undecidable(trial: "Trial") -> str:
 
 
 def _conclude(found: list[Finding]) -> Verdict:
-    decided = [each for each in found if not each.problem]
-    failed = sum(each.failed for each in found)
+    decided = [finding for finding in found if not finding.problem]
+    failed = sum(finding.failed for finding in found)
     if not decided:
-        first = found[0]
-        problem = next((each.problem for each in found if not each.is_finite), first.problem)
-        is_finite = all(each.is_finite for each in found)
+        first_finding = found[0]
+        problem = next((finding.problem for finding in found if not finding.is_finite), first_finding.problem)
+        is_finite = all(finding.is_finite for finding in found)
         return Verdict("unknown" if is_finite else "not finite", problem, failed=failed)
     kinds = []
-    for kind in _KINDS:
-        if all(kind in each.kinds for each in decided):
-            kinds.append(kind)
+    for reduction in _KINDS:
+        if all(reduction in finding.kinds for finding in decided):
+            kinds.append(reduction)
     if SUM in kinds or MEAN in kinds:
         return Verdict(SUM if SUM in kinds else MEAN, _describe(decided[0]), failed=failed)
-    against = next((each for each in decided if each.is_against), decided[-1])
+    against = next((finding for finding in decided if finding.is_against), decided[-1])
     return Verdict("neither", _describe(against), by_samples=SAMPLES in kinds, failed=failed)
 
 
@@ -250,7 +253,9 @@ def _percent(error: float) -> str:
 
 
 class _Facts(NamedTuple):
-    """What the ranks whose gradients are added have in common at a place; else this rank's own.
+    """The facts of a place that the ranks with added gradients share.
+
+    On a rank whose gradients are not added they are its own.
 
     Attributes:
         has_problem: a rank's samples can show nothing.
@@ -308,7 +313,7 @@ class _Weighing:
             stack.enter_context(_own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
             if self.is_sharded:
-                # A changed set of trained parameters rebuilds the engine now, before its backward is taken.
+                # A changed set of trained parameters must rebuild the engine before its backward is taken.
                 self.trial.engine.accumulate(True, False)
                 undo_step(self.trial.engine)
             self._backward = stack.enter_context(backward_apart(self.trial.engine))
@@ -321,26 +326,32 @@ class _Weighing:
             stretches: whether the weights of a place are larger; (): none are.
         """
         stretches = stretches or [False] * len(places)
-        judgements, found = self._first(places, seed, stretches)  # collective
-        if not self.narrow and self.trial.config.precision in AUTOCAST and any(each.failed for each in chain(*found)):
-            self.narrow = True  # the loss may rely on autocast
-            judgements, found = self._first(places, seed, stretches)  # collective
+        judgements, rows = self._first(places, seed, stretches)  # collective
+        if (
+            not self.narrow
+            and self.trial.config.precision in AUTOCAST
+            and any(finding.failed for finding in chain(*rows))
+        ):
+            # The loss may rely on autocast.
+            self.narrow = True
+            judgements, rows = self._first(places, seed, stretches)  # collective
         for action in (_Judgement.in_other_layouts, _Judgement.with_rows, _Judgement.explained):
             columns = []
-            for place in range(len(judgements)):
-                columns.append([own[place] for own in found])
-            if not any(each.is_against for each in chain(*columns)):
+            for index in range(len(judgements)):
+                columns.append([row[index] for row in rows])
+            if not any(finding.is_against for finding in chain(*columns)):
                 break
             for judgement, column, stretch in zip(judgements, columns, stretches, strict=True):
-                if any(each.is_against for each in column):
+                if any(finding.is_against for finding in column):
                     with self._scale(stretch):
                         action(judgement, column)  # collective
-            found = self._gather(judgements)  # collective
+            rows = self._gather(judgements)  # collective
         columns = []
-        for place in range(len(judgements)):
-            columns.append([own[place] for own in found])
-        if self.is_sharded:  # no rank can tell alone
-            columns = [[next((each for each in column if each.problem), column[0])] for column in columns]
+        for index in range(len(judgements)):
+            columns.append([row[index] for row in rows])
+        # With sharded parameters no rank can judge alone: a problem of one counts for all.
+        if self.is_sharded:
+            columns = [[next((finding for finding in column if finding.problem), column[0])] for column in columns]
         return columns
 
     def find_unsteady(self, places: Sequence[HalvedSamples], seed: int, columns: list[list[Finding]]) -> list[int]:
@@ -353,20 +364,20 @@ class _Weighing:
         """
         against = []
         for n, column in enumerate(columns):
-            if n and any(each.is_against for each in column):
+            if n and any(finding.is_against for finding in column):
                 against.append(n)
         unsteady = set[int]()
-        if against and not any(each.is_against for each in columns[0]):
+        if against and not any(finding.is_against for finding in columns[0]):
             judgements = self._judgements(places, seed)  # collective
             with self._scale(True):
-                own = [number for number in against if judgements[number].is_unsteady()]  # collective
-            # collective
+                unsteady_here = [number for number in against if judgements[number].is_unsteady()]  # collective
             unsteady = set()
-            for rank in self.trial.world.gather(own):
+            # Collective. A place is unsteady if it is so on one rank.
+            for rank in self.trial.world.gather(unsteady_here):
                 unsteady.update(rank)
         problems = set()
         for n, column in enumerate(columns):
-            if n and any(each.problem for each in column):
+            if n and any(finding.problem for finding in column):
                 problems.add(n)
         return sorted(unsteady | problems)
 
@@ -393,12 +404,13 @@ class _Weighing:
 
     def _compare(self, places: Sequence[HalvedSamples]) -> list["_Facts"]:
         """Compare the ranks' places, where their gradients are added. Collective with sharded parameters."""
-        own = [[*chain(*_shares_of(place))] for place in places]
-        rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(places, own, strict=True)]
+        shares = [[*chain(*_shares_of(place))] for place in places]
+        rows = [[bool(place.problem), *row, *(-x for x in row)] for place, row in zip(places, shares, strict=True)]
         most = torch.tensor(rows, dtype=torch.float64)
         if self.is_sharded and self.trial.world.size > 1:
-            collectives.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)  # collective
-        # The largest is the least
+            # The maximum over the ranks of x and of -x gives the largest and the smallest x.
+            collectives.all_reduce(most, op=dist.ReduceOp.MAX, group=self.trial.world.control)
+        # The ranks agree where the largest is the smallest.
         same = (most[:, 1:5] == -most[:, 5:]).tolist()
         return [
             _Facts(bool(problem), all(row[:2]), all(row[2:])) for problem, row in zip(most[:, 0], same, strict=True)
@@ -406,8 +418,9 @@ class _Weighing:
 
     def _gather(self, judgements: list["_Judgement"]) -> list[list[Finding]]:
         """Return the findings of each rank's places. Collective."""
-        own = [[*judgement.finding] for judgement in judgements]
-        return [[Finding(*each) for each in rank] for rank in self.trial.world.gather(own)]  # collective
+        findings = [[*judgement.finding] for judgement in judgements]
+        # Every rank draws the conclusion from the findings of all.
+        return [[Finding(*values) for values in rank] for rank in self.trial.world.gather(findings)]
 
     def differentiate(
         self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
@@ -429,8 +442,8 @@ class _Weighing:
                         self._backward(loss, weight)
                 states = _host_states()
             sketches = [sketch(p.grad, local_of(p)) for p in self._parameters]
-            # Waits for the device
-            vector = torch.cat([each.to("cpu", torch.float64) for each in sketches])
+            # Waits for the device, once for each gradient of the proof.
+            vector = torch.cat([values.to("cpu", torch.float64) for values in sketches])
             return _Pass(vector, math.isfinite(float(loss.detach())), draws.uncut, states)
         finally:
             for parameter in self._parameters:
@@ -439,7 +452,7 @@ class _Weighing:
                 undo_step(trial.engine)
 
     def relative_errors(self, whole: Tensor, halves: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
-        """Return the relative error of each kind, the largest over all tensors. Collective with sharded parameters.
+        """Return the largest relative error of each kind. Collective with sharded parameters.
 
         Args:
             whole, halves: sketches of their gradients.
@@ -453,15 +466,16 @@ class _Weighing:
         for row, values in zip(squares, rows, strict=True):
             row.index_add_(0, self._owners, values.square())
         if self.is_sharded and self.trial.world.size > 1:
-            collectives.all_reduce(squares, group=self.trial.world.control)  # collective
-        # The last column: of all tensors
+            # Each rank has the squares of its shards; the norms need those of all ranks.
+            collectives.all_reduce(squares, group=self.trial.world.control)
+        # The last column is the norm over all tensors.
         norms = torch.cat([squares, squares.sum(1, keepdim=True)], 1).sqrt()
         scale = torch.maximum(norms[0], _CANCELLED * (norms[1] + norms[2]))
         if not scale[-1]:
             return []
         floor = _NARROW_FLOOR if self._is_low_precision else _FLOOR
         errors = norms[3:] / torch.maximum(scale, floor * scale[-1])
-        return [float(each) for each in errors.nan_to_num(math.inf, math.inf).amax(1)]
+        return [float(error) for error in errors.nan_to_num(math.inf, math.inf).amax(1)]
 
     @property
     def tolerance(self) -> float:
@@ -501,9 +515,12 @@ class _Judgement:
         self.finding = self._tried(compare)
 
     def in_other_layouts(self, found: list[Finding]) -> None:
-        """Compare with other rows of the random numbers, which may belong to the samples in another way."""
-        has_views = any(each.has_views for each in found)
-        has_lengths = any(each.has_lengths for each in found)
+        """Compare with other rows of the random numbers.
+
+        These may belong to the samples in another way.
+        """
+        has_views = any(finding.has_views for finding in found)
+        has_lengths = any(finding.has_lengths for finding in found)
         layouts = []
         for a in (False, has_views):
             for b in (False, has_lengths):
@@ -513,11 +530,15 @@ class _Judgement:
                 self._try_again(layout)
 
     def with_rows(self, found: list[Finding]) -> None:
-        """Compare with rows of the whole, if its samples are others each time that they are loaded. Collective."""
+        """Compare with rows of the whole, if each load gives other samples. Collective.
+
+        Halves that are loaded by themselves would have other samples.
+        """
         is_random = False
         if self.finding.is_against and self._place.reload:
             is_random = not have_same_tensors(self._place.whole.held, self._place.reload().held)
-        if not any(self._weighing.trial.world.gather(is_random)):  # collective
+        # All ranks compare again if one must, because the comparison is collective.
+        if not any(self._weighing.trial.world.gather(is_random)):
             return
         if is_random:
             halves = cut_rows(self._place.whole, self._place.samples, self._weighing.trial.task)
@@ -537,8 +558,8 @@ class _Judgement:
             before = self._differentiate(self._place.whole, None)
             with moved(weights, self._seed, first_bit=LAST_BIT):
                 after = self._differentiate(self._place.whole, None)
-            own = before.sketches, [before.sketches] * 2, [after.sketches]
-            changes[:] = weighing.relative_errors(*own)  # collective with sharded parameters
+            arguments = before.sketches, [before.sketches] * 2, [after.sketches]
+            changes[:] = weighing.relative_errors(*arguments)  # collective with sharded parameters
             return self.finding
 
         self._tried(compare)
@@ -558,12 +579,14 @@ class _Judgement:
         return self.finding
 
     def _try_again(self, layout: Layout) -> None:
-        found = self._tried(lambda: self._compare(layout))
-        if self.finding.is_against and not (found.is_against or found.failed):
-            self.finding = found
+        finding = self._tried(lambda: self._compare(layout))
+        if self.finding.is_against and not (finding.is_against or finding.failed):
+            self.finding = finding
 
     def _tried(self, action: Callable[[], Finding]) -> Finding:
-        """Run a comparison. Its failure is not the run's: the loss may need more samples, or more memory.
+        """Run a comparison, whose failure does not end the run.
+
+        The loss may need more samples, or more memory.
 
         Collective with sharded parameters.
 
@@ -574,22 +597,23 @@ class _Judgement:
         problem: Exception | None = None
         try:
             with translate_errors():
-                found = action()
+                finding = action()
         except PeerError:
             raise
         except Exception as error:
             problem = error
             if isinstance(error, torch.OutOfMemoryError):
                 trial.memory_error = error
-            found = self._undecided(failure(error))._replace(failed=True)
+            finding = self._undecided(failure(error))._replace(failed=True)
         if self._weighing.is_sharded:
             try:
-                collectives.barrier(group=trial.world.control)  # collective: the others may wait in a forward
+                # Collective: the other ranks may wait in a forward.
+                collectives.barrier(group=trial.world.control)
             except PeerError:
                 if problem is None:
                     raise
                 raise blamed("loss", problem, "a trial before step 1") from problem
-        return found
+        return finding
 
     def _undecided(self, problem: str) -> Finding:
         return Finding([], problem, [math.inf] * len(_KINDS), sum(self._place.samples), *self._layouts)
@@ -602,11 +626,13 @@ class _Judgement:
         self, batch: MicroBatch, part: int | None, layout: Layout = CONTIGUOUS, weight: float = 1.0, watch: Any = None
     ) -> _Pass:
         """Compute the gradient of the whole (`part` None) or of a half."""
-        first, second = self._place.samples
+        first_count, second_count = self._place.samples
         if part is None:
-            draws = RowDraws(self._book, first + second)
+            draws = RowDraws(self._book, first_count + second_count)
         else:
-            draws = RowDraws(self._book, first + second, first * part, self._place.samples[part], layout)
+            draws = RowDraws(
+                self._book, first_count + second_count, first_count * part, self._place.samples[part], layout
+            )
         try:
             return self._weighing.differentiate(batch, draws, self._seed, weight, watch)
         finally:
@@ -622,32 +648,35 @@ class _Judgement:
         ones = self._halves(layout, [1.0, 1.0])
         expected = [ones[0].sketches + ones[1].sketches]
         is_same = self._facts.same_items, self._facts.same_samples
-        for own, same in zip(_shares_of(place), is_same, strict=True):
+        for weights, same in zip(_shares_of(place), is_same, strict=True):
             parts = ones
             if not same:
-                # A sum over ranks of differently weighted parts
-                parts = self._halves(layout, own)
-                own = [1.0, 1.0]
-            expected.append(own[0] * parts[0].sketches + own[1] * parts[1].sketches)
-        halves = [each.sketches for each in ones]
+                # The ranks add their gradients, so each weighs its halves before the sum.
+                parts = self._halves(layout, weights)
+                weights = [1.0, 1.0]
+            expected.append(weights[0] * parts[0].sketches + weights[1] * parts[1].sketches)
+        halves = [gradient.sketches for gradient in ones]
         errors = weighing.relative_errors(whole.sketches, halves, expected)  # collective
         return self._read(whole, ones, items, errors)
 
     def _halves(self, layout: Layout, weights: Sequence[float]) -> list[_Pass]:
-        """Compute the gradients of both halves, each times its weight; 0 of a loss 0 / 0 without items."""
-        found = []
-        for part, half in enumerate(self._place.halves):
+        """Compute the gradients of both halves, each times its weight.
+
+        A loss 0 / 0 of a half without items counts as 0.
+        """
+        passes = []
+        for index, half in enumerate(self._place.halves):
             batch = half
-            weight = weights[part]
-            # Its loss may be 0 / 0, on every rank's gradient
+            weight = weights[index]
+            # Without items its loss may be 0 / 0, which would reach the gradient of every rank.
             if self._weighing.is_sharded and not half.items:
-                batch = self._place.halves[1 - part]
+                batch = self._place.halves[1 - index]
                 weight = 0.0
-            each = self._differentiate(batch, part, layout, weight)
-            if not half.items and not each.is_finite:
-                each = each._replace(sketches=torch.zeros_like(each.sketches), is_finite=True)
-            found.append(each)
-        return found
+            gradient = self._differentiate(batch, index, layout, weight)
+            if not half.items and not gradient.is_finite:
+                gradient = gradient._replace(sketches=torch.zeros_like(gradient.sketches), is_finite=True)
+            passes.append(gradient)
+        return passes
 
     def _read(self, whole: _Pass, halves: list[_Pass], items: list[float], errors: list[float]) -> Finding:
         """Draw the conclusion from a comparison."""
@@ -662,14 +691,15 @@ class _Judgement:
         if not all(half.is_finite and half.sketches.isfinite().all() for half in halves):
             errors = [math.inf] * len(errors)
         kinds = []
-        for kind, error in zip(_KINDS, errors, strict=True):
+        for reduction, error in zip(_KINDS, errors, strict=True):
             if error <= self._weighing.tolerance:
-                kinds.append(kind)
+                kinds.append(reduction)
         finding = Finding(kinds, "", errors, sum(self._place.samples), *self._layouts)
         uncut = next((name for half in halves for name in half.uncut), "")
-        if uncut:  # a permutation of two samples may fit by chance
+        # A permutation of two samples may fit by chance, so such draws prove nothing.
+        if uncut:
             return self._undecided(f"the random numbers of torch's {uncut.strip('_')} cannot be cut by samples")
-        # equal: the same numbers, however many samples
+        # A loss that draws for each sample leaves other generator states after a half.
         if any(half.states != whole.states for half in halves):
             return self._undecided("its loss draws numbers for its samples from numpy's or Python's generator")
         if SUM in kinds and len(kinds) > 1:
@@ -682,23 +712,23 @@ def _shares_of(place: HalvedSamples) -> tuple[list[float], list[float]]:
     items = [float(half.items) for half in place.halves]
     total = sum(items)
     samples = sum(place.samples)
-    return [each / total if total else 0.0 for each in items], [each / (samples or 1) for each in place.samples]
+    return [value / total if total else 0.0 for value in items], [value / (samples or 1) for value in place.samples]
 
 
 # --- halves of a collated batch
 
 
 def cut_rows(batch: MicroBatch, samples: tuple[int, int], task: Task) -> tuple[MicroBatch, MicroBatch] | None:
-    """Cut a collated batch in two by rows; None if not every tensor in it has rows for the samples.
+    """Cut a collated batch in two by rows; None if a tensor lacks such rows.
 
     Args:
         samples: number in each half.
     """
-    first, second = samples
+    first_count, second_count = samples
     parts = []
     try:
-        for start, count in ((0, first), (first, second)):
-            held = _rows(batch.held, first + second, start, count)
+        for start, count in ((0, first_count), (first_count, second_count)):
+            held = _rows(batch.held, first_count + second_count, start, count)
             parts.append(MicroBatch(held, batch.index, task.count(held), 1.0, batch.move))
     except (_NotRows, LockstepError):
         return None
@@ -799,11 +829,12 @@ def _own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Put back `.grad` of leaves of the loss's graph that are no parameters of the model."""
-    own = set(parameters)
-    before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in own]
+    """Restore `.grad` of leaves of the loss's graph that the model does not own."""
+    model_parameters = set(parameters)
+    before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in model_parameters]
     for leaf, _ in before:
-        leaf.grad = None  # a backward adds in place
+        # A backward would add to it in place.
+        leaf.grad = None
     try:
         yield
     finally:
@@ -813,7 +844,7 @@ def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[N
 
 def leaves(loss: Tensor) -> list[Tensor]:
     """Return the leaf tensors of a loss's graph."""
-    found = list[Tensor]()
+    tensors = list[Tensor]()
     visited = set[Any]()
     queue = [loss.grad_fn]
     while queue:
@@ -822,31 +853,35 @@ def leaves(loss: Tensor) -> list[Tensor]:
             continue
         visited.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            tensors.append(node.variable)
         queue += [following for following, _ in node.next_functions]
-    return found
+    return tensors
 
 
-_VISITED = 20_000  # most objects to look at, the nearest first
+# Most objects to look at, the nearest first.
+_VISITED = 20_000
 
 
 def _generators(root: Any) -> list[Any]:
-    """Return the generators of numpy and Python that an object can reach: attributes, globals of its methods, ..."""
+    """Return the generators of numpy and Python that an object can reach.
+
+    Attributes are searched, globals of methods, and so on.
+    """
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    found = list[Any]()
+    generators = list[Any]()
     visited = {id(root)}
     level = [root]
-    # By type: `isinstance` asks an object, and torch has one that answers with a warning.
+    # Compare types: `isinstance` reads `__class__`, and an object of torch warns about that.
     while level and len(visited) < _VISITED:
-        objects = [each for each in level if not issubclass(type(each), types.ModuleType)]
+        objects = [item for item in level if not issubclass(type(item), types.ModuleType)]
         level = []
-        for each in gc.get_referents(*objects):
-            if id(each) not in visited and len(visited) < _VISITED:
-                visited.add(id(each))
-                level.append(each)
-                if issubclass(type(each), kinds) and not isinstance(each, random.SystemRandom):
-                    found.append(each)
-    return found
+        for item in gc.get_referents(*objects):
+            if id(item) not in visited and len(visited) < _VISITED:
+                visited.add(id(item))
+                level.append(item)
+                if issubclass(type(item), kinds) and not isinstance(item, random.SystemRandom):
+                    generators.append(item)
+    return generators
 
 
 class _Watch:
@@ -875,9 +910,11 @@ class _Watch:
 
     def _states(self) -> list[tuple[str, bytes]]:
         states = []
-        for each in self._own:
-            states.append((f"a {type(each).__module__}.{type(each).__name__}", _state_of(each)))
-        if self._device.type == "cuda":  # a kernel that no mode sees
+        for generator in self._own:
+            states.append((f"a {type(generator).__module__}.{type(generator).__name__}", _state_of(generator)))
+        # A kernel may draw where no dispatch mode sees it.
+        if self._device.type == "cuda":
+            # The generator's state is in host memory already.
             states.append(("the device's generator", torch.cuda.get_rng_state(self._device).tolist()))
         return [(name, pickle.dumps(state)) for name, state in states]
 
@@ -897,12 +934,14 @@ def _host_states() -> bytes:
 
 # --- sketches
 
-_WIDTH = 4093  # a prime, so that the rows of a sketch are not those of a matrix
-_CHUNK = 2**22  # numbers converted at a time
+# A prime, so that the rows of a sketch do not line up with those of a matrix.
+_WIDTH = 4093
+# Numbers that are converted at a time.
+_CHUNK = 2**22
 
 
 def sketch(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return at most 4093 numbers whose norm is about that of a gradient; linear in it.
+    """Return at most 4093 numbers, linear in a gradient, with about its norm.
 
     Small gradients are returned whole. Longer ones are rows of 4093 numbers, which are added with seeded signs.
 
@@ -916,19 +955,19 @@ def sketch(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     values = local_of(gradient)
     values = values.to_dense() if values.is_sparse else values
     values = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    kind = torch.promote_types(values.dtype, torch.float32)
+    dtype = torch.promote_types(values.dtype, torch.float32)
     if len(values) <= _WIDTH:
-        return values.to(kind)
+        return values.to(dtype)
     rows = len(values) // _WIDTH
     signs = torch.randint(2, (rows,), generator=Generator().manual_seed(rows)).mul_(2).sub_(1)
-    signs = signs.to(values.device, kind)
-    result = torch.zeros(_WIDTH, dtype=kind, device=values.device)
+    signs = signs.to(values.device, dtype)
+    result = torch.zeros(_WIDTH, dtype=dtype, device=values.device)
     rest = values[rows * _WIDTH :]
     result[: len(rest)] += rest
     body = values[: rows * _WIDTH].view(rows, _WIDTH)
     step = max(1, _CHUNK // _WIDTH)
-    for first in range(0, rows, step):
-        result += signs[first : first + step] @ body[first : first + step].to(kind)
+    for start in range(0, rows, step):
+        result += signs[start : start + step] @ body[start : start + step].to(dtype)
     return result
 
 
@@ -936,11 +975,13 @@ def _sketch_length(parameter: Tensor) -> int:
     return min(parameter.numel() * (1 + parameter.is_complex()), _WIDTH)
 
 
-_STEADY = 1e-2  # largest relative change of a gradient by moves of the weights like those of rounding
-# relative errors that a kind may have: in float32, in half precision
+# Largest relative change of a gradient when the weights move by about a rounding error.
+_STEADY = 1e-2
+# Largest relative errors at which a kind fits: in float32, and in half precision.
 _TOLERANCE = 1e-3
 _NARROW_TOLERANCE = 0.05
-# a tensor's error is relative to at least this part of the whole gradient
+# A tensor's error is relative to at least this fraction of the whole gradient.
 _FLOOR = 1e-2
 _NARROW_FLOOR = 0.1
-_CANCELLED = 1e-2  # and to this part of the halves', whose rounding stays where they cancel
+# And to this fraction of the halves', whose rounding errors stay where they cancel.
+_CANCELLED = 1e-2

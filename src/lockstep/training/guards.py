@@ -58,11 +58,12 @@ __all__ = [
 
 # --- devices of the ranks
 
-_TOLERANCE = 0.05  # of memory sizes and speeds that count as equal: firmware takes some of a host's memory
+# Share up to which memory sizes and speeds count as equal: firmware takes some of a host's memory.
+_TOLERANCE = 0.05
 
 
 def name_and_memory(device: torch.device) -> list[Any]:
-    """Return [name, bytes of memory] of a device; of a CPU, its model and the host's memory."""
+    """Return [name, bytes of memory] of a device, or of the CPU and its host."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return [properties.name, properties.total_memory]
@@ -79,9 +80,13 @@ def describe_unequal_devices(devices: Sequence[Sequence[Any]], speeds: Sequence[
     speeds = speeds or [1.0] * len(devices)
     kinds: list[tuple[str, int, float, list[int]]] = []
     for rank, ((name, size), speed) in enumerate(zip(devices, speeds, strict=True)):
-        for kind in kinds:
-            if kind[0] == name and abs(kind[1] - size) <= _TOLERANCE * kind[1] and abs(kind[2] - speed) <= _TOLERANCE:
-                kind[3].append(rank)
+        for group in kinds:
+            if (
+                group[0] == name
+                and abs(group[1] - size) <= _TOLERANCE * group[1]
+                and abs(group[2] - speed) <= _TOLERANCE
+            ):
+                group[3].append(rank)
                 break
         else:
             kinds.append((name, size, speed, [rank]))
@@ -103,14 +108,15 @@ def format_ranges(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in spans)
 
 
 def _processor_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):  # not Linux, or no "model name" line
+    except (OSError, StopIteration):
+        # Not Linux, or no line with a model name.
         return platform.processor() or platform.machine()
 
 
@@ -124,8 +130,10 @@ def _host_memory() -> int:
 # --- balance of shares
 
 _LOG = logging.getLogger("lockstep")
-_YOUNG = 60.0  # seconds; until then what is slow is in the log file alone: a run of a minute gains nothing by it
-_USABLE_MEMORY = 0.5  # share of the free memory that larger shares may use
+# Seconds. Until then slow parts are only in the log file: a run of a minute gains nothing by them.
+_YOUNG = 60.0
+# Share of the free memory that larger shares may use.
+_USABLE_MEMORY = 0.5
 
 
 def skips_file(built: RunParts) -> Path:
@@ -145,22 +153,25 @@ class ShareReporter:
         self._balancer = built.balancer
         self._clock = clock
         data = built.config.data
-        # Steps that loader processes may prefetch, at one slot a step
+        # Steps that loader processes may prefetch if a step has one slot.
         self._ahead = data.workers * data.prefetch
-        # Turns of a stream that turn out to be no steps were asked for too
+        # Turns of a stream that are no steps were requested too.
         if built.training.order is None:
             self._ahead += MOST_STEPS
         self._count = 0
         self._bounded = not built.config.exact
-        facts = built.lock_facts  # of a run's first steps; after a lost rank the ranks are others
-        # collective
+        # Facts of a run's first steps. After a failure the ranks are others.
+        facts = built.lock_facts
         if facts:
             devices = facts.devices
         else:
+            # All ranks compare their devices again, because the ranks have changed.
             devices = built.world.gather(name_and_memory(built.world.device))
         line = describe_unequal_devices(devices, self._speeds)
-        if self._balancer:  # the exchanges compare the steps after the first
-            check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))  # collective
+        # The exchanges compare the shares of the later steps.
+        if self._balancer:
+            # No exchange precedes the first step, so its shares are compared here.
+            check_same_shares(built.world.gather(self._balancer.check(built.start, built.start + 1)))
         if line and built.world.is_main:
             if self._balancer or not self._shares:
                 hint = ""
@@ -206,14 +217,14 @@ class ShareReporter:
         if self._balancer is None or exchange.count == self._count:
             return
         self._count = exchange.count
-        first = exchange.horizon + self._ahead
-        line = self._balancer.update([ShareReport(*row) for row in exchange.extra_by_rank], first)
+        first_step = exchange.horizon + self._ahead
+        line = self._balancer.update([ShareReport(*row) for row in exchange.extra_by_rank], first_step)
         if not self._bounded:
             self._bounded = True
-            self._bound_shares(first)
+            self._bound_shares(first_step)
         if line:
             self._store_state()
-            if self._built.world.is_main and first < self._built.run_plan.step_plan.steps:
+            if self._built.world.is_main and first_step < self._built.run_plan.step_plan.steps:
                 _LOG.info(line)
 
     def _bound_shares(self, first: int) -> None:
@@ -225,10 +236,11 @@ class ShareReporter:
         balancer = self._balancer
         assert balancer is not None
         count = built.config.micro_batches
-        now = max(built.batches.sharing.now.slots)
+        current_slots = max(built.batches.sharing.now.slots)
         gradients = sum(p.numel() * p.element_size() for p in built.model.parameters() if p.requires_grad)
-        own = max_slots(count, now, gradients, int(_USABLE_MEMORY * _free_memory(built.world.device)))
-        balancer.bound(built.world.gather(own), first)  # collective
+        slots = max_slots(count, current_slots, gradients, int(_USABLE_MEMORY * _free_memory(built.world.device)))
+        # The limits of all ranks decide the shares.
+        balancer.bound(built.world.gather(slots), first)
         self._store_state()
 
     def _store_state(self) -> None:
@@ -255,14 +267,15 @@ def max_slots(micro_batches: int, now: int, gradients: int, free: int) -> int:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Return the bytes that no step has reserved on a CUDA device, or this process's part of a host's free memory."""
+    """Return the unreserved bytes of a CUDA device, or this process's share of the host's."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return max(0, total - torch.cuda.max_memory_reserved(device))
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):  # not Linux
+    except (OSError, StopIteration, ValueError):
+        # Not Linux: the free memory is unknown, so there is no limit.
         return 1 << 62
     return available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -294,32 +307,32 @@ class RunGuards:
         built.lock_facts = None
         path = skips_file(built)
         self._skips = Skips(path, self._config.limit, built.world, built.plan, skipped)  # collective after a lost rank
-        # read now: a save moves `start`
+        # A save moves `built.start`, so keep its value.
         self._first = built.start
         self._skipped_steps = frozenset(self._skips.steps)
-        if self._skipped_steps:  # the checkpoint may be older than the list
+        # The checkpoint may be older than the list.
+        if self._skipped_steps:
             built.state.steps_left_out = len(self._skipped_steps)
         self._reader = DeferredReader(built.world.device)
         self._spike = Spike()
-        # Of the parameters whose norms it knows
+        # The parameters whose norms the spike guard has seen.
         self._spike_digest = trained_digest(built.state.trained)
         if stored := built.state.spike:
             self._spike.load(stored)
-            if stored.trained is None:
-                self._spike_digest = self._spike_digest
-            else:
+            if stored.trained is not None:
                 self._spike_digest = stored.trained
         if built.balancer:
             relieved = {"relieved": built.balancer.can_relieve}
         else:
             relieved = {}
         self._straggler = Straggler(self._config.straggler, **relieved)
+        # A young run reports slow parts only in its log file (`_YOUNG`).
         self._began = time.monotonic()
         self._is_young = True
         self._fp16 = built.config.precision == "fp16"
         self._loss, self._whole_step = loss_of(built.task), has_step_loss(built.task)
         self.audit: Audits = self._audit(clock) if self._config.audit else NO_AUDIT
-        # A new run's weights were compared in `build`
+        # `build` compared the weights of a new run; these come from a checkpoint.
         if built.start and built.world.size > 1:
             self._compare(built.start)  # collective
 
@@ -390,6 +403,7 @@ class RunGuards:
             _LOG.warning(slow, extra={"only_file": self._is_young})
         freq = self._config.desync_freq
         global_step = record.step + 1
+        # Without hooks the save of this step compares the replicas.
         is_compared_later = saves and not self._built.task.hooks
         if freq and global_step % freq == 0 and not is_compared_later:
             self.compare(global_step)  # collective
@@ -434,7 +448,8 @@ class RunGuards:
         number = step.record.step
         if number in self._skipped_steps:
             return
-        if not math.isfinite(step.norm):  # the same on every rank
+        # The norm is the same on every rank.
+        if not math.isfinite(step.norm):
             if self._is_real_fault(step):
                 self._handle_gradient(step)
         elif self._config.spike != "off" and self._spike.sees(number, step.norm):
@@ -448,16 +463,19 @@ class RunGuards:
         if not self._fp16:
             return True
         finite = all(math.isfinite(loss) for loss in step.losses)
-        return not all(self._built.world.gather(finite))  # collective
+        # A loss that is not finite on one rank is a real fault for all.
+        return not all(self._built.world.gather(finite))
 
     def _handle_gradient(self, step: ReadStep) -> None:
         built = self._built
         # With manual optimization this step has already changed the weights, so examine its samples.
-        bad = {} if step.record.applied else find_bad_parameters(built)  # collective; waits for the device
+        # Collective. Waits for the device, after a fault only.
+        bad = {} if step.record.applied else find_bad_parameters(built)
         if bad:
             self._handle_weights(step, not_finite_line([*bad], describe_ranks(bad, built.world)))
             return
-        with unmoved(built.own_tensors.values()):  # the loss may change them
+        # The loss may change them.
+        with unmoved(built.own_tensors.values()):
             source = built.batches.samples, built.world
             cause = origin(step, built.model, self._loss_of, self._seed, *source, whole=self._whole_step)  # collective
         message = (
@@ -472,12 +490,13 @@ class RunGuards:
             line: names the tensors.
         """
         number = step.record.step
-        first = self._first
+        start_step = self._first
         message = f"step {number + 1}: the gradient is not finite (norm {step.norm}) and was not applied; {line}"
-        updates = (n for n in range(number - 1, first - 1, -1) if n not in self._skips.steps)
-        update = next(updates, None)  # the last one that was applied
+        updates = (n for n in range(number - 1, start_step - 1, -1) if n not in self._skips.steps)
+        # The last update that was applied.
+        update = next(updates, None)
         if update is None:
-            raise LockstepError(f"{message} since the run began after step {first}; start from other weights")
+            raise LockstepError(f"{message} since the run began after step {start_step}; start from other weights")
         message += f" since the update of step {update + 1}"
         if self._config.nonfinite != "rollback":
             raise LockstepError(
@@ -487,7 +506,7 @@ class RunGuards:
 
     def _loss_of(self, batch: Any) -> Tensor:
         built = self._built
-        # Single samples have no loss: test their outputs instead
+        # A single sample has no loss over the step: test its outputs instead.
         if self._whole_step:
             return zero_of(built.task.outputs(built.engine.model, batch.data))
         return self._loss(built.engine.model, batch)

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def run_script(script: Script, options: Mapping[str, Any]) -> int:
-    """Run the script to its end, and return its exit code, or that of a run that a signal ended.
+    """Run the script to its end, and return its exit code, or the run's.
 
     Args:
         options: of the run, by dotted name; they override the Trainer's arguments.
@@ -78,10 +78,11 @@ class _TrainReplacement:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self.folders: list[tuple[str, str]] = []
-        self.exit_code = 0  # of the last run
+        # Of the last run.
+        self.exit_code = 0
 
     def __call__(self, trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None) -> Any:
-        """Train, and return the Trainer's own TrainOutput. If a signal ended the run, exit the script."""
+        """Train, and return the Trainer's TrainOutput. Exit if a signal ended the run."""
         if isinstance(resume_from_checkpoint, str):
             raise ConfigError(
                 f"trainer.train(resume_from_checkpoint='{resume_from_checkpoint}'): a run resumes from its own "
@@ -90,7 +91,7 @@ class _TrainReplacement:
         if trial is not None:
             raise ConfigError("trainer.train(trial=...) is not supported: search in a loop, as examples/sweep.py does")
         config, task = from_trainer(trainer)
-        # max_steps would win over --num-epochs
+        # max_steps would win over --num-epochs.
         override = {"max_steps": 0} if "num_epochs" in self._options else {}
         values = {**cli.flatten(config, own_task=True), **override, **self._options}
         config = cli.build({**values, "log_freq": _log_freq(trainer, cli.build(values))})
@@ -116,7 +117,7 @@ class _TrainReplacement:
 
 
 def _log_freq(trainer: Any, config: Config) -> int | str:
-    """Return `log_freq`, adjusted so that a short run has a record for the script to read the loss from."""
+    """Return `log_freq`, lowered so that a short run has a record of its loss."""
     epoch = config.limit_train_batches or len(trainer.train_dataset) / config.batch_size
     by_epochs = isinstance(epoch, int | float) and not config.max_steps
     steps = config.num_epochs * epoch if by_epochs else config.max_steps
@@ -138,7 +139,7 @@ def _set_results(trainer: Any, config: Config, task: TrainerTask, result: Result
         state.best_model_checkpoint = result.best.path
     best = trainer.args.load_best_model_at_end
     if best or any(map(is_dtensor, trainer.model.parameters())):
-        # In trainer.model
+        # The weights are loaded into trainer.model.
         load(result.folder, task, "best" if best else "last", trainer.args.device)
     losses = [entry["loss"] for entry in history if "loss" in entry]
     loss = math.fsum(losses) / len(losses) if losses else math.nan

@@ -132,7 +132,7 @@ class LoadedRun:
 
 @contextlib.contextmanager
 def load_run(request: InferenceRequest) -> Iterator[LoadedRun]:
-    """Load a run on every process of the launcher; leave the world at the end. Collective.
+    """Load a run on every process, and leave the world at the end. Collective.
 
     Raises:
         CheckpointError: no such run or checkpoint, or it is of another model.
@@ -168,7 +168,8 @@ def read_config(path: Path, request: InferenceRequest) -> Config:
 
 def _build_loaded_run(path: Path, config: Config, request: InferenceRequest, world: World) -> LoadedRun:
     """Make the task and the model, and load the weights. Collective."""
-    every = world.gather(is_fast(world.device))  # collective
+    # All devices must be fast for the precision that the device decides.
+    every = world.gather(is_fast(world.device))
     config, notices = draft_of(config, StartFacts(fast=all_devices_fast(config, world, every)))
     for line in notices:
         notify(world)(line)
@@ -198,10 +199,10 @@ def _make_task(
     if request.task:
         task = load_task(request.task)
     elif config.task or trained in (CausalLM.__qualname__, HubCausalLM.__qualname__):
-        kind = kind_of(config.task)
-        if kind not in (LANGUAGE, OWN):
+        task_name = kind_of(config.task)
+        if task_name not in (LANGUAGE, OWN):
             with_data = dataclasses.replace(config, dataset_name=request.data or config.dataset_name)
-            if kind == "regression":
+            if task_name == "regression":
                 return on_columns_of(read_sources(path), printable(str(path)), with_data, say)
             task = make_task(with_data, say)
             check_classes(state.plan.get("data", ""), task, str(path))
@@ -217,15 +218,15 @@ def _make_task(
 
 def _load_weights(source: Path, model: nn.Module, task: Task, without: frozenset[str], ema: bool) -> None:
     """Load the checkpoint `source` into model and task, except the tensors named in `without`."""
-    own = task.state_dict()
+    tensors = task.state_dict()
     try:
-        load_weights(source, model, own, without=without, ema=ema)
+        load_weights(source, model, tensors, without=without, ema=ema)
     except CheckpointError as error:
         raise CheckpointError(
             f"the task {type(user_task(task)).__name__} does not fit the checkpoint: {error}"
         ) from None
-    if own:
-        task.load_state_dict(own)
+    if tensors:
+        task.load_state_dict(tensors)
 
 
 def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> EvaluationRecord:
@@ -236,7 +237,7 @@ def evaluate_run(request: InferenceRequest, *, as_json: bool = False) -> Evaluat
         DataError: there is no evaluation set.
     """
     redirect = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    # Keeps the task's prints out of the JSON
+    # Keep the task's prints out of the JSON.
     with redirect, load_run(request) as run:
         record = _evaluate(run)
         is_main = run.world.is_main
@@ -265,7 +266,7 @@ def _print_record(record: EvaluationRecord, request: InferenceRequest, as_json: 
             fields |= {"item_name": items, "perplexity": plain(perplexity(record.loss))}
         print(json.dumps(fields, indent=1, allow_nan=False))
         return
-    # Of several sets
+    # The items of each set, if there are several sets.
     counts = {name: value for name, value in record.metrics.items() if name.endswith("/items")}
     on = ", ".join(f"{value:,.0f} {items} of {name.removesuffix('/items')}" for name, value in counts.items())
     weights = ", averaged weights" if request.ema else ""
@@ -399,6 +400,7 @@ def _export_tokenizer(path: Path, say: Say, folder: Path) -> None:
         state = checkpoint.read_run_state(path)
         if kind_of(config.task) != LANGUAGE or state.plan.get("task") not in _LANGUAGE_TASKS:
             return
+        # Only language models come here, and they have a corpus.
         corpus: Any = _make_task(run, config, request, state, say).corpus  # type: ignore[attr-defined]
     except LockstepError as error:
         say(f"exporting without a tokenizer: {error}")
@@ -427,9 +429,9 @@ def generate_texts(request: InferenceRequest, prompts: Sequence[str], sampling: 
     with load_run(request) as run:
         task = run.task
         if not isinstance(task, CausalLM | HubCausalLM):
-            kind = type(user_task(task)).__name__
+            class_name = type(user_task(task)).__name__
             raise ConfigError(
-                f"{printable(request.run)} trained {kind}, which is not one of lockstep's language models and "
+                f"{printable(request.run)} trained {class_name}, which is not one of lockstep's language models and "
                 "generates no text; use `lockstep evaluate`"
             )
         run.model.eval()
@@ -481,7 +483,7 @@ def load(
 
 
 def _convert_as_stored(model: nn.Module, source: Path, state: RunState) -> None:
-    """Convert the model as the run's --precision did, and each tensor to the dtype that the checkpoint has."""
+    """Convert the model as --precision did, and each tensor to its stored dtype."""
     precision = state.plan.get("precision")
     if precision in PARAMETERS and not state.lora:
         parameters_in(model, PARAMETERS[precision], mixes=True)

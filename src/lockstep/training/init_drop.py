@@ -22,7 +22,7 @@ class InitDrop:
 
     Attributes:
         patterns: as `reaches` takes them.
-        origin: the flag or method that they come from.
+            origin: the flag or method that defines them.
     """
 
     patterns: tuple[str, ...]
@@ -35,7 +35,7 @@ class InitDrop:
     def check(self, *names: Collection[str]) -> None:
         """Raise ConfigError if a pattern matches none of these tensors."""
         for pattern in self.patterns:
-            if not any(_means(pattern, name) for each in names for name in each):
+            if not any(_means(pattern, name) for group in names for name in group):
                 raise ConfigError(
                     f"{self.origin}: '{pattern}' matches no tensor of the model or of --init-from; correct or remove it"
                 )
@@ -55,7 +55,7 @@ def init_drop(config: Config, task: Task) -> InitDrop:
         return InitDrop(tuple(split_patterns(config.init_drop)), "--init-drop")
     method = getattr(type(user_task(task)), "untrained", None)
     is_own = method is not None and not method.__module__.startswith("lockstep.")
-    # With adapters `untrained` says what is trained whole, which a run with adapters has trained already.
+    # With adapters `untrained` names modules that an earlier run has trained already.
     if is_own and not config.lora.rank:
         names = tuple(task.untrained())
     else:
@@ -65,4 +65,4 @@ def init_drop(config: Config, task: Task) -> InitDrop:
 
 def split_patterns(patterns: str) -> list[str]:
     """Split comma-separated patterns."""
-    return [part.strip() for part in patterns.split(",") if part.strip()]
+    return [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]

@@ -33,7 +33,7 @@ _GROUP = "model/"
 
 
 def check_init_from(built: RunParts) -> None:
-    """Check that the weights of --init-from are there and fit the model. Collective; before anything is written.
+    """Check the weights of --init-from before anything is written. Collective.
 
     Raises:
         ConfigError: there is no such file or folder, or --init-drop matches nothing.
@@ -44,7 +44,8 @@ def check_init_from(built: RunParts) -> None:
     if built.source:
         return
     is_given = is_url(name) or Path(name).expanduser().exists()
-    if any(world.gather(on_all_ranks(world, lambda: _check_foreign(built, is_given)))):  # collective
+    # Some ranks may not see the file, so all of them decide together.
+    if any(world.gather(on_all_ranks(world, lambda: _check_foreign(built, is_given)))):
         return
     built.init_source = source, _ = find_weights(built.config, world, notify(world))  # collective
     await_all_ranks(world, lambda: _check_run(built, source))  # collective
@@ -52,7 +53,8 @@ def check_init_from(built: RunParts) -> None:
 
 def load_init_from(built: RunParts) -> None:
     """Load the weights of --init-from into a new run. Collective."""
-    if any(built.world.gather(_foreign_path(built) is not None)):  # collective
+    # A path that one rank sees decides for all, as in the check.
+    if any(built.world.gather(_foreign_path(built) is not None)):
         _load_foreign(built)
     else:
         _load_run(built)
@@ -105,7 +107,9 @@ def _is_left(drop: InitDrop, name: str) -> bool:
 
 
 def _tensors_to_load(built: RunParts, source: Path, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of lockstep fills; {} for the base of adapters, which is loaded already.
+    """Return the tensors that a checkpoint of lockstep fills.
+
+    {} for the base of adapters, which is loaded already.
 
     Raises:
         CheckpointError: it has only adapters, and the run has none.
@@ -139,7 +143,7 @@ def _load_run(built: RunParts) -> None:
 
 
 def _load_evaluated(built: RunParts, source: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill the weights with those for evaluation, of an optimizer that has others for training. Collective."""
+    """Fill the weights with an optimizer's weights for evaluation. Collective."""
     replaced = on_all_ranks(built.world, lambda: evaluated_of(read_contents(source, read_manifest(source))))
     tensors = {stored: weights[name] for name, stored in replaced.items() if name in weights}
     if tensors:
@@ -168,19 +172,19 @@ def _load_foreign(built: RunParts) -> None:
 def _describe_left(built: RunParts, state: Mapping[str, Tensor]) -> str:
     """Describe the tensors that keep their initial values; "" for none."""
     drop = init_drop(built.config, built.task)
-    left = [name for name in _model_tensors(state) if drop.matches(name)]
-    if left:
-        return f"; {drop.origin} leaves {len(left)} tensors as initialised: {list_names(left)}"
+    names = [name for name in _model_tensors(state) if drop.matches(name)]
+    if names:
+        return f"; {drop.origin} leaves {len(names)} tensors as initialised: {list_names(names)}"
     return ""
 
 
 def _model_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_GROUP): each for name, each in state.items() if name.startswith(_GROUP)}
+    return {name.removeprefix(_GROUP): tensor for name, tensor in state.items() if name.startswith(_GROUP)}
 
 
 def _ties_of(built: RunParts) -> dict[str, str]:
     """Return the second names of the model's tied tensors, each with the first."""
     named = (*built.model.named_parameters(remove_duplicate=False), *built.model.named_buffers(remove_duplicate=False))
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(each), name) for name, each in named}
+    first_names: dict[int, str] = {}
+    names = {name: first_names.setdefault(id(tensor), name) for name, tensor in named}
     return {name: original for name, original in names.items() if name != original}

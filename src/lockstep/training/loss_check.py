@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+
+# Private: torch has no public name for dispatch modes.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config.schema import Config
@@ -74,14 +76,19 @@ __all__ = [
     "try_loss",
 ]
 
-PLACES = 3  # places in the data
-_MIN_SAMPLES = 4  # two in each half, so that sum and mean differ
-_PLACE_SAMPLES = 8  # of places after the first
+# Places in the data.
+PLACES = 3
+# Two in each half, so that sum and mean differ.
+_MIN_SAMPLES = 4
+# Samples of the places after the first.
+_PLACE_SAMPLES = 8
 
 # --- measurements
 
-_ROUNDS = 4  # most places in the data to try
-_SEED_TOLERANCE = 1e-5  # relative difference between two seeds up to which a number is not random
+# Most places in the data to try.
+_ROUNDS = 4
+# Relative difference between two seeds up to which a number is not random.
+_SEED_TOLERANCE = 1e-5
 
 Probe = Callable[[MicroBatch], list[float]]
 
@@ -127,10 +134,10 @@ class Measurement(NamedTuple):
 
     def mean(self, index: int, weights: list[float] | list[int]) -> float:
         """Return the weighted mean of the halves; NaN if the weights are 0."""
-        first, second = weights[-2:]
-        total = first + second
+        first_weight, second_weight = weights[-2:]
+        total = first_weight + second_weight
         if total:
-            return (first * self.first[index] + second * self.second[index]) / total
+            return (first_weight * self.first[index] + second_weight * self.second[index]) / total
         return math.nan
 
 
@@ -158,10 +165,11 @@ class Trial:
         self.world = world
         self.config = config
         self.say = say
-        # Of a proof that had too little memory
+        # The error of a proof that had too little memory.
         self.memory_error: torch.OutOfMemoryError | None = None
         self.training_modes = {module: module.training for module in engine.model.modules()}
         self._reseed = seeder(0, "check", world.device)
+        # Fewer than four bytes: less precise than float32.
         narrow = any(p.is_floating_point() and p.itemsize < 4 for p in engine.model.parameters())
         self.is_low_precision = narrow or config.engine_options.param_dtype not in ("same", "float32")
         # Manual optimization computes gradients by itself; a static graph must be recorded in a real step.
@@ -180,7 +188,7 @@ class Trial:
         return 0.01
 
     def preserve(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one call of the loss, whose changes are undone at its end."""
+        """Return a context for one call of the loss that undoes its changes."""
         return preserve_state(self.model, self.task, self.world.device, training=True)
 
     def sandbox(self) -> contextlib.AbstractContextManager[Any]:
@@ -216,7 +224,10 @@ class Trial:
         return trial
 
     def raise_memory_error(self) -> None:
-        """Raise the error of a proof that ran out of memory on this rank: smaller micro-batches may fit."""
+        """Raise the error of a proof that ran out of memory on this rank.
+
+        Smaller micro-batches may fit.
+        """
         if self.memory_error is not None:
             raise self.memory_error
 
@@ -227,7 +238,7 @@ class Trial:
     def load_halves(self, batches: Batches, place: int) -> HalvedSamples | None:
         """Load samples and their halves as the function does; None if a rank cannot. Collective."""
         samples = on_all_ranks(self.world, lambda: load_halves(batches, place))  # collective
-        # collective
+        # If one rank cannot load them, no rank uses them.
         if all(self.world.gather(samples is not None)):
             return samples
         return None
@@ -243,14 +254,16 @@ class Trial:
         Returns:
             The results by rank, and whether it needs a graph.
         """
+        # Try without autocast and gradients first; the task's code may need either.
         for narrow in (False, True) if self.config.precision in AUTOCAST else (False,):
             for gradients in (False, True):
                 result = None
                 dtypes = contextlib.nullcontext() if narrow else without_autocast()
                 with contextlib.suppress(Exception), torch.set_grad_enabled(gradients), dtypes:
                     result = action()
-                results: list[Any] = self.world.gather(result)  # collective
-                if all(each is not None for each in results):
+                # A failure on one rank counts for all, because the next attempt may be collective.
+                results: list[Any] = self.world.gather(result)
+                if all(numbers is not None for numbers in results):
                     self.is_low_precision = self.is_low_precision or narrow
                     return results, gradients
         return None
@@ -258,7 +271,8 @@ class Trial:
 
 def load_first(batches: Batches) -> MicroBatch:
     """Load this rank's first micro-batch."""
-    step = batches.step_plan.origin.step  # steps before it were cut differently
+    # The steps before it were cut differently.
+    step = batches.step_plan.origin.step
     return batches.parts(step, [(0, batches.own_samples(step))])[0][0]
 
 
@@ -274,12 +288,14 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
     Raises:
         SampleError: a sample cannot be loaded.
     """
-    step = batches.step_plan.origin.step  # steps before it were cut differently
+    # The steps before it were cut differently.
+    step = batches.step_plan.origin.step
     size = min(max(_MIN_SAMPLES, batches.own_samples(step)), batches.size)
     count = size if whole or not place else min(_PLACE_SAMPLES, size)
     if isinstance(batches, StreamBatches):
         stride = size
     else:
+        # Spread the places over the data.
         stride = max(size, batches.size // PLACES)
     half = count // 2
     start = place * stride
@@ -287,12 +303,13 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
         return None
     spans = [(start, start + count), (start, start + half), (start + half, start + count)]
     try:
-        (batch, is_random), (first, _), (second, _) = batches.parts(step, spans)
+        (batch, is_random), (first_half, _), (second_half, _) = batches.parts(step, spans)
     except SampleError:
         raise
-    except Exception:  # the collation may refuse so few samples
+    except Exception:
+        # The collation may refuse so few samples.
         return None
-    samples, halves, problem = (half, count - half), (first, second), ""
+    samples, halves, problem = (half, count - half), (first_half, second_half), ""
     if is_random and task is not None:
         cut = cut_rows(batch, samples, task)
         halves = cut or halves
@@ -300,6 +317,7 @@ def load_halves(batches: Batches, place: int, *, whole: bool = False, task: Task
             problem = ""
         else:
             problem = "`collate` draws random numbers, and its batch has no rows"
+    # A second load shows whether the samples are random.
     reload = lambda: batches.parts(step, spans[:1])[0][0]  # noqa: E731
     return HalvedSamples(batch, halves, samples, is_random, reload, problem)
 
@@ -329,12 +347,16 @@ def load_places_together(batches: Batches, task: Task, world: World) -> list[Hal
 
 
 def cut_places(places: list[HalvedSamples], world: World) -> None:
-    """Cut the list to as many places as all ranks have; in `World.together` after the next gather. Collective."""
+    """Shorten the list to the places that all ranks have. Collective.
+
+    In `World.together` the list is shortened by the next gather.
+    """
 
     def shorten(counts: list[int]) -> None:
         del places[min(counts) :]
 
-    world.defer(len(places), shorten)  # collective
+    # All ranks must weigh the same number of places.
+    world.defer(len(places), shorten)
 
 
 def measure(
@@ -351,7 +373,7 @@ def measure(
     """
 
     def compute(batch: MicroBatch, seed: int = 0) -> list[float]:
-        # The task's own tensors are restored too
+        # The task's own tensors are restored too.
         with preserve_state(trial.model, trial.task, trial.world.device):
             trial.seed(seed)
             return probe(batch)
@@ -362,23 +384,26 @@ def measure(
         samples = places[place] if place < len(places) else trial.load_halves(batches, place)  # collective
         if samples is None:
             break
+        # The default argument binds this round's samples; mypy cannot infer its type.
         result = trial.attempt(lambda samples=samples: [*_measurement(samples, compute)])  # type: ignore[misc]  # collective
         if result is None:
             break
         rows, needs_graph = result
         gathered = [Measurement(*row) for row in rows]
         if not all(map(is_clean, gathered)):
-            second = trial.load_halves(batches, place) or samples  # collective; a dataset may be random too
+            # Collective. The dataset may draw random numbers too.
+            second = trial.load_halves(batches, place) or samples
             tensors = []
-            for each in (samples, second):
-                tensors.append([part.held for part in (each.whole, *each.halves)])
+            for item in (samples, second):
+                tensors.append([piece.held for piece in (item.whole, *item.halves)])
             random_batch = samples.is_random or not have_same_tensors(*tensors)
+            # The default arguments bind this round's values, as above.
             again = trial.attempt(lambda second=second, drew=random_batch: [compute(second.whole, 1), drew])  # type: ignore[misc]
             if again is None:
                 break
             gathered = [
-                each._replace(reseeded=reseeded, random_batch=random_batch)
-                for each, (reseeded, random_batch) in zip(gathered, again[0], strict=True)
+                item._replace(reseeded=reseeded, random_batch=random_batch)
+                for item, (reseeded, random_batch) in zip(gathered, again[0], strict=True)
             ]
         measurements += gathered
         yield measurements, needs_graph
@@ -388,9 +413,9 @@ def measure(
 
 def _measurement(samples: HalvedSamples, compute: Callable[[MicroBatch], list[float]]) -> Measurement:
     parts = (samples.whole, *samples.halves)
-    whole, first, second = map(compute, parts)
+    whole, first_half, second_half = map(compute, parts)
     items = [float(batch.items) for batch in parts]
-    return Measurement(whole, first, second, items, list(samples.samples), samples.is_random, [])
+    return Measurement(whole, first_half, second_half, items, list(samples.samples), samples.is_random, [])
 
 
 def call_method(
@@ -406,7 +431,8 @@ def call_method(
     except LockstepError:
         raise
     except Exception as error:
-        if is_out_of_memory(error):  # the caller reports what holds the memory
+        # The caller reports what holds the memory.
+        if is_out_of_memory(error):
             raise
         problem = blamed(method, error, "the first micro-batch, before step 1")
         if model is not None and task is not None:
@@ -418,8 +444,10 @@ def call_method(
 
 # --- sum or mean
 
-_ROUNDING = 1e-5  # relative error that rounding may cause
-_SAMPLES = "samples"  # a mean over samples, while `count` counts other items
+# Relative error that rounding may cause.
+_ROUNDING = 1e-5
+# A mean over samples, while `count` counts other items.
+_SAMPLES = "samples"
 
 
 def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
@@ -434,9 +462,10 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     """
     task = trial.task
     model = trial.model
+    # With --exact, or a training that is compared between world sizes, the loss must not depend on the ranks.
     must_agree = (trial.config.exact or task.is_compared) and trial.world.size > 1
     if must_agree and not task.gathers and task.own_steps is None:
-        # It may gather in training mode only
+        # The loss may gather in training mode only.
         with preserve_state(model, task, trial.world.device, training=True):
             for module in model.modules():
                 module.training = trial.training_modes.get(module, module.training)
@@ -447,13 +476,15 @@ def try_loss(trial: Trial, batch: MicroBatch) -> tuple[float, list[str]]:
     with trial.with_graph(), same_units(model, trial.world):  # collective under fsdp
         loss = call_method("loss", lambda data: task.loss(model, data), batch.data, model, task)
         number, numbers = split_loss(loss)
-        return float(number.detach()), list(numbers)  # waits for the device
+        # Waits for the device, once before step 1.
+        return float(number.detach()), list(numbers)
 
 
 def loss_value(value: Any) -> float:
     """Return a loss as a float, without the numbers that come with it."""
     with torch.no_grad():
-        return float(split_loss(value)[0].detach())  # waits for the device
+        # Waits for the device.
+        return float(split_loss(value)[0].detach())
 
 
 def is_cut(config: Config, training: Batches) -> bool:
@@ -480,7 +511,8 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
             set_detected(task, "whole", needs_graph(task))
         return
     if task.reduction == "micro-batch":
-        if not task.framework:  # otherwise the line about the step reports it
+        # For a framework's task the line about the step reports it.
+        if not task.framework:
             trial.say(
                 "reduction = 'micro-batch': the loss is computed for each micro-batch of "
                 f"{training.step_plan.micro_size} alone, and averaged by items; it is not checked, and another "
@@ -492,7 +524,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
     # Each rank can check a known reduction alone, which saves an exchange.
     subject = trial.alone() if is_known and not trial.is_sharded else trial
     verdict = weigh(subject, samples)  # collective
-    # It may need more samples than the smaller places have
+    # The loss may need more samples than the smaller places have.
     if verdict.kind in _REDUCTIONS and verdict.failed:
         more = on_all_ranks(subject.world, lambda: _load_larger(training, task))  # collective
         cut_places(more, subject.world)  # collective
@@ -500,7 +532,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
         verdict = verdict if second.kind == "unknown" else second
 
     def conclude() -> None:
-        # A place may be larger than a micro-batch, which then still fits.
+        # The place may be larger than a micro-batch, which may still fit.
         if verdict.kind == "unknown" and not is_known and training.step_plan.micro_size >= _MIN_SAMPLES:
             subject.raise_memory_error()
         if is_known:
@@ -513,7 +545,7 @@ def check_loss(trial: Trial, training: Batches, samples: list[HalvedSamples], re
 
 
 def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]:
-    """Say what a loss leaves behind where a step is cut, and refuse what depends on the ranks. Collective.
+    """Report what a loss leaves behind, and refuse what depends on ranks. Collective.
 
     Buffers are never refused here: those of rank 0 hold on all ranks, and --exact looks at them in the first steps.
 
@@ -543,19 +575,19 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
 
     marks = dict[str, str]()
     unsaved = list[str]()
-    # The loss fails later, or not at all
+    # If the loss fails in its real call too, that call reports it.
     with trial.preserve(), training_modes(trial), contextlib.suppress(Exception):
         marks = marks_of(model, task, call, lambda: moved(parameters, 0))
         unsaved = unsaved_marks(marks, trial.plain, task) if is_users else []
     if not depends_on_cut:
         return unsaved
     buffers = {f"model.{name}" for name, _ in model.named_buffers()}
-    own = {name: digest for name, digest in marks.items() if name not in buffers}
+    outside_buffers = {name: digest for name, digest in marks.items() if name not in buffers}
     slots = max(training.sharing.at(training.step_plan.origin.step).slots)
 
     def conclude(ranks: list[Any]) -> None:
-        names, owned = ({name for each in ranks for name in each[kind]} for kind in (0, 1))
-        differing = differing_marks([each[1] for each in ranks])
+        names, owned = ({name for reply in ranks for name in reply[index]} for index in (0, 1))
+        differing = differing_marks([reply[1] for reply in ranks])
         if owned and trial.config.exact:
             raise refusal_of_marks(owned, exact=True)
         if differing:
@@ -563,7 +595,8 @@ def check_marks(trial: Trial, training: Batches, batch: MicroBatch) -> list[str]
         if names:
             trial.say(describe_marks(names, slots, world.size))
 
-    world.defer([sorted(marks), own], conclude)  # collective; with the next gather
+    # Collective, with the next gather: what the loss leaves behind must agree between the ranks.
+    world.defer([sorted(marks), outside_buffers], conclude)
     return unsaved
 
 
@@ -571,17 +604,18 @@ def _load_larger(training: Batches, task: Task) -> list[HalvedSamples]:
     """Load places after the first that are as large as it."""
     with generators_kept():
         loaded = []
-        for place in range(1, PLACES):
-            loaded.append(load_halves(training, place, whole=True, task=task))
-    return [each for each in loaded if each is not None]
+        for index in range(1, PLACES):
+            loaded.append(load_halves(training, index, whole=True, task=task))
+    return [halved for halved in loaded if halved is not None]
 
 
-_REDUCTIONS = {"mean": "mean", "sum": "total"}  # what is shown -> the reduction of an undeclared loss
+# What the gradients show -> the reduction of an undeclared loss.
+_REDUCTIONS = {"mean": "mean", "sum": "total"}
 _NAMES = {"mean": "a mean", "sum": "a sum", "total": "a sum"}
 
 
 def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
-    """Set the reduction of a task that does not declare one. Raises ConfigError unless it is shown."""
+    """Set the reduction of an undeclared loss. Raises ConfigError unless it is shown."""
     task = trial.task
     if recorded == "whole" and verdict.kind not in _REDUCTIONS:
         raise ConfigError(
@@ -605,29 +639,29 @@ def _set_reduction(trial: Trial, verdict: Verdict, recorded: str) -> None:
 
 
 def _check_known(trial: Trial, verdict: Verdict, recorded: str) -> None:
-    """Raise ConfigError if the loss is not what the task declares, or what the run so far has trained with."""
+    """Raise ConfigError if the loss differs from the declared or the recorded one."""
     task = trial.task
     _check_usable(verdict)
     if recorded in _NAMES and task.reduction not in _NAMES:
         set_detected(task, recorded, needs_graph(task))
-    # unknown, or not finite yet, which the guards handle
+    # Unknown, or not finite yet: the guards handle that.
     if verdict.kind not in _NAMES:
         return
-    found = _NAMES[verdict.kind]
-    if _NAMES.get(recorded, found) != found:
+    shown = _NAMES[verdict.kind]
+    if _NAMES.get(recorded, shown) != shown:
         raise ConfigError(
-            f"the run has trained with {_NAMES[recorded]} over items so far, and the task's `loss` is {found} now: "
+            f"the run has trained with {_NAMES[recorded]} over items so far, and the task's `loss` is {shown} now: "
             f"{verdict.evidence}; return {_NAMES[recorded]} again, or start a new run"
         )
-    said = _NAMES[task.reduction]
-    if said != found:
+    declared = _NAMES[task.reduction]
+    if declared != shown:
         if verdict.kind == "sum":
             way = "leave reduction out"
         else:
             way = "set reduction = 'mean', or leave it out"
         raise ConfigError(
-            f"the task has reduction = '{task.reduction}', but its `loss` is {found}: {verdict.evidence}; return "
-            f"{said} over the items that `count` counts, or {way}"
+            f"the task has reduction = '{task.reduction}', but its `loss` is {shown}: {verdict.evidence}; return "
+            f"{declared} over the items that `count` counts, or {way}"
         )
 
 
@@ -645,12 +679,12 @@ def _check_usable(verdict: Verdict) -> None:
 
 
 def _check_count(samples: list[HalvedSamples]) -> None:
-    for each in samples:
-        total = each.whole.items
-        first, second = (half.items for half in each.halves)
-        if not each.is_random and abs(total - first - second) > 1e-5 * abs(total):
+    for halved in samples:
+        total = halved.whole.items
+        one, other = (half.items for half in halved.halves)
+        if not halved.is_random and abs(total - one - other) > 1e-5 * abs(total):
             raise ConfigError(
-                f"the task's `count` finds {total:g} items in {sum(each.samples)} samples and {first:g} and {second:g} "
+                f"the task's `count` finds {total:g} items in {sum(halved.samples)} samples and {one:g} and {other:g} "
                 "in their two halves: it must count what the loss sums over (labels, not padding)"
             )
 
@@ -677,47 +711,53 @@ def classify(measurements: list[Measurement], index: int, limit: float) -> dict[
         Some of "sum", "mean" (over items) and "samples" (a mean over samples), or none of them; None if no measurement
         can decide, or the number is random.
     """
-    if any(each.is_random(index) for each in measurements):
+    if any(measurement.is_random(index) for measurement in measurements):
         return None
-    errors = [kinds for each in measurements if (kinds := _relative_errors(each, index)) is not None]
+    errors = [kinds for measurement in measurements if (kinds := _relative_errors(measurement, index)) is not None]
     if not errors:
         return None
-    worst = {kind: max(each[kind] for each in errors) for kind in errors[0]}
-    # Similar items make the two means close; only one is exact
+    worst = {name: max(measurement[name] for measurement in errors) for name in errors[0]}
+    # Similar numbers of items make the two means close, but only one is exact.
     if worst[_SAMPLES] < _ROUNDING < worst["mean"]:
         worst["mean"] = math.inf
-    return {kind: value for kind, value in worst.items() if value <= limit}
+    return {name: value for name, value in worst.items() if value <= limit}
 
 
 def describe_measurement(measurements: list[Measurement], index: int) -> str:
     """Describe for a message the first measurement that decides number `index`."""
-    usable = (each for each in measurements if _relative_errors(each, index) is not None)
-    each = next(usable, None) or next(iter(measurements), None)
-    if each is None:
+    usable = (measurement for measurement in measurements if _relative_errors(measurement, index) is not None)
+    measurement = next(usable, None) or next(iter(measurements), None)
+    if measurement is None:
         return "the first samples cannot be halved"
-    whole, first, second = each.values(index)
-    return f"{sum(each.samples)} samples give {whole:.4g}, and their two halves {first:.4g} and {second:.4g}"
+    whole, one, other = measurement.values(index)
+    return f"{sum(measurement.samples)} samples give {whole:.4g}, and their two halves {one:.4g} and {other:.4g}"
 
 
 def _relative_errors(each: Measurement, index: int) -> dict[str, float] | None:
     """Return the relative error for each kind; None for numbers without information."""
-    value, first, second = each.values(index)
+    value, first_half, second_half = each.values(index)
     scale = each.scale(index)
     if not scale or not all(map(math.isfinite, each.values(index))):
         return None
-    kinds = {"sum": first + second, "mean": each.mean(index, each.items), _SAMPLES: each.mean(index, each.samples)}
-    return {kind: abs(value - other) / scale if math.isfinite(other) else math.inf for kind, other in kinds.items()}
+    kinds = {
+        "sum": first_half + second_half,
+        "mean": each.mean(index, each.items),
+        _SAMPLES: each.mean(index, each.samples),
+    }
+    return {name: abs(value - other) / scale if math.isfinite(other) else math.inf for name, other in kinds.items()}
 
 
 # --- collectives in a loss
 
 
+# The base class has no annotations.
 class _CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recorder of collectives that are issued outside the model's modules."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        # Its constructor has none either.
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = list[str]()
         self.depth = 0

@@ -1,4 +1,6 @@
-"""Repeat the proof of the loss while a run trains: at steps 10, 100, 1000, ... (`--guards.loss-check`).
+"""Repeat the proof of the loss during training: `--guards.loss-check`.
+
+The check is due at steps 10, 100, 1000, ...
 
     watch = LossWatch(built, save)
     watch(step, micro)          # before the passes of a step; raises LockstepError if the loss is another kind
@@ -20,13 +22,15 @@ from lockstep.training.trainable import trained_digest
 
 __all__ = ["LossWatch"]
 
-_KINDS = {"mean": "mean", "sum": "sum", "total": "sum"}  # reduction -> what its gradients show
-_SHOWN = 8  # samples
+# Reduction -> what its gradients show.
+_KINDS = {"mean": "mean", "sum": "sum", "total": "sum"}
+# Samples that a message names.
+_SHOWN = 8
 
 
 @final
 class LossWatch:
-    """A check of the loss in chosen steps, and after each change of the trained parameters.
+    """A check of the loss in chosen steps, and after the trained set changed.
 
     Args:
         built: the run's parts.
@@ -56,11 +60,11 @@ class LossWatch:
             return
         built = self._built
         task = self._built.task
-        batch = next((each for each in micro if each.weight), micro[0])
+        batch = next((micro_batch for micro_batch in micro if micro_batch.weight), micro[0])
         set_step(task, step)
-        place = halve(batch, task) if batch.weight else _empty_place(batch)
+        halved = halve(batch, task) if batch.weight else _empty_place(batch)
         trial = Trial(built.engine, built.model, task, built.world, built.config, lambda line: None)
-        verdict = weigh(trial, [place], seed=step)  # collective
+        verdict = weigh(trial, [halved], seed=step)  # collective
         if verdict.kind in ("unknown", "not finite", _KINDS[task.reduction]):
             return
         samples = built.batches.samples(step, batch.index)

@@ -44,11 +44,11 @@ def make_task(config: Config, say: Callable[[str], None]) -> Task:
         ConfigError: an unknown model, or one that the sequence length does not fit.
         DataError: data that is missing, empty or too short.
     """
-    kind = kind_of(config.task)
-    if kind == OWN:
+    name = kind_of(config.task)
+    if name == OWN:
         return _load_own(config)
-    if kind in _MAKERS:
-        task: Task = importlib.import_module(_MAKERS[kind]).make(config, say)
+    if name in _MAKERS:
+        task: Task = importlib.import_module(_MAKERS[name]).make(config, say)
         return task
     if config.preset == "source":
         say(describe_preset(config))
@@ -66,13 +66,15 @@ def load_task(name: str) -> Task:
     if name.startswith(LIGHTNING):
         module: Task = importlib.import_module("lockstep.adapters.lightning.convert").load(name)
         return module
-    kind = import_class(name, "--task")
-    if isinstance(kind, type):
-        check_class(kind)
+    task_class = import_class(name, "--task")
+    if isinstance(task_class, type):
+        check_class(task_class)
     try:
-        task = kind()
+        task = task_class()
     except Exception as error:
-        raise ConfigError(f"--task '{name}': {kind.__name__}() failed ({error}); it must need no arguments") from error
+        raise ConfigError(
+            f"--task '{name}': {task_class.__name__}() failed ({error}); it must need no arguments"
+        ) from error
     return as_task(task)
 
 

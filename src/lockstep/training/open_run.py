@@ -62,9 +62,9 @@ def _record_bad_at_start(built: RunParts) -> None:
     """Record which tensors are not finite when a new run starts. Collective then."""
     if built.state.not_finite_at_start is None:
         model = {}
-        for name, each in built.model.state_dict().items():
-            if isinstance(each, Tensor):
-                model[f"model/{name}"] = each
+        for name, tensor in built.model.state_dict().items():
+            if isinstance(tensor, Tensor):
+                model[f"model/{name}"] = tensor
         built.state.not_finite_at_start = sorted(_gather_bad(model | built.own_tensors, built.world))  # collective
 
 
@@ -88,12 +88,14 @@ def find_bad_parameters(built: RunParts) -> dict[str, list[int]]:
     Returns:
         name -> the ranks whose part is not finite.
     """
-    return _find_bad(built, {f"model/{name}": each for name, each in built.model.named_parameters()})  # collective
+    return _find_bad(built, {f"model/{name}": p for name, p in built.model.named_parameters()})  # collective
 
 
 def _find_bad(built: RunParts, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     exempt = exempt_names(built.state, tensors)
-    return _gather_bad({name: each for name, each in tensors.items() if name not in exempt}, built.world)  # collective
+    return _gather_bad(
+        {name: tensor for name, tensor in tensors.items() if name not in exempt}, built.world
+    )  # collective
 
 
 def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
@@ -105,9 +107,14 @@ def describe_ranks(bad: Mapping[str, list[int]], world: World) -> str:
 
 
 def _gather_bad(tensors: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
-    local = {name: local_of(each) for name, each in tensors.items() if not each.is_meta and block_of(each) is not None}
+    local = {
+        name: local_of(tensor)
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and block_of(tensor) is not None
+    }
     bad: dict[str, list[int]] = {}
-    for rank, names in enumerate(world.gather(not_finite(local))):  # collective
+    # A rank sees its own shards only, and every rank needs the list of all.
+    for rank, names in enumerate(world.gather(not_finite(local))):
         for name in names:
             bad.setdefault(name, []).append(rank)
     return dict(sorted(bad.items()))
@@ -119,7 +126,7 @@ _LOG = logging.getLogger("lockstep")
 
 
 def lock_folder(built: RunParts) -> None:
-    """Check that the run's folder is writable, and lock it. On the first rank of each folder.
+    """Lock the run's folder if it is writable. On each folder's first rank.
 
     Raises:
         ConfigError: as `RunFolder.claim` and `check_writable`.
@@ -131,15 +138,18 @@ def lock_folder(built: RunParts) -> None:
                 parameters.append(p)
         size = sum(p.numel() * p.element_size() for p in parameters)
         saves = built.config.checkpoint.mode != "none"
-        # With AdamW's two moments
+        # Parameters, AdamW's two moments, and maybe the average.
         built.folder.check_writable(saves * (3 + bool(built.config.optim.ema)) * size)
         built.folder.claim()
-        if not built.world.is_main:  # `open_sinks` does so there
+        # On rank 0 `open_sinks` cleans the folder.
+        if not built.world.is_main:
             checkpoint.clean(built.folder.path)
 
 
 def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> None:
-    """Start uploading to the run's URL, if it has one: one thread for each local folder. Collective.
+    """Start uploading to the run's URL, if it has one. Collective.
+
+    One thread uploads each local folder.
 
     Args:
         force: this process continues for the rank that uploaded.
@@ -154,7 +164,7 @@ def open_uploads(session: Session, built: RunParts, *, force: bool = False) -> N
         return
     if world.leads_folder and session.uploader is None:
         options = built.config.checkpoint
-        # A large file is one step there, and it ends
+        # A folder shows no progress within a large file, so the wait has no limit.
         wait = math.inf if remote.is_folder else options.upload_wait
         session.uploader = Uploader(remote, built.folder.path, keep=options.keep, every=options.every, wait=wait)
     built.uploader = uploader = session.uploader
@@ -193,7 +203,7 @@ def settle_uploads(built: RunParts) -> str:
         return ""
     world = built.world
     settle = built.uploader.settle if built.uploader else str
-    # Rank 0's removes what is in the way of the others, and completes the checkpoints after them
+    # Rank 0 goes first, to remove what is in the way of the others, and last, to complete their checkpoints.
     if world.leads:
         await_results(world, settle)  # collective
         await_results(world, lambda: "" if world.is_main else settle())  # collective
@@ -245,8 +255,8 @@ def _make_sinks(built: RunParts) -> Sinks:
     config = built.config
     folder = built.folder
     checkpoint.clean(folder.path)
-    for each in (folder.path, folder.checkpoints):
-        clean(each)
+    for path in (folder.path, folder.checkpoints):
+        clean(path)
     folder.remove_end()
     run_id = built.state.run_id or ""
     folder.write_id(run_id)
@@ -287,7 +297,7 @@ def load_state(built: RunParts) -> None:
     world = built.world
     if built.source:
         state = built.tensors()
-        # --resume-anyway added it: the average starts at the weights
+        # --resume-anyway has added the average, which starts at the weights.
         if not built.state.plan.get("optim.ema"):
             state = without_average(state)
         checkpoint.load(built.source, state, world, verified=True)  # collective

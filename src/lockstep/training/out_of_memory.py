@@ -1,4 +1,4 @@
-"""Compute a step that ran out of memory again, with micro-batches cut in half: `--on-oom smaller`.
+"""Repeat a step that ran out of memory with smaller micro-batches: `--on-oom smaller`.
 
     with cut_step(session, built, components):      # around the steps
         ...
@@ -76,23 +76,23 @@ def cut_step(session: Session, built: RunParts, components: StepComponents) -> I
         failure = LockstepError(
             f"{line}, from the newest checkpoint: all ranks must start again (lockstep launch --max-restarts does so)"
         )
-        # The same command goes on, however often this line fails
+        # With this exit code the same command may be repeated, however often the step fails.
         failure.exit_code = StorageError.exit_code
         raise failure from None
 
 
 def free_frames(error: BaseException) -> None:
     """Free the activations that the frames of an error hold, and the device's cache."""
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def record_size(session: Session, built: RunParts) -> None:
-    """Record smaller micro-batches that a trial found, and log the size where it has changed. On rank 0.
+    """Record smaller micro-batches of a trial, and log a changed size. On rank 0.
 
     Once the folder is locked and the sinks are open.
     """
@@ -113,7 +113,7 @@ def _record(built: RunParts, size: int, line: str) -> None:
 
 
 def _save_before(session: Session, built: RunParts, components: StepComponents, step: int) -> None:
-    """Save the state before the step, unless its forwards may have changed what cannot be put back.
+    """Save the state before the step, unless a forward may have changed it for good.
 
     The run then goes back to its newest checkpoint.
     """

@@ -41,8 +41,8 @@ _LOG = logging.getLogger("lockstep")
 
 def _folder_of(built: RunParts) -> Path:
     """Return the folder of the traces."""
-    first, last = parse_profile(built.config.profile) or (0, 0)
-    return built.folder.path / "profile" / f"{first}-{last}"
+    start, end = parse_profile(built.config.profile) or (0, 0)
+    return built.folder.path / "profile" / f"{start}-{end}"
 
 
 def check_range(built: RunParts) -> None:
@@ -77,7 +77,8 @@ class StepProfiler:
         self._marks = MarkingClock(clock) if self._span else None
         self.clock: Clock = self._marks or clock
         self._trace = StepTrace(built.world.device, built.world.size, self._marks) if self._marks else None
-        self._done = 0  # the last step that finished
+        # The last step that finished.
+        self._done = 0
 
     def __enter__(self) -> Self:
         return self
@@ -99,23 +100,25 @@ class StepProfiler:
         if trace is None or self._span is None or done > self._span[1]:
             return 0.0
         start = time.perf_counter()
-        first, last = self._span
+        first_step, last_step = self._span
         present = self._step_loader.present
+        # A trace is in progress: note the samples of this step.
         if trace.first:
             self._done = done
             trace.note_traced((batch.held, batch.items) for batch in present if batch.weight)
-        if done < first - 1:
+        if done < first_step - 1:
             trace.note_untraced()
-        if done == last:
+        if done == last_step:
             self.end()
-        elif done >= first - 2 and not trace.is_prepared:  # torch's profiler warms up in the step before the trace
+        elif done >= first_step - 2 and not trace.is_prepared:
+            # torch's profiler warms up in the step before the trace.
             parameters = sum(p.numel() for p in self._built.model.parameters() if p.requires_grad)
             if self._built.config.data.workers:
-                own = []
+                batches = []
             else:
-                own = [batch.held for batch in present[:1]]
-            trace.prepare(parameters, own)
-        if first - 1 <= done < last and not trace.first:
+                batches = [batch.held for batch in present[:1]]
+            trace.prepare(parameters, batches)
+        if first_step - 1 <= done < last_step and not trace.first:
             trace.begin(done + 1)
         return time.perf_counter() - start
 
@@ -125,7 +128,8 @@ class StepProfiler:
             return
         if self._done >= self._trace.first:
             self._finish(self._trace)
-        else:  # the trace has no step
+        else:
+            # The trace has no step.
             self._trace.drop()
 
     def _finish(self, trace: StepTrace) -> None:
@@ -142,13 +146,14 @@ class StepProfiler:
             packed = read(path).packed
         except (OSError, RuntimeError, ProfileTraceError) as error:
             problem = f"{rank_label(world.rank)}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        results = world.gather([packed, problem])  # collective
-        problems = [each for _, each in results if each]
+        # Rank 0 analyses the traces of all ranks.
+        results = world.gather([packed, problem])
+        problems = [entry for _, entry in results if entry]
         if world.is_main:
             if problems:
                 _LOG.warning("--profile %s: no verdict: %s", self._built.config.profile, problems[0])
             else:
-                self._log_verdict(judged([ProfileTrace.unpacked(each) for each, _ in results]), path.parent)
+                self._log_verdict(judged([ProfileTrace.unpacked(entry) for entry, _ in results]), path.parent)
 
     def _log_verdict(self, verdict: ProfileVerdict, folder: Path) -> None:
         for line in str(verdict).splitlines():

@@ -45,8 +45,8 @@ def prune(run: str | Path, keep: int, *, best: bool = True, dry_run: bool = Fals
         ConfigError: a run has locked the folder, or uploads to the URL.
         CheckpointError: there are no checkpoints, none is complete, or the file system refused.
     """
-    with open_run(run) as place:
-        path = place.resolve()
+    with open_run(run) as local_path:
+        path = local_path.resolve()
         folder = RunFolder(str(path.parent), path.name)
         with _hold_url(str(run), path) if is_url(str(run)) else folder.hold():
             steps = _steps_to_remove(folder, keep, best)
@@ -59,7 +59,7 @@ def prune(run: str | Path, keep: int, *, best: bool = True, dry_run: bool = Fals
 
 @contextmanager
 def _hold_url(url: str, path: Path) -> Iterator[None]:
-    """Own the URL of a run within the context. Raises ConfigError if a run uploads there."""
+    """Own a run's URL within the context. Raises ConfigError if a run uploads there."""
     owner = Uploader(remote_of(url, "RUN")[0], path, keep=1, every=0)
     owner.own(describe_owner(), has_ended, lambda line: print(line, file=sys.stderr))
     try:

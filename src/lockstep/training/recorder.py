@@ -108,8 +108,9 @@ class Meter:
         self.non_finite = non_finite
         self.numbers = {name: list(sums) for name, sums in (numbers or {}).items()}
         self._pending: list[_PendingStep] = []
-        self.skipped_steps = 0  # since this start
-        # By part, without the first window, which includes the start
+        # Since this start of the run.
+        self.skipped_steps = 0
+        # Seconds by activity, without the first window, which includes the start.
         self._seconds: dict[str, float] | None = None
         self._items, self._window_start = 0.0, time.perf_counter()
 
@@ -119,7 +120,7 @@ class Meter:
         self._items += step.record.items
         applied = step.record.applied
         limit = step.record.limit
-        # None: the device decided
+        # None: the device decided, by the norm.
         self.skipped_steps += not (step.norm < limit if applied is None else applied)
 
     def flush(self, *counts: float) -> tuple[dict[str, float], list[float]]:
@@ -152,24 +153,25 @@ class Meter:
                 finite.append(step)
             else:
                 self.non_finite += 1
-        # The same on every rank
+        # All ranks have the same names, so all of them exchange, or none.
         if names := list(dict.fromkeys(name for step in steps for name in step.numbers)):
             self._add_numbers(names, finite)
-        last = steps[-1]
-        gradients = {f"gradients/{name}": norm for name, norm in last.gradients.items()}
-        return {"grad_norm": last.norm, **gradients}, totals[len(steps) :]
+        last_step = steps[-1]
+        gradients = {f"gradients/{name}": norm for name, norm in last_step.gradients.items()}
+        return {"grad_norm": last_step.norm, **gradients}, totals[len(steps) :]
 
     def _add_numbers(self, names: list[str], steps: list[_PendingStep]) -> None:
         """Add the numbers of these steps, summed over all ranks. Collective."""
-        own = [exact_sums([part for step in steps for part in step.numbers.get(name, ())]) for name in names]
-        rows = self._exchange.rows([value for six in own for value in six])  # collective
+        sums = [exact_sums([pair for step in steps for pair in step.numbers.get(name, ())]) for name in names]
+        rows = self._exchange.rows([value for six in sums for value in six])  # collective
         for index, name in enumerate(names):
+            # The exact sums of a number take six columns.
             at = 6 * index
             parts = [self.numbers.get(name, [0.0] * 6), *(row[at : at + 6] for row in rows)]
             self.numbers[name] = merge_sums(parts)
 
     def read(self, log_freq: int, counts: Sequence[float] = ()) -> tuple[dict[str, Any], list[float]]:
-        """Return the window's record and the counts over all ranks, and begin a new window. Collective.
+        """Return the window's record and the summed counts, and begin another window. Collective.
 
         Args:
             counts: see `flush`.
@@ -186,12 +188,12 @@ class Meter:
             self._add_seconds("steps", 1e-3 * log_freq * sum(laps.values()))
             for name in ("data", "exchange"):
                 self._add_seconds(name, 1e-3 * log_freq * laps.get(name, 0.0))
-        now = time.perf_counter()
+        window_end = time.perf_counter()
         count = log_freq - self.non_finite
         record = {
             "running_loss": self.running_loss / count if count > 0 else math.nan,
             "grad_norm": norms.pop("grad_norm"),
-            "items_per_second": self._items / max(now - self._window_start, 1e-9),
+            "items_per_second": self._items / max(window_end - self._window_start, 1e-9),
             "memory": peak_memory(self._device),
             **{f"time/{name}": milliseconds for name, milliseconds in laps.items()},
             "time/total": sum(laps.values()),
@@ -202,7 +204,7 @@ class Meter:
         self.running_loss = 0.0
         self.non_finite = 0
         self._items = 0
-        self._window_start = now
+        self._window_start = window_end
         self.numbers = {}
         return record, counted
 
@@ -228,7 +230,9 @@ class Meter:
 # --- records, evaluations, checkpoints
 
 _LOG = logging.getLogger("lockstep")
+# 128 + SIGINT, as a shell reports a program that Ctrl-C ended.
 EXIT_INTERRUPTED = 130
+# EX_TEMPFAIL of sysexits.h: the same command continues the run.
 EXIT_SAVED = 75
 _LOADING_COUNTS = ("loading/retries", "loading/left_out", "loading/restarts", "loading/fetched", "steps_left_out")
 
@@ -277,7 +281,8 @@ class RunRecorder:
             policy=options.on_failure,
             on_failure=partial(exchange.stop, SAVE_FAILED),
         )  # collective
-        sinks.flush()  # records delayed by the lost ranks
+        # Records that the failure of a rank has delayed.
+        sinks.flush()
         self._start = time.perf_counter()
         self._engine_name = name_of(built.config.engine, built.world)
         self.saved_step = built.start
@@ -301,7 +306,7 @@ class RunRecorder:
 
     def _log(self, record: StepRecord) -> None:
         built = self._built
-        place = built.place(record.step + 1)
+        progress = built.place(record.step + 1)
         failures = [*loading_failures(built.loaders), float(built.training.retry_dataset.fetches)]
         numbers, totals = self._meter.read(built.config.log_freq, failures)
         self.window = numbers
@@ -316,10 +321,10 @@ class RunRecorder:
             shares = built.batches.shares(record.step + 1 - built.config.log_freq, record.step + 1)
             numbers |= {f"data/share/{name}": share for name, share in shares.items()}
             position = {
-                "global_step": place.global_step,
-                "epoch": place.epoch,
-                "epoch_progress": place.epoch_progress,
-                "num_batches_remaining": place.num_batches_remaining,
+                "global_step": progress.global_step,
+                "epoch": progress.epoch,
+                "epoch_progress": progress.epoch_progress,
+                "num_batches_remaining": progress.num_batches_remaining,
             }
             self._sinks.arrived({**_known(position), "lr": record.rate, **numbers, **repairs})
 
@@ -334,7 +339,7 @@ class RunRecorder:
         if not built.evaluation:
             return None
         self._exchange.progress.at(done, EVALUATING)
-        # Averaged weights replace the model's: a running save must copy those first
+        # Averaged weights replace the model's, so a running save must copy those first.
         self.saver.order()
         with self._timeline.during(EVALUATION), averaged(built.engine, built.switched):
             evaluation = evaluate_all(
@@ -355,7 +360,7 @@ class RunRecorder:
             self._sinks.log({"global_step": done, **numbers})
         self._meter.pause(time.perf_counter() - start, "evaluation")
         selection = built.state.selection
-        # The same on every rank, as the record is
+        # Every rank has the same evaluation, so all of them choose the same.
         self.is_best = select_best(built.config, selection, evaluation)
         update_plateau(built.config, selection, better=self.is_best)
         if built.world.is_main:
@@ -417,7 +422,8 @@ class RunRecorder:
         built = self._built
         if built.task.hooks:
             built.task.hooks.before_save(hook_state(built.state), done)
-        state = built.state.copy()  # the saver's thread writes it later
+        # The saver's thread writes it later, when the run's state has changed.
+        state = built.state.copy()
         tensors = built.tensors()
         # A forward may write parameters, buffers, and tensors of the task or the caller, but not these.
         constant = set()
@@ -475,7 +481,8 @@ class RunRecorder:
         """
         built = self._built
         self.saver.settle(last=True)  # collective
-        if not self._saves and (bad := find_bad_tensors(built)):  # collective; a save checks them by itself
+        # Collective. A save checks its own tensors.
+        if not self._saves and (bad := find_bad_tensors(built)):
             line = not_finite_line([*bad], describe_ranks(bad, built.world))
             raise LockstepError(f"after step {self.saved_step} {line}; lower --lr, or look at what updates it")
 
@@ -490,22 +497,24 @@ class RunRecorder:
         built = self._built
         steps = built.run_plan.step_plan.steps
         complete = self.saved_step >= steps or out_of_patience(built.config, built.state.selection)
-        # The evaluation came after the save had begun
+        # The last evaluation ended after the save had begun, so the files lack its result.
         if built.world.leads_folder and self.is_best:
             self._write_state_and_prune(built.state)
-        elif built.world.is_main and self.saved_step:  # with the evaluation
+        elif built.world.is_main and self.saved_step:
+            # No new best checkpoint: only the file for users changes.
             _write_state(built.folder, built.state)
         self._exchange.progress.at(self.saved_step, ENDING)
         with averaged(built.engine, built.switched):
-            with eager():  # a user's task too
-                # collective
+            # A user's task runs uncompiled too.
+            with eager():
                 if sample and not code:
+                    # Collective: with a sharded model every rank takes part in the forwards.
                     text = on_all_ranks(built.world, self._sample)
                 else:
                     text = ""
             at_rest(built.engine.model)
         unsent = settle_uploads(built)  # collective
-        # What was being uploaded at the last save could not go
+        # A checkpoint that was being uploaded at the last save could not be removed then.
         if built.uploader:
             self._prune(built.state)
         self._sinks.close(
@@ -554,7 +563,8 @@ class RunRecorder:
         return f"{end}: saved after step {step} of {total}; to continue, run the same command"
 
 
-_NAMED = 3  # losses that one line describes
+# Failures that one line describes.
+_NAMED = 3
 
 
 def describe_lost_ranks(losses: Sequence[str], size: int, initial_size: int) -> str:

@@ -64,19 +64,25 @@ __all__ = [
 
 
 _LOG = logging.getLogger("lockstep")
-_STARTED: list[bool] = []  # not empty once this process has started a run
-# how long to wait for the survivors: multiples of `--timeout`, plus seconds
+# Not empty once this process has started a run.
+_STARTED: list[bool] = []
+# How long to wait for the survivors: multiples of `--timeout`, plus seconds.
 _MAX_TIMEOUTS = 2
 _SLACK = 30.0
-_BLOCKED_SHARE = 0.9  # of `--timeout`: a rank that was blocked so long before the loss has waited for the others
-_BUCKET_BYTES = 64 << 20  # bytes per broadcast
-# reported in place of a step
+# Share of `--timeout`: a rank that was blocked for so long has waited for the others.
+_BLOCKED_SHARE = 0.9
+# Bytes of one broadcast.
+_BUCKET_BYTES = 64 << 20
+# Reported in place of a step.
 _REBUILDING = -1
 _NO_STATE = -2
 
 
 class Rebuild(RankLost):
-    """A rank was lost during a rollback, or needs smaller micro-batches: all ranks rebuild the whole run."""
+    """A request that all ranks rebuild the whole run.
+
+    A rank failed during a rollback, or needs smaller micro-batches.
+    """
 
 
 def register_member(world: World | None) -> Member | None:
@@ -142,17 +148,20 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
     step = _NO_STATE if member.is_new else session.exchange.engine_steps if session.exchange else built.start
     if session.exchange and session.exchange.stop_request != REGROUP:
         session.pending_stop.stop(session.exchange.stop_request)
+    # The step in progress is lost: drop its gradients, and keep the state before it.
     undo_step(built.engine)
     store_trained_set(built.engine, built.state)
     for parameter in built.model.parameters():
         parameter.grad = None
     state = built.tensors()
     if member.is_new and ENGINES[name_of(built.config.engine, built.world)].places_model:
-        # of parameters that the engine replaces
+        # The engine will replace the parameters that these tensors belong to.
         state = {}
         built.groups.optimizer = None
+    # The launcher and the other members need to know which state this rank has.
     report = _leave_report(session, built.world, step)
     lost: list[str] = []
+    # Another rank may fail during the recovery; then it starts again.
     while True:
         _free_engine(session, built)
         generation = member.regroup(report, _MAX_TIMEOUTS * built.world.timeout + _SLACK)
@@ -179,7 +188,7 @@ def regroup(session: Session, built: RunParts, member: Member) -> None:
             record_loss(session, error)
             source = sources[generation.members.index(member.name) % size] if sources else member.name
             if report[:2] != generation.reports[source][:2]:
-                # Its state is partly overwritten by now
+                # This rank's state is partly overwritten, so no rank may continue from it.
                 report = report._replace(steps=_NO_STATE)
     session.is_main = built.world.is_main
     if built.world.is_main:
@@ -212,7 +221,9 @@ def regroup_to_build(session: Session, member: Member) -> None:
 
 
 def leave_to_build(session: Session, built: RunParts, member: Member, reason: PeerError) -> None:
-    """Leave the groups on this rank's own account, and form new ones to rebuild the run. The others notice and follow.
+    """Leave the groups, and form new ones to rebuild the run.
+
+    The other ranks notice it, and do the same.
 
     Args:
         reason: why this rank leaves.
@@ -252,7 +263,9 @@ def _leave_report(session: Session, world: World, step: int) -> LeaveReport:
 
 
 def _sources(generation: Generation, size: int = 1) -> list[str]:
-    """Return the members whose states all continue from, by part; [] if there is no common state, or one rebuilds.
+    """Return, for each part of the states, the member that has it for all.
+
+    [] if the members have no state in common, or one of them rebuilds the run.
 
     Args:
         size: parts of the states; the rank with number r has part r % `size`.
@@ -263,6 +276,7 @@ def _sources(generation: Generation, size: int = 1) -> list[str]:
         return []
     parts = [members[part::size] for part in range(size)]
     common = set[int].intersection(*({reports[name].steps for name in part} for part in parts))
+    # The latest step that every part of the states has on some member.
     step = max(common, default=_NO_STATE)
     if step < 0:
         return []
@@ -283,7 +297,7 @@ def _explain_rebuild(generation: Generation) -> str:
 def run_digest(built: RunParts) -> str:
     """Hash what must be equal on processes that train together."""
     config = cli.flatten(built.config)
-    # May contain the time; a new process adopts the others'
+    # The name may contain the time; a new process adopts that of the others.
     del config["experiment_name"]
     parts = [built.plan, config, dict(built.task.sources), program(built.task)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -297,6 +311,7 @@ def _free_engine(session: Session, built: RunParts) -> None:
         *leave_groups(name_of(built.config.engine, built.world), built.model),
     ]
     session.exchange = session.saver = session.reader = None
+    # No other code sees the gap, so the field's type has no None.
     built.engine = None  # type: ignore[assignment]
     gc.collect()
     built.world.drop_groups(groups)
@@ -316,46 +331,52 @@ def _restore(
     task = built.task
     optimizer = built.groups.optimizer
     reports = generation.reports
+    # Whether each member lacks the state from which all continue.
     takes = [
         reports[name][:2] != reports[sources[rank % len(sources)]][:2] for rank, name in enumerate(generation.members)
     ]
     if any(takes):
         state = _broadcast_state(state, [generation.members.index(name) for name in sources], world)
         if optimizer is not None and takes[world.rank]:
-            optimizer.state.clear()  # it may hold states of other parameters
+            # It may hold states of other parameters.
+            optimizer.state.clear()
+    # Among equal states prefer one whose step was evaluated.
     best = max(sources, key=lambda name: reports[name].evaluated)
     source = generation.members.index(best)
     newest = reports[best]
     if built.groups.optimizer is not None:
         built.store_groups()
-    values = world.gather(built.state.to_json() if world.rank == source else None)[source]  # collective
+    # Every rank continues with the run's state of the survivor that evaluated last.
+    values = world.gather(built.state.to_json() if world.rank == source else None)[source]
     built.state = RunState.from_json(values)
     built.state.stream = built.batches.stream_state(newest.steps, world)  # collective for a stream
-    restore_findings(task, built.state)  # a new process has not tried the task
+    # A new process has not tried the task.
+    restore_findings(task, built.state)
     _set_position(session, built, newest)
     shares = shares_for(name_of(built.config.engine, world), world.size, built.config.shares)
     config = dataclasses.replace(built.config, shares=shares)
     built.batches, built.balancer = build_batches(config, task, built.training, built.run_plan, world, built.state)
     built.evaluation = build_evaluation_batches(config, task, built.evaluation_sets, world)  # collective
-    built.loaders = [built.loaders[0], built.batches.loader, *(each.loader for each in built.evaluation.values())]
-    # A new process made its optimizer for another set, so all make a new one
+    built.loaders = [built.loaders[0], built.batches.loader, *(batches.loader for batches in built.evaluation.values())]
+    # A new process made its optimizer for another set of parameters, so every rank makes a new one.
     if built.state.trained:
         restore_initial_set(built.model, built.state)
     if built.state.trained and optimizer is not None:
         built.groups.replace_optimizer(build_optimizer(config, task, built.model))
     parts = (config, task, built.model, world, built.groups, built.batches)
     built.engine = build_engine(*parts, notify(world), built.state)
-    built.load_state_dict(state)  # most tensors have their values already
+    # Most tensors have their values already.
+    built.load_state_dict(state)
     restore_trained_set(built.model, built.state)
     optimizer = built.groups.optimizer
     if newest.steps == 0 and optimizer is not None:
-        # Only a place to load into; the first step makes it
+        # Before step 1 these are only buffers to load into. The first step makes the states.
         optimizer.state.clear()
     built.restore_groups()
 
 
 def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World) -> dict[str, Tensor]:
-    """Broadcast the state of one rank for each part, into existing tensors where there are any. Collective.
+    """Broadcast each part of the state from one rank, into existing tensors. Collective.
 
     Tensors are sent as bytes, many in a bucket: most are small, each broadcast has a latency, and gloo does not support
     every dtype. Of distributed tensors this rank's part is sent.
@@ -365,13 +386,15 @@ def _broadcast_state(state: dict[str, Tensor], sources: list[int], world: World)
     """
     size = len(sources)
     source = sources[world.rank % size]
-    # collective
+    # The ranks with the same part of the state form a group. Collective.
     if size > 1:
         group = world.new_group([*range(world.rank % size, world.size, size)])
     else:
         group = None
-    own = [[name, list(local_of(tensor).shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
-    layout = world.gather(own if world.rank in sources else None)[source]  # collective
+    # The dtype is sent without its prefix "torch.".
+    local_layout = [[name, list(local_of(tensor).shape), str(tensor.dtype)[6:]] for name, tensor in state.items()]
+    # From the source's layout a rank knows which tensors to receive.
+    layout = world.gather(local_layout if world.rank in sources else None)[source]
     received = dict[str, Tensor]()
     bucket = list[Tensor]()
     nbytes = 0
@@ -396,11 +419,12 @@ def _broadcast(tensors: list[Tensor], source: int, world: World, group: dist.Pro
         flat = torch.cat([as_bytes(tensor) for tensor in tensors])
     else:
         flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    collectives.broadcast(flat, src=source, group=group)  # collective
+    # All ranks with this part of the state take part.
+    collectives.broadcast(flat, src=source, group=group)
     if world.rank != source:
         parts = flat.split_with_sizes([tensor.nbytes for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
+        for tensor, piece in zip(tensors, parts, strict=True):
+            tensor.copy_(from_bytes(piece, tensor.dtype, tensor.shape))
 
 
 def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
@@ -412,7 +436,7 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
     step = best.steps
     state = built.state
     state.place = built.run_plan.place(step)
-    # The lost rank's losses since the last record are unknown.
+    # The failed rank's losses since the last record are unknown.
     state.running = RunningSums(missed=step % config.log_freq)
     is_last = step == built.run_plan.step_plan.steps
     due = step > 0 and (is_last or bool(config.eval_freq and step % config.eval_freq == 0))
@@ -421,18 +445,22 @@ def _set_position(session: Session, built: RunParts, best: LeaveReport) -> None:
     session.evaluated_step = best.evaluated
     session.current_step = None
     if step == built.last_step:
-        last = step
+        last_due = step
     else:
-        last = step - step % config.ckpt_freq if config.ckpt_freq else 0
+        last_due = step - step % config.ckpt_freq if config.ckpt_freq else 0
     if built.world.is_main:
         checkpoints = checkpoint.list_steps(built.folder.path)
     else:
         checkpoints = []
-    session.save_due = bool(last) and max(built.world.gather(checkpoints)[0], default=0) < last  # collective
+    # Rank 0 lists the checkpoints, so that all ranks decide the same.
+    session.save_due = bool(last_due) and max(built.world.gather(checkpoints)[0], default=0) < last_due
 
 
 def _take_over(session: Session, built: RunParts, rank: int, was_main: bool) -> None:
-    """Open this process's log, and on a new first rank of a folder what the lost one had open. Collective."""
+    """Open this process's log, and what the lost rank had open. Collective.
+
+    The latter only on a new first rank of a folder.
+    """
     if built.world.rank != rank:
         open_log(built.folder.path, built.world.rank)
     if built.remote:

@@ -167,9 +167,9 @@ class Facts:
         batchnorm = bool(batchnorm_names(model))
         sizes = samples, epoch or samples
         stream = not samples
-        kind = task.defaults
+        defaults = task.defaults
         return cls(
-            start or StartFacts(), kind, per_micro_batch, batchnorm, *sizes, is_stream=stream, data=task.data_facts
+            start or StartFacts(), defaults, per_micro_batch, batchnorm, *sizes, is_stream=stream, data=task.data_facts
         )
 
 
@@ -195,10 +195,10 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
     stored = facts.checkpoint.plan if facts.checkpoint else {}
     if "batch_size" in stored and is_auto(config, "batch_size") and not config.batch_tokens:
         config = dataclasses.replace(config, batch_size=stored["batch_size"])
-    # A run that was started with another value keeps it
+    # A resumed run keeps the BatchNorm that it was started with.
     if config.batchnorm == "auto":
         config = dataclasses.replace(config, batchnorm=stored.get("batchnorm", "auto"))
-    # The plan's positions are micro-batches (data/groups.py)
+    # With batches of tokens the positions of a plan are micro-batches (data/groups.py).
     if config.batch_tokens:
         size = config.micro_batch_tokens or default_micro_batch_size(config.batch_tokens)
         count = config.batch_tokens // size
@@ -212,7 +212,7 @@ def draft_of(config: Config, facts: StartFacts) -> Draft:
 
 
 def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any], list[str]]:
-    """Choose precision and compile by the weakest device, as in the checkpoint, or as a double model is."""
+    """Choose precision and compile by the weakest device, the checkpoint or the model."""
     names = [name for name in ("precision", "compile") if is_device_default(config, name)]
     before = facts.checkpoint
     fast = facts.fast
@@ -220,7 +220,7 @@ def _device_defaults(config: Config, facts: StartFacts) -> tuple[dict[str, Any],
     if facts.double:
         defaults["precision"] = "float64"
     values = _select(defaults, names)
-    # A run from before these defaults existed used float32 without compile
+    # A run from before these defaults existed used float32 without compile.
     if before and before.plan:
         stored = {"precision": before.plan.get("precision", "float32"), "compile": before.compiled}
         values = _select(stored, names)
@@ -288,7 +288,7 @@ def _extension(config: Config, before: CheckpointFacts | None) -> Extension | No
 
 
 def _apply_extension(config: Config, before: CheckpointFacts | None, extension: Extension) -> Config:
-    """Apply an extension to the plan's length. The warm-up stays as it was: it is over."""
+    """Apply an extension to the plan's length; the warm-up is over, and stays."""
     optim = config.optim
     if before and is_auto(config, "optim.warmup_steps"):
         optim = dataclasses.replace(optim, warmup_steps=before.plan.get("optim.warmup_steps", optim.warmup_steps))
@@ -349,7 +349,7 @@ def resolve(config: Config, facts: Facts) -> Resolution:
     return Resolution(run_plan, extension)
 
 
-# Without data that tell otherwise; the values of an AutoInt.
+# The values of AutoInt fields that the data do not decide.
 _PLAIN_DEFAULTS = {"batch_size": 16, "num_epochs": 1, "seq_len": 128}
 
 
@@ -363,11 +363,11 @@ def _with_data_defaults(config: Config, draft: Config, facts: Facts) -> Config:
     values: dict[str, Any] = dict(_PLAIN_DEFAULTS)
     if facts.data:
         values |= {**facts.data.options, **(prompt_defaults(facts.samples) if facts.data.has_prompts else {})}
-    values = {key: each for key, each in values.items() if is_auto(draft, key) or lookup(draft, key) == "auto"}
+    values = {key: value for key, value in values.items() if is_auto(draft, key) or lookup(draft, key) == "auto"}
     size = values.get("batch_size", draft.batch_size)
     micro_size = draft.micro_batch_size
     if micro_size and size % micro_size:
-        # The devices chose it, for another batch
+        # The devices chose it for another batch size.
         if is_auto(config, "micro_batch_size"):
             values["micro_batch_size"] = nearest_divisor(size, micro_size)
         else:
@@ -416,11 +416,11 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
     config = dataclasses.replace(config, micro_batch_size=size)
     epoch = samples_in_epoch(config, facts.epoch)
     if facts.start.checkpoint:
-        first = facts.start.checkpoint.plan.get("geometry")
+        stored = facts.start.checkpoint.plan.get("geometry")
     else:
-        first = None
+        stored = None
     # The order of samples must not depend on the ranks.
-    geometry = Geometry(*(first or (config.batch_size, size if cut == FIXED else regular)))
+    geometry = Geometry(*(stored or (config.batch_size, size if cut == FIXED else regular)))
     run_plan = RunPlan(
         epoch,
         config,
@@ -447,7 +447,7 @@ def _make_plan(config: Config, facts: Facts, origin: Origin) -> RunPlan:
 
 
 def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:
-    """Choose the samples of a forward in an evaluation; the same for any number of ranks.
+    """Choose the samples of an evaluation's forward, the same on any number of ranks.
 
     Args:
         fixed: samples of a micro-batch in training, where the cut is fixed; else 0.
@@ -456,7 +456,7 @@ def _evaluation_size(config: Config, facts: Facts, fixed: int) -> int:
         return max(1, config.micro_batch_tokens // facts.longest)
     if fixed:
         return fixed
-    # The logits of a whole step may not fit
+    # The logits of a whole step may not fit into memory.
     if facts.kind in ("language-model", "fine-tuning"):
         return default_micro_batch_size(config.batch_size)
     return config.batch_size
@@ -466,7 +466,7 @@ def _spans_in_steps(run_plan: RunPlan) -> dict[str, int]:
     """Convert lengths in epochs or shares of the plan to steps."""
     config = run_plan.config
     lengths = {"steps": run_plan.step_plan.steps, "samples": run_plan.samples, "batch_size": config.batch_size}
-    # extend_to is the plan's length itself
+    # extend_to is the length of the plan itself.
     names = sorted(SPANS - {"extend_to"})
     return {name: in_steps(value, **lengths) for name in names if is_span(value := lookup(config, name))}
 

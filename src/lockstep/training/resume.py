@@ -73,7 +73,7 @@ def checkpoint_plan(state: RunState, now: dict[str, Any]) -> dict[str, Any] | No
     """
     before = state.plan
     if state.extended and before and before["steps"] == state.extended.before:
-        # The period may be a share of the plan
+        # The period may be a share of the plan's steps.
         return before | {name: now[name] for name in ("steps", "optim.period")}
     return before or None
 
@@ -162,11 +162,11 @@ class RunPlan:
             remaining = max(0, config.num_epochs * self.samples - origin.position)
             # A cut by ranks must not decide which samples are left out.
             if self.cut == FIXED and not config.data.drop_last:
-                last = micro_size
+                unit = micro_size
             else:
-                last = config.batch_size
-            if config.data.drop_last or remaining % last < min(self.min_samples, last):
-                remaining -= remaining % last
+                unit = config.batch_size
+            if config.data.drop_last or remaining % unit < min(self.min_samples, unit):
+                remaining -= remaining % unit
         return StepPlan(config.batch_size, micro_size, origin.position + remaining, origin)
 
     def place(self, done: int) -> Position:
@@ -176,17 +176,18 @@ class RunPlan:
         """
         size = self.config.batch_size
         position = self.step_plan.start(done)
-        if not self.samples:  # a stream, whose batches know the epoch
+        # The batches of a stream know the epoch.
+        if not self.samples:
             return Position(done, position=position)
         epoch, within = divmod(position, self.samples)
         is_end = within == 0 and position == self.step_plan.total
-        # The end of the last epoch, not the start of the next
+        # The end of a run is the end of its last epoch, not the start of another.
         if is_end and epoch:
             epoch = epoch - 1
             within = self.samples
         remaining = self.samples - within
         if not self.config.max_steps:
-            # The epoch's end may be dropped
+            # A last incomplete step may be dropped.
             remaining = min(remaining, self.step_plan.total - position)
         return Position(
             global_step=done,
@@ -217,7 +218,7 @@ def plan_of(config: Config, run_plan: RunPlan, task: Task, model: nn.Module, *, 
     shapes = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     optim = config.optim
     evaluation: dict[str, Any] = {}
-    # The delta of --best-metric, which is not always --min-delta
+    # The delta of --best-metric may differ from --min-delta.
     if optim.schedule == "plateau":
         evaluation = {name: getattr(config, name) for name in _EVALUATION_OPTIONS} | {
             "min_delta": criterion_of(config).delta
@@ -264,7 +265,7 @@ def compare_plans(before: dict[str, Any], now: dict[str, Any]) -> list[PlanDiffe
             added[name] = value
     added |= {"data.shuffle_shards": 0, "model.load_in": "full", "scheduler": {}, "cut": FIXED}
     added["dataset_samples"] = before.get("samples")
-    # That of the first start
+    # Older checkpoints have no geometry.
     before = {"geometry": now.get("geometry")} | before
     before = defaults | added | before
     now = defaults | now
@@ -276,7 +277,8 @@ _DERIVED = ("steps", "samples", "dataset_samples", "data", "model")
 _OPTIMIZER_SOURCES = ("optim.name", "lora.rank", "task")
 _DATA_SOURCES = ("task", "dataset_name", "seq_len")
 _FOLLOWS_FROM = {
-    "steps": ("batch_size", "samples", "dataset_samples"),  # but not with --max-steps
+    # Not with --max-steps.
+    "steps": ("batch_size", "samples", "dataset_samples"),
     "batch_size": ("batch_tokens", "micro_batch_tokens"),
     "samples": ("dataset_samples", "micro_batch_tokens"),
     "dataset_samples": ("data", *_DATA_SOURCES),
@@ -326,38 +328,39 @@ def check_plan(
     lines = list[str]()
     if before.get("cut", FIXED) == BY_RANKS:
         line = _describe_cut(differences)
-        differences = [each for each in differences if each.key not in ("micro_batch_size", "cut")]
+        differences = [entry for entry in differences if entry.key not in ("micro_batch_size", "cut")]
         lines += [line] if line else []
     if is_additive and not config.exact:
-        # Numbers of an evaluation add up in any task
+        # In any task an evaluation adds up its numbers over micro-batches of any size.
         sizes = ("micro_batch_size", "eval_micro_batch_size")
-        smaller = [each for each in differences if each.key in sizes and each.now < each.before]
-        differences = [each for each in differences if each not in smaller]
+        smaller = [entry for entry in differences if entry.key in sizes and entry.now < entry.before]
+        differences = [entry for entry in differences if entry not in smaller]
         lines += [
-            f"--micro-batch-size {each.now} in place of {each.before}: the loss adds up, so a step is the same up to "
+            f"--micro-batch-size {entry.now} in place of {entry.before}: the loss adds up, so a step is the same up to "
             "rounding and the random numbers of the model"
-            for each in smaller
-            if each.key == sizes[0] and config.on_oom == "stop"  # otherwise whoever cut them reports it
+            for entry in smaller
+            # Otherwise the code that cut the micro-batches reports it.
+            if entry.key == sizes[0] and config.on_oom == "stop"
         ]
     if differences and not config.resume_anyway:
         roots = _root_differences(differences, user_config)
-        settings = ", ".join(_format_difference(each, user_config) for each in roots)
+        settings = ", ".join(_format_difference(entry, user_config) for entry in roots)
         raise ResumeError(f"{path} was started with {settings}: {'; '.join(_suggest_fixes(roots, user_config))}")
     _check_epoch(before, now, config)
     _check_stream(before, now)
-    changes = [_format_difference(each, user_config) for each in differences]
+    changes = [_format_difference(entry, user_config) for entry in differences]
     return lines + [f"--resume-anyway continues with another setting: {change}" for change in changes]
 
 
 def accept_contents(
     path: Path, state: RunState, config: Config, digests: Mapping[str, Any], *, compares: bool
 ) -> list[str]:
-    """Compare samples with those that the run has trained on, and store their digests in `state`.
+    """Compare samples with those of earlier starts, and store their digests in `state`.
 
     Args:
         path: the run's folder.
         digests: of this start, by label; see `guards.contents`.
-        compares: False: only store those of which there are none yet.
+            compares: False: only store the digests that the state lacks.
 
     Returns:
         A line if a change is accepted.
@@ -366,7 +369,7 @@ def accept_contents(
         ResumeError: a sample has changed, without --resume-anyway.
     """
     before = state.contents or {}
-    steady = {label: each for label, each in digests.items() if each is not None}
+    steady = {label: digest for label, digest in digests.items() if digest is not None}
     if not compares:
         state.contents = steady | before
         return []
@@ -384,8 +387,8 @@ def accept_contents(
 
 
 def _describe_cut(differences: list[PlanDifference]) -> str:
-    """Describe another cut of a step whose cut was not fixed; "" if it is the same."""
-    sizes = next((each for each in differences if each.key == "micro_batch_size"), None)
+    """Describe how an unfixed cut of a step has changed; "" if it has not."""
+    sizes = next((entry for entry in differences if entry.key == "micro_batch_size"), None)
     if sizes is None:
         return ""
     return (
@@ -396,7 +399,7 @@ def _describe_cut(differences: list[PlanDifference]) -> str:
 
 def _root_differences(differences: list[PlanDifference], user_config: Config) -> list[PlanDifference]:
     """Drop the differences that follow from others."""
-    keys = {each.key for each in differences}
+    keys = {entry.key for entry in differences}
 
     def follows(key: str) -> bool:
         if key not in _FOLLOWS_FROM or keys.isdisjoint(_FOLLOWS_FROM[key]):
@@ -405,49 +408,49 @@ def _root_differences(differences: list[PlanDifference], user_config: Config) ->
             return not (key == "steps" and user_config.max_steps)
         return is_auto(user_config, key) or is_span(lookup(user_config, key))
 
-    return [each for each in differences if not follows(each.key)]
+    return [entry for entry in differences if not follows(entry.key)]
 
 
 def _format_difference(difference: PlanDifference, user_config: Config) -> str:
     """Format a difference as flags, with both values: `--seed 0 (now 1)`."""
-    key, before, now = difference
+    key, before, current = difference
     if key == "data":
         return "other training data"
     if key == "model":
         return "a model with other tensors"
     if key == "task":
-        return f"the task {before} (now {now})"
+        return f"the task {before} (now {current})"
     if key == "scheduler":
-        return _format_scheduler(before, now)
+        return _format_scheduler(before, current)
     if key == "steps":
-        return f"{before} steps (now {now} with {_format_length(user_config)})"
+        return f"{before} steps (now {current} with {_format_length(user_config)})"
     if key == "samples":
         limit = _format_flag("limit_train_batches", user_config.limit_train_batches)
-        return f"{before} samples in an epoch (now {now} with {limit})"
+        return f"{before} samples in an epoch (now {current} with {limit})"
     if key == "stream_parts":
-        return f"a training set of {before or 'no'} parts (now {now})"
+        return f"a training set of {before or 'no'} parts (now {current})"
     if key == "dataset_samples":
-        return f"{before} samples in the training set (now {now})"
-    return f"{_format_flag(key, before)} (now {_format_value(now)})"
+        return f"{before} samples in the training set (now {current})"
+    return f"{_format_flag(key, before)} (now {_format_value(current)})"
 
 
 def _format_scheduler(before: dict[str, Any], now: dict[str, Any]) -> str:
-    first, second = (each.get("class", "no scheduler given by hand") for each in (before, now))
-    if first != second:
-        return f"{first} (now {second})"
+    old_class, new_class = (plan.get("class", "no scheduler given by hand") for plan in (before, now))
+    if old_class != new_class:
+        return f"{old_class} (now {new_class})"
     changed = [name for name in before if before[name] != now.get(name)]
-    return "; ".join(f"{first}: {name} {before[name]} (now {now.get(name)})" for name in changed[:3])
+    return "; ".join(f"{old_class}: {name} {before[name]} (now {now.get(name)})" for name in changed[:3])
 
 
 def _suggest_fixes(differences: list[PlanDifference], user_config: Config) -> Iterator[str]:
-    steps = next((each for each in differences if each.key == "steps"), None)
+    steps = next((entry for entry in differences if entry.key == "steps"), None)
     if steps and steps.now > (steps.before or 0):
         target = user_config.max_steps or f"{user_config.num_epochs}epochs"
         yield f"to train longer, give --extend-to {target} in place of {_format_length(user_config)}"
     elif steps:
         yield f"to end earlier, give the length as before and --stop-at {steps.now}"
-    flags = [_format_flag(*each[:2]) for each in differences if each.key not in _NO_FLAG]
-    if any(each.key in ("data", "dataset_samples", "stream_parts", "model", "task") for each in differences):
+    flags = [_format_flag(*entry[:2]) for entry in differences if entry.key not in _NO_FLAG]
+    if any(entry.key in ("data", "dataset_samples", "stream_parts", "model", "task") for entry in differences):
         flags.append("the task, the model and the data as they were")
     if flags:
         yield f"to resume, give {' '.join(flags)}"
@@ -491,7 +494,8 @@ def _check_epoch(before: dict[str, Any], now: dict[str, Any], config: Config) ->
     )
 
 
-_STREAM_OPTIONS = ("stream_parts", "batch_size", "micro_batch_size", "seed")  # decide which samples a lane has
+# Options that decide which samples a lane of the stream has.
+_STREAM_OPTIONS = ("stream_parts", "batch_size", "micro_batch_size", "seed")
 
 
 def _check_stream(before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -619,7 +623,8 @@ def find_weights(config: Config, world: World, say: Callable[[str], None]) -> tu
         remote = RemoteRun(name, "", "--init-from")
         world = dataclasses.replace(world)
         find_folders(RunFolder(str(path.parent), path.name), world)  # collective
-    elif any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):  # collective
+    # The file may be visible on some ranks only, so all ranks decide together.
+    elif any(world.gather(on_all_ranks(world, (path / "manifest.json").exists))):
         return path, False
     newest = checkpoint.find_newest(path, world, say, remote)  # collective
     if newest is None:

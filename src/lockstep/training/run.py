@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 
-_LATEST_RUN: list[weakref.ref[Training]] = []  # the last run that began in this process
+# The last run that began in this process.
+_LATEST_RUN: list[weakref.ref[Training]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Run:
         if self._steps is not None or self._session.status != "new":
             raise UsageError(f"this run is {self.status}: to resume it, make another Run with the same config")
         steps = run_training(self._session)
-        # A caller that passes a world keeps track of its own runs
+        # A caller that passes a world keeps track of its own runs.
         if self._session.caller_world is None:
             _end_earlier_run(weakref.ref(steps))
         self._steps = steps
@@ -108,21 +109,23 @@ class Run:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
-            # An error of the loop's body: the run reports only its own
+            # The run reports only its own errors, and this one came from the loop's body.
             failures.note(error)
         if self._steps is not None:
             self._steps.close()
             self._steps = None
 
     def __iter__(self) -> Iterator[Step]:
-        """Yield each step after its record and evaluation; it is saved after its body. Raises as `__enter__` does.
+        """Yield each step after its record and evaluation. Raises as `__enter__` does.
+
+        A step is saved after its body.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, once everything is saved.
         """
         if self._steps is None:
             self.__enter__()
-        # only the loop holds the generator, so leaving it closes the run
+        # Only the loop holds the generator, so leaving the loop closes the run.
         steps = self._steps
         self._steps = None
         assert steps is not None
@@ -147,7 +150,7 @@ class Run:
         step = self._session.global_step
         values = check_log(values, current.record.numbers if current else ())
         if self._session.is_main:
-            # Waits for the device
+            # Waits for the device if a value is a tensor.
             numbers = {name: float_of(value) for name, value in values.items()}
             self._session.sinks.log({"global_step": step, **numbers})
 
@@ -189,12 +192,12 @@ class Run:
         if built is None or self._session.current_step is not None:
             raise UsageError(f"run.keep('{name}', ...) belongs between `with Run(...) as run` and the loop")
         built.keep(name, what)
-        own = built.object_tensors(name)
+        tensors = built.object_tensors(name)
         if built.source is None:
-            self._session.copy_initial_tensors(own)
+            self._session.copy_initial_tensors(tensors)
         else:
-            checkpoint.load(built.source, own, built.world, verified=True)  # collective
-            built.load_state_dict(own)
+            checkpoint.load(built.source, tensors, built.world, verified=True)  # collective
+            built.load_state_dict(tensors)
 
     @property
     def status(self) -> str:
@@ -297,25 +300,25 @@ def profile(config: Config, steps: int, warmup: int, task: Any = None) -> int:
     """
     if config.profile:
         raise ConfigError("--profile belongs to `lockstep train`: here use --steps and --warmup")
-    first = warmup + 1
-    last = warmup + steps
-    # Rank 0's is used
+    first_step = warmup + 1
+    last_step = warmup + steps
+    # Every rank adopts rank 0's name.
     name = f"{config.experiment_name[:160]}-profile-{time.strftime('%Y%m%d-%H%M%S')}"
-    span = f"{first}:{last}"
+    span = f"{first_step}:{last_step}"
     config = dataclasses.replace(
-        config, experiment_name=name, save_dir=config.local_dir, profile=span, stop_at=last + 1, report=False
+        config, experiment_name=name, save_dir=config.local_dir, profile=span, stop_at=last_step + 1, report=False
     )
-    # However small the training set is
-    run = Run(config, task, _min_steps=last + 1)
-    # Hides the run's summary
+    # A small training set has enough steps too.
+    run = Run(config, task, _min_steps=last_step + 1)
+    # Hide the run's summary.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         result = run()
     if run.is_main:
-        folder = result.folder / "profile" / f"{first}-{last}"
+        folder = result.folder / "profile" / f"{first_step}-{last_step}"
         shutil.rmtree(result.folder / "checkpoints", ignore_errors=True)
         if not (folder / FILE).is_file():
             raise LockstepError(f"the profile has no verdict; see the warnings in {result.folder}/logs")
-        # A terminal shows it in the run's own lines
+        # On a terminal the run's own lines have shown it.
         if not (sys.stdout.isatty() and sys.stderr.isatty()):
             print(json.loads((folder / FILE).read_text(encoding="utf-8"))["sentence"])
     return result.exit_code

@@ -60,9 +60,11 @@ _NAMES = {
     "WORLD_SIZE",
 }
 
-_IDS = {"TORCHELASTIC_RUN_ID"}  # no other user needs to know by what the launchers meet
+# No other user needs the id by which the launchers meet.
+_IDS = {"TORCHELASTIC_RUN_ID"}
 
-_GIT_TIMEOUT = 2.0  # seconds: a repository on a slow network disk must not delay a run
+# Seconds. A repository on a slow network disk must not delay a run.
+_GIT_TIMEOUT = 2.0
 
 
 def describe_process(
@@ -104,7 +106,8 @@ def split_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[
         if name in _NAMES or (name.startswith(_PREFIXES) and name not in _IDS):
             values[mask(name, environ)] = "***" if is_secret_name(name) else mask(environ[name], environ)
         else:
-            names.append(mask(name, environ))  # the name itself may be a secret
+            # The name itself may contain a secret.
+            names.append(mask(name, environ))
     return values, names
 
 
@@ -130,26 +133,31 @@ def _versions() -> dict[str, str | None]:
     import torch
 
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    # torch has no annotations for the versions of cuDNN and NCCL.
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return {
-        "lockstep": getattr(sys.modules["lockstep"], "__version__", None),  # the script's Python may lack it
+        # A script's Python may lack it.
+        "lockstep": getattr(sys.modules["lockstep"], "__version__", None),
         "python": platform.python_version(),
+        # A TorchVersion, which is no plain str.
         "torch": str(torch.__version__),
         "numpy": _package_version("numpy"),
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
+        # A tuple of numbers.
         "nccl": _join_version(torch.cuda.nccl.version()) if nccl else None,  # type: ignore[no-untyped-call]
     }
 
 
 def _join_version(version: tuple[int, ...]) -> str:
-    return ".".join(str(part) for part in version)
+    return ".".join(str(number) for number in version)
 
 
 def _package_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+    except importlib.metadata.PackageNotFoundError:
+        # Run from a source tree.
         return None
 
 
@@ -169,14 +177,16 @@ def _cpu_model() -> str | None:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             models = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
             return next(models, None) or platform.machine()
-    except OSError:  # not Linux
+    except OSError:
+        # Not Linux.
         return platform.processor() or None
 
 
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not known on this system
+    except (AttributeError, OSError, ValueError):
+        # Not known on this system.
         return None
 
 
@@ -200,7 +210,8 @@ def _git() -> dict[str, Any] | None:
     environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         answer = subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT, env=environ, check=True)
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or no answer in time
+    except (OSError, subprocess.SubprocessError):
+        # No git, no repository, or no answer in time.
         return None
     lines = answer.stdout.decode(errors="replace").splitlines()
     commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid ")), "(initial)")
@@ -210,7 +221,9 @@ def _git() -> dict[str, Any] | None:
 
 # --- lock
 
-_EXIT_GRACE = 10.0  # seconds that children of a dead owner may take to exit
+# Seconds that the children of an ended owner may take to exit.
+_EXIT_GRACE = 10.0
+# Seconds between two attempts.
 _POLL_SECONDS = 0.05
 
 
@@ -283,7 +296,8 @@ class RunLock:
             owner = _read_owner(handle)
             if owner:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:  # another number: the file system has no locks
+        except OSError as error:
+            # Another error number: the file system has no locks.
             return owner, error.errno in (errno.EWOULDBLOCK, errno.EACCES) or _may_be_alive(owner)
         finally:
             os.close(handle)
@@ -297,12 +311,12 @@ class RunLock:
         """
         if self._handle is None:
             return
-        # A full disk: the next owner will report an unclean end
+        # The disk may be full. The next owner then reports an unclean end.
         with contextlib.suppress(OSError):
             if erase:
                 os.ftruncate(self._handle, 0)
         with contextlib.suppress(OSError):
-            # Also for any other process with the file open
+            # This unlocks the file for a forked process too.
             fcntl.flock(self._handle, fcntl.LOCK_UN)
         self.close()
 
@@ -394,7 +408,8 @@ def has_ended(owner: str) -> bool:
 # --- folder
 
 _END = "ended.json"
-_EVALUATED = "checkpoints/evaluated.json"  # removed together with the checkpoints
+# Removed together with the checkpoints.
+_EVALUATED = "checkpoints/evaluated.json"
 _ID = "checkpoints/run.json"
 _MICRO_BATCH = "micro-batch.json"
 
@@ -467,7 +482,7 @@ class RunFolder:
         Raises:
             ConfigError: another process holds the lock.
         """
-        # Missing or unreadable: `claim` will raise
+        # If the folder is missing or unreadable, `claim` will raise.
         with contextlib.suppress(OSError):
             self._lock.acquire(make=False)
         try:
@@ -512,7 +527,7 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """Path of a file that asks the run to save and end. The run removes it."""
+        """Path of a file that asks the run to end; the run removes it."""
         return self.path / "STOP"
 
     def write(self, name: str, text: str) -> None:
@@ -554,7 +569,7 @@ class RunFolder:
         return ""
 
     def write_micro_batch(self, size: int, line: str) -> None:
-        """Record that the run continues with micro-batches of at most `size` samples. Raises OSError or StorageError.
+        """Record the largest micro-batch from now on. Raises OSError or StorageError.
 
         Args:
             line: why.
@@ -564,7 +579,7 @@ class RunFolder:
         self.write(_MICRO_BATCH, json.dumps({"micro_batch_size": size, "cuts": cuts}, indent=1) + "\n")
 
     def read_micro_size(self) -> int:
-        """Read the samples of a forward in the run's resolved configuration; 0 if there is none."""
+        """Read the samples of a forward from the resolved configuration; 0 without one."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             return int(tomllib.loads(self._text("config.toml"))["micro_batch_size"])
         return 0

@@ -34,14 +34,16 @@ __all__ = [
 
 _RUN_FILES = ("config.toml", "state.json", "metrics.jsonl", "run.lock", "checkpoints")
 _STATUSES = ("finished", "stopped", "abandoned", "interrupted", "preempted", "failed")
-_CODES = {130: "interrupted", 75: "preempted"}  # for folders of older versions, which have no status
+# For folders of older versions, which record no status.
+_CODES = {130: "interrupted", 75: "preempted"}
 _TIME = "time/total"
-_WIDTH = 200  # columns, if the output is no terminal
+# Columns, if the output is no terminal.
+_WIDTH = 200
 
 
 @dataclass(slots=True)
 class RunRow:
-    """A folder in the list. A value is None if the folder's files do not contain it.
+    """A folder in the list. Values that its files do not contain are None.
 
     Attributes:
         state: running, one of `run.Result.status`, failed, or unknown.
@@ -122,13 +124,14 @@ def _read_run(path: Path) -> RunRow:
         _fill_steps(row, path, state)
         _fill_best(row, folder, state)
         row.state = _read_status(row, folder)
-    except OSError as error:  # no permission
+    except OSError as error:
+        # No permission.
         row.note = f"cannot be read: {error.strerror or error}"
     return row
 
 
 def _read_state(path: Path, row: RunRow) -> RunState:
-    """Read state.json as far as possible; note damage in the row."""
+    """Read what is readable of state.json, and note damage in the row."""
     file = path / "state.json"
     if not file.exists():
         return RunState()
@@ -153,13 +156,13 @@ def _fill_position(row: RunRow, path: Path, state: RunState) -> None:
             row.note = row.note or "metrics.jsonl is damaged"
     losses = [record["running_loss"] for record in records if "running_loss" in record]
     row.last_loss = _number(losses[-1]) if losses else None
-    for place in [*records, dataclasses.asdict(state.place) if state.place else {}]:
-        step = _integer(place.get("global_step"))
+    for position in [*records, dataclasses.asdict(state.place) if state.place else {}]:
+        step = _integer(position.get("global_step"))
         if step is None or (row.step is not None and step < row.step):
             continue
         row.step = step
-        epoch = _number(place.get("epoch"))
-        progress = _number(place.get("epoch_progress"))
+        epoch = _number(position.get("epoch"))
+        progress = _number(position.get("epoch_progress"))
         if epoch is not None and progress is not None:
             row.epoch = epoch + progress
 
@@ -220,7 +223,7 @@ def _read_status(row: RunRow, folder: RunFolder) -> str:
 
 
 def _number(value: Any) -> float | None:
-    # JSON integers may be too large for a float
+    # JSON integers may be too large for a float.
     with contextlib.suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)

@@ -99,8 +99,6 @@ def check_criteria(config: Config, metrics: Iterable[str] | None) -> None:
         flag = "--patience" if config.patience else "--best-metric"
         if config.optim.schedule == "plateau":
             flag = "--optim.schedule plateau"
-        else:
-            flag = flag
         raise ConfigError(f"{flag} needs an evaluation: return a dataset from the task's dataset('evaluation')")
 
 
@@ -137,7 +135,7 @@ def select_best(config: Config, selection: Selection, record: EvaluationRecord) 
 
 
 def select_value(selection: Selection, criterion: Criterion, step: int, value: float) -> bool:
-    """Update the best by a value of the training, in a run without evaluations; return whether it is the best."""
+    """Update the best by a training value, without evaluations; return whether it is the best."""
     record = EvaluationRecord(step, value, 0.0, {criterion.metric: value})
     better, selection.best = _compare(criterion, selection.best, record)
     return better

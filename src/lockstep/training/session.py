@@ -78,7 +78,7 @@ class Session:
         timeline: records where the time goes.
         lost_ranks: a line for each rank that this start of the run lost.
         initial_ranks: number of ranks before the first loss.
-        losses: ranks lost over all starts, as far as a loss was noticed here; a checkpoint may be from before it.
+            losses: ranks lost over all starts that were noticed here; a checkpoint may be from before it.
         uploader: to the run's object store, on the first rank of each folder; it outlives a rollback.
         min_steps: minimum length of the plan; epochs are added to reach it.
         cut: of a step, as the last build chose it: `resume.FIXED` or `BY_RANKS`; "": nothing is built yet.
@@ -139,11 +139,11 @@ class Session:
 
     def restore_initial_tensors(self, built: RunParts) -> None:
         """Restore the initial values for a rollback without a checkpoint."""
-        own = built.own_tensors
+        tensors = built.own_tensors
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(self.initial_tensors[name])
-        built.load_state_dict(own)
+        built.load_state_dict(tensors)
 
     def read_numbers(self, step: Step) -> tuple[float, dict[str, float]]:
         """Read the loss and the numbers of `step` while its loop body runs.
@@ -176,7 +176,8 @@ class HookContext:
             self._session.sinks.log({"global_step": self._session.global_step, **values})
 
     def gather(self, value: Any) -> list[Any]:
-        return self._built.world.gather(value)  # collective
+        # For the task's hooks, which every rank runs.
+        return self._built.world.gather(value)
 
     def stop(self) -> None:
         self._session.wants_stop = True
@@ -205,6 +206,6 @@ def update_best(session: Session) -> None:
     best = built.state.selection.best if built else None
     if built and best:
         path = checkpoint.path_of(built.folder.path, best.step)
-        # An earlier start wrote it
+        # An earlier start of the run may have written it.
         exists = built.config.checkpoint.mode != "none" or path.is_dir()
         session.best = Best(best.step, best.loss, str(path) if exists else "", best.metric, best.metric_value)

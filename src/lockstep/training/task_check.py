@@ -107,7 +107,8 @@ def check_auditable_loss(config: Config, task: Task) -> None:
 
 _METRICS_FORM = "`metrics` must return a dict of name -> (sum, count), both numbers"
 _EVALUATE_FORM = "`evaluate` must return (loss, metrics): the loss as in `loss`, and a dict of name -> (sum, count)"
-_CERTAIN_ERROR = 0.25  # relative difference that rounding cannot cause
+# Relative difference that rounding cannot cause.
+_CERTAIN_ERROR = 0.25
 
 
 def _check_metrics(
@@ -157,10 +158,12 @@ def _with_or_without_graph(
                 result = action()
         except (LockstepError, RuntimeError) as error:
             problem = problem or error
-        if all(trial.world.gather(result is not None)) and result:  # collective
+        # All ranks use the same mode, because a forward may be collective.
+        if all(trial.world.gather(result is not None)) and result:
             set_detected(task, "", gradients)
             return result
-    trial.world.check(problem)  # collective
+    # Both modes failed on some rank: every rank raises the error.
+    trial.world.check(problem)
     raise AssertionError
 
 
@@ -199,10 +202,10 @@ def _check_form(trial: Trial, batch: MicroBatch) -> tuple[list[str], list[str]]:
             continue
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
             if isinstance(pair, tuple | list):
-                kind = f"({', '.join(map(describe_value, pair))})"
+                text = f"({', '.join(map(describe_value, pair))})"
             else:
-                kind = describe_value(pair)
-            raise ConfigError(f"the task's {form}; '{name}' is {kind}")
+                text = describe_value(pair)
+            raise ConfigError(f"the task's {form}; '{name}' is {text}")
         names.append(name)
         pairs.append(name)
     return names, pairs
@@ -221,21 +224,24 @@ def _check_sums(trial: Trial, batches: Batches, pairs: list[str], places: list[H
         return
     measurements = list[Measurement]()
     width = has_loss + 2 * len(pairs)
+    # `measure` calls it with a batch alone.
     probe = lambda batch: _compute_numbers(trial, batch, pairs)  # noqa: E731
     for measurements, _ in measure(trial, probe, batches, places, _adds_up):  # collective
-        if all(any(each.scale(index) for each in measurements) for index in range(width)):
+        if all(any(measurement.scale(index) for measurement in measurements) for index in range(width)):
             break
     if has_loss:
         _check_loss(trial, measurements)
     for k, name in enumerate(pairs):
-        for part, index in (("sum", has_loss + 2 * k), ("count", has_loss + 2 * k + 1)):
-            if any(each.is_random(index) for each in measurements):
-                # Two loads of random samples may agree at one place by chance
+        for label, index in (("sum", has_loss + 2 * k), ("count", has_loss + 2 * k + 1)):
+            if any(measurement.is_random(index) for measurement in measurements):
+                # Two loads of random samples may agree by chance.
                 continue
-            bad = next((each for each in measurements if _does_not_add_up(trial, each, index)), None)
+            bad = next(
+                (measurement for measurement in measurements if _does_not_add_up(trial, measurement, index)), None
+            )
             if bad is not None:
                 raise ConfigError(
-                    f"the task's metric '{name}' does not add up: of its {part} {describe_measurement([bad], index)}; "
+                    f"the task's metric '{name}' does not add up: of its {label} {describe_measurement([bad], index)}; "
                     "return (sum, count), both over the samples of the batch"
                 )
 
@@ -250,14 +256,15 @@ def _compute_numbers(trial: Trial, batch: MicroBatch, pairs: list[str]) -> list[
             value, metrics = task.evaluate(model, batch.data)
             loss = [loss_value(value)]
         else:
-            # As in an evaluation, so that a rank whose metrics call no model has a forward
+            # As an evaluation does, so that a rank whose metrics call no model has a forward.
             if trial.is_sharded:
                 task.loss(model, batch.data)
             metrics = task.metrics(model, batch.data)
     for value in metrics.values():
         if is_metric(value):
-            pop_state(value)  # reset it, or the next batch would add to it
-    # Waits for the device
+            # Reset it, or the next batch would add to it.
+            pop_state(value)
+    # Waits for the device, once for each batch of the trial.
     return loss + [float_of(number) for name in pairs for number in metrics[name]]
 
 
@@ -268,12 +275,12 @@ def _adds_up(each: Measurement) -> bool:
 
 
 def _does_not_add_up(trial: Trial, each: Measurement, index: int) -> bool:
-    total, first, second = each.values(index)
+    total, first_half, second_half = each.values(index)
     scale = each.scale(index)
     if not scale:
         return False
-    error = abs(total - first - second) / scale
-    # Rounding may flip a prediction
+    error = abs(total - first_half - second_half) / scale
+    # Rounding in half precision may flip a prediction.
     return error > (_CERTAIN_ERROR if trial.is_low_precision else trial.limit)
 
 
@@ -310,16 +317,18 @@ def _check_whole_step(trial: Trial, samples: "SetSamples") -> None:
     """
     world = trial.world
     halved = samples.places[0] if samples.places else None
-    own = on_all_ranks(world, lambda: _compute_outputs(trial, samples.first))  # collective
-    world.agree()  # collective
+    outputs = on_all_ranks(world, lambda: _compute_outputs(trial, samples.first))  # collective
+    # Every rank raises the error of one of them before the next forward.
+    world.agree()
     if halved is None:
-        on_all_ranks(world, lambda: _check_step_loss(trial, own, [own]))  # collective
+        on_all_ranks(world, lambda: _check_step_loss(trial, outputs, [outputs]))  # collective
     else:
         parts = (halved.whole, *halved.halves)
-        whole, *halves = on_all_ranks(world, lambda: [_compute_outputs(trial, part) for part in parts])  # collective
+        whole, *halves = on_all_ranks(world, lambda: [_compute_outputs(trial, batch) for batch in parts])  # collective
         on_all_ranks(world, lambda: _check_halves(whole, halves))  # collective
         on_all_ranks(world, lambda: _check_step_loss(trial, whole, halves))  # collective
-    world.agree()  # collective
+    # Every rank raises the error of one of them here.
+    world.agree()
 
 
 def _compute_outputs(trial: Trial, batch: MicroBatch) -> Any:
@@ -377,7 +386,7 @@ def _check_halves(whole: Any, halves: list[Any]) -> None:
                 f"the task's `outputs` returned {forms} for some samples and for half of them: only the number of "
                 "samples may differ; pad them to one size"
             )
-    rows = [len(pytree.tree_leaves(each)[0]) for each in (whole, *halves)]
+    rows = [len(pytree.tree_leaves(outputs)[0]) for outputs in (whole, *halves)]
     if rows[0] != rows[1] + rows[2]:
         raise ConfigError(
             f"the task's `outputs` returned {rows[0]} rows for some samples, and {rows[1]} and {rows[2]} for their two "
@@ -394,11 +403,11 @@ def _check_step_loss(trial: Trial, whole: Any, halves: list[Any]) -> None:
     task = trial.task
     if has_own(task, "step_loss_rows"):
         method = "step_loss_rows"
-        first = 0
+        offset = 0
         for half in halves:
-            begin = first
+            begin = offset
             _check_graph(trial, method, lambda half=half, begin=begin: task.step_loss_rows(half, whole, begin))
-            first += len(pytree.tree_leaves(half)[0])
+            offset += len(pytree.tree_leaves(half)[0])
         return
     _check_graph(trial, "step_loss", lambda: task.step_loss(whole))
 
@@ -440,7 +449,9 @@ class TrialSamples(NamedTuple):
 
 
 def load_trial_samples(task: Task, world: World, training: Batches, evaluation: Mapping[str, Batches]) -> TrialSamples:
-    """Load this rank's samples, before the first forward: it may be collective, and then needs every rank. Collective.
+    """Load this rank's samples, before the first forward. Collective.
+
+    A forward may be collective, and then needs every rank.
 
     Raises:
         ConfigError: an invalid `count`.
@@ -453,19 +464,19 @@ def load_trial_samples(task: Task, world: World, training: Batches, evaluation: 
     count = divides * (1 if has_step_loss(task) else PLACES * (training.step_plan.micro_batches > 1))
 
     def load() -> TrialSamples:
-        first = _load_first(task, training)
-        others = {name: load_first(each) for name, each in evaluation.items()}
+        first_batch = _load_first(task, training)
+        others = {name: load_first(item) for name, item in evaluation.items()}
         return TrialSamples(
-            SetSamples(first, load_places(training, count, task)),
+            SetSamples(first_batch, load_places(training, count, task)),
             {
-                name: SetSamples(others[name], load_places(each, int(divides and has_numbers)))
-                for name, each in evaluation.items()
+                name: SetSamples(others[name], load_places(item, int(divides and has_numbers)))
+                for name, item in evaluation.items()
             },
         )
 
     samples = on_all_ranks(world, load)  # collective
-    for each in (samples.training, *samples.evaluation.values()):
-        cut_places(each.places, world)  # collective
+    for item in (samples.training, *samples.evaluation.values()):
+        cut_places(item.places, world)  # collective
     return samples
 
 
@@ -496,21 +507,24 @@ def check_task(
     """
     world = trial.world
     task = trial.task
-    first = samples.training.first
-    norms = _batchnorms(trial.plain, training, world)  # before eval mode
+    first_batch = samples.training.first
+    # Found before the sandbox sets eval mode.
+    norms = _batchnorms(trial.plain, training, world)
     with trial.sandbox():
         if has_step_loss(task):
             with _check_batchnorms(norms):
                 _check_whole_step(trial, samples.training)  # collective
             set_detected(task, "sum", gradients=False)
         else:
-            on_all_ranks(world, lambda: _try_first(trial, first, norms))  # collective
-            world.agree()  # collective
+            on_all_ranks(world, lambda: _try_first(trial, first_batch, norms))  # collective
+            # Every rank raises the error of one of them before `check_loss` exchanges gradients.
+            world.agree()
             check_loss(trial, training, samples.training.places, recorded)  # collective
-        state.unsaved = check_marks(trial, training, first) or None  # collective
+        state.unsaved = check_marks(trial, training, first_batch) or None  # collective
         samples.training.places.clear()
-        on_all_ranks(world, lambda: _try_update(trial, first))  # collective
-        world.agree()  # collective
+        on_all_ranks(world, lambda: _try_update(trial, first_batch))  # collective
+        # Every rank raises the error of one of them before the metrics' forwards.
+        world.agree()
         names = _check_metrics(trial, evaluation, samples.evaluation)  # collective
     state.reduction, state.evaluation_graph = task.reduction, needs_graph(task)
     return names
@@ -542,24 +556,24 @@ def restore_findings(task: Task, state: RunState) -> None:
 
 def _load_first(task: Task, training: Batches) -> MicroBatch:
     """Load this rank's first micro-batch. Raises ConfigError for an invalid `count`."""
-    first = load_first(training)
+    batch = load_first(training)
     if has_own(task, "count"):
-        count = call_method("count", task.count, first.held)
+        count = call_method("count", task.count, batch.held)
         if not is_number(count) or not 0 <= float_of(count) < math.inf:
             if isinstance(count, int | float):
                 text = repr(count)
             else:
                 text = describe_value(count)
             raise ConfigError(f"the task's `count` returned {text}: it must return a finite number of items, 0 or more")
-    if not first.items:
+    if not batch.items:
         training.with_items(training.step_plan.origin.step)
-    return first
+    return batch
 
 
 def _try_first(trial: Trial, first: MicroBatch, norms: list["_Norm"]) -> None:
     with _check_batchnorms(norms):
         loss, _ = try_loss(trial, first)
-    # Otherwise the guards handle it
+    # With another setting the guards handle it.
     if trial.config.guards.nonfinite == "stop":
         _check_inputs(first, loss)
 

@@ -88,7 +88,7 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
         return False
     if stored:
         _check_same_bits(config, state)
-    # Of a new run: without a digest, unless the base has adapters
+    # The base of a new run has no digest yet, unless it has adapters itself.
     base = stored or _find_base(config, world, say)
     source = base.base_from
     if not base.base:
@@ -103,7 +103,8 @@ def add_adapters(config: Config, task: Task, model: nn.Module, world: World, sta
     adapters = on_all_ranks(world, lambda: _resolve_adapters(config, task, model, base))
     on_all_ranks(world, lambda: _check_left(config, task, model, adapters))
     digest = on_all_ranks(world, lambda: _digest(model, adapters.modules_to_save) if world.is_main else "")
-    adapters = dataclasses.replace(adapters, base=world.gather(digest)[0], base_from=source)  # collective
+    # Only rank 0 has hashed the base; every rank stores the digest.
+    adapters = dataclasses.replace(adapters, base=world.gather(digest)[0], base_from=source)
     if base.base:
         _check_same_base(base.base, adapters.base, ResumeError)
     torch.manual_seed(derive(config.seed, "lora"))
@@ -140,12 +141,12 @@ def load_with_adapters(model: nn.Module, adapters: AdapterState) -> nn.Module:
 
 
 def _check_same_bits(config: Config, state: RunState) -> None:
-    """Raise ResumeError if the adapters were trained beside weights of other bits."""
+    """Raise ResumeError if the base of the adapters had another number of bits."""
     before = state.plan.get("model.load_in", "full")
-    now = config.model.load_in
-    if before != now:
+    bits = config.model.load_in
+    if before != bits:
         raise ResumeError(
-            f"the adapters were trained with --model.load-in {before}, not {now}: give --model.load-in {before}, or "
+            f"the adapters were trained with --model.load-in {before}, not {bits}: give --model.load-in {before}, or "
             "another --experiment-name"
         )
 
@@ -214,7 +215,7 @@ def _check_trained(config: Config, task: Task, source: str, say: Say) -> None:
 
 
 def _find_base(config: Config, world: World, say: Say) -> AdapterState:
-    """Return the base of a new run: the checkpoint of --init-from, or its adapters' base. Collective."""
+    """Return a new run's base: --init-from, or its adapters' base. Collective."""
     if not config.init_from:
         return AdapterState()
     if is_foreign(Path(config.init_from).expanduser()):
@@ -231,7 +232,8 @@ def _find_base(config: Config, world: World, say: Say) -> AdapterState:
     source, _ = find_weights(config, world, say)  # collective
     state = on_all_ranks(world, lambda: checkpoint.read_run_state(source) if world.is_main else RunState())
     lora = state.lora or AdapterState(base_from=str(source.resolve()))
-    base, base_from, modules = world.gather([lora.base, lora.base_from, lora.modules_to_save])[0]  # collective
+    # Only rank 0 has read the checkpoint's state; every rank needs the answer.
+    base, base_from, modules = world.gather([lora.base, lora.base_from, lora.modules_to_save])[0]
     return AdapterState(base, base_from, modules)
 
 
@@ -267,7 +269,7 @@ def _load_base(model: nn.Module, source: Path, leave: Callable[[str], bool], lab
     if not (source / "manifest.json").is_file():
         raise CheckpointError(f"the adapters' base is missing: {printable(str(source))}; restore that checkpoint")
     tensors = read_contents(source, read_manifest(source))
-    wanted = {f"model/{name}": each for name, each in model.state_dict(keep_vars=True).items() if not leave(name)}
+    wanted = {f"model/{name}": value for name, value in model.state_dict(keep_vars=True).items() if not leave(name)}
     for name, tensor in wanted.items():
         if name in tensors:
             tensor.data = tensor.data.to(getattr(torch, tensors[name].dtype))
@@ -281,7 +283,7 @@ def _digest(model: nn.Module, modules: Collection[str]) -> str:
     tensors = {}
     for name in base_names(model, modules):
         tensors[name] = model.get_parameter(name).detach()
-    # As JSON, which a newer package may extend
+    # Quantization settings are JSON that a newer package may extend, so they are not hashed.
     described = {name for name in scales(model) if ".quant_state." in name}
     return checkpoint.fingerprint_of(tensors | {n: t for n, t in scales(model).items() if n not in described})
 

@@ -92,7 +92,8 @@ __all__ = [
 ]
 
 
-_MIN_OBJECTS = 50_000  # a collection visits fewer within a few hundredths of a second
+# Objects: a collection of fewer takes at most a few hundredths of a second.
+_MIN_OBJECTS = 50_000
 
 
 class CollectorFreeze:
@@ -199,34 +200,36 @@ def run_training(session: Session) -> Training:
     joins = session.member is not None and session.member.is_new
     if session.member and not joins:
         session.member.report_start()
-    # A device is used after the first gather
+    # The device check travels with the first exchange of the build (`_build_and_lock`).
     join = World.alone if joins else partial(World.join, check_devices=False)
     try:
-        # Only this rank left the loop
+        # If only this rank has left the loop, a later end of its process still counts as a loss.
         with mark_running(stays=lambda: session.status == "failed"), translate_errors():
             session.world = session.caller_world or join(session.config.device, session.config.timeout)
             session.is_main = session.world.is_main and not joins
             yield from _build_and_train(session)
     except GeneratorExit as exit_request:
-        # The frames hold the engine too
+        # The frames of the generators hold the engine too.
         traceback.clear_frames(exit_request.__traceback__)
         _free_parts(session)
         die_with_launcher(False)
-        # If it is one that has left the loop
+        # A Ctrl-C in the loop's body arrives here as GeneratorExit, and is reported later.
         failures.note_interrupt(_describe_interrupt(session))
         if session.member:
-            with suppress(RuntimeError):  # the launcher is gone
+            # The launcher may have ended already.
+            with suppress(RuntimeError):
                 session.member.report_end("its own loop was left, by an error or a break, so the others do not go on")
         session.status = session.early_status if session.status == "running" else session.status
         if session.caller_world is None and session.world:
             if session.status == session.early_status:
                 session.world.leave()
-            else:  # the other ranks may never leave
+            else:
+                # The other ranks may never leave, so this one does not wait for them.
                 session.world.abandon()
         raise
     except BaseException as error:
         session.status = "failed"
-        # The second one, or one before the steps
+        # The second Ctrl-C, or one before the steps: nothing is saved after it.
         if isinstance(error, KeyboardInterrupt):
             failures.note_interrupt(_describe_interrupt(session))
         else:
@@ -238,7 +241,8 @@ def run_training(session: Session) -> Training:
     if session.caller_world is None and session.world:
         session.world.leave()
     if session.status == "interrupted":
-        failures.note_interrupt("")  # the summary has the line
+        # The summary has the line already.
+        failures.note_interrupt("")
         end = "saved" if session.config.checkpoint.mode != "none" else "ended, and not saved,"
         raise KeyboardInterrupt(f"{end} after step {session.global_step}")
 
@@ -249,11 +253,13 @@ def _build_and_train(session: Session) -> Training:
         yield from _join(session, session.member)
     while session.status in ("new", "running"):
         _free_parts(session)
-        session.model = None  # free it before the next one is made
+        # Free it before the next one is made.
+        session.model = None
         world = session.world
         assert world is not None
         try:
-            with world.together():  # with the lock's exchange
+            # The build's exchanges travel with those of the lock.
+            with world.together():
                 built = _build_and_lock(session, world)
         except LockstepError as error:
             if error.smaller:
@@ -264,7 +270,7 @@ def _build_and_train(session: Session) -> Training:
             if not (isinstance(error, PeerError) and is_rank_loss(error)):
                 raise
             record_loss(session, error)
-            # A rank was lost during a rollback
+            # A rank failed during a rollback: build again with the others.
             regroup_to_build(session, session.member)
             continue
         if _is_over(built):
@@ -281,7 +287,10 @@ def _build_and_train(session: Session) -> Training:
 
 
 def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
-    """Take smaller micro-batches for the next build: the trial of a rank ran out of memory. The same on all ranks."""
+    """Choose smaller micro-batches for the next build, the same on all ranks.
+
+    The trial of a rank ran out of memory.
+    """
     free_frames(error)
     session.trial_cut = str(error)
     notify(world)(session.trial_cut)
@@ -290,7 +299,9 @@ def _take_smaller(session: Session, world: World, error: LockstepError) -> None:
 
 
 def _build_and_lock(session: Session, world: World) -> RunParts:
-    """Build the run, and lock its folder; of a run that is over load the state. Collective.
+    """Build the run, and lock its folder. Collective.
+
+    Of a run that is over it only loads the state.
 
     All errors that one rank alone may have are exchanged before anything is written.
     """
@@ -327,6 +338,7 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
     elif built.source is None:
         session.copy_initial_tensors(built.own_tensors)
     update_best(session)
+    # A run that is over only loads its state, to return the model and its last evaluation. It needs no lock.
     if _is_over(built):
         load_state(built)  # collective
         session.evaluation = _read_evaluation(built)  # collective
@@ -337,13 +349,13 @@ def _build_and_lock(session: Session, world: World) -> RunParts:
 
 
 def _is_over(built: RunParts) -> bool:
-    """Whether the run has no steps left to train, nor an evaluation to make up for."""
+    """Whether the run has no steps left to train, and no evaluation missing."""
     ends = built.start >= built.last_step or out_of_patience(built.config, built.state.selection)
     return ends and not built.state.evaluation_due
 
 
 def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
-    """Read the last evaluation from the records of a run that is over; None if there is none. Collective."""
+    """Read the last evaluation of a run that is over; None without one. Collective."""
 
     def read() -> dict[str, Any]:
         with suppress(OSError):
@@ -356,7 +368,8 @@ def _read_evaluation(built: RunParts) -> EvaluationRecord | None:
         return None
     prefix = "evaluation/"
     numbers = {
-        name.removeprefix(prefix): math.nan if value is None else value  # a set without a loss
+        # A set without a loss has no number.
+        name.removeprefix(prefix): math.nan if value is None else value
         for name, value in record.items()
         if name.startswith(prefix)
     }
@@ -389,7 +402,8 @@ def _lock(session: Session, built: RunParts) -> None:
         return [name_and_memory(built.world.device), skipped]
 
     try:
-        open_uploads(session, built)  # collective with a URL; before the folder is made
+        # Collective with a URL: the store is checked before the folder is made.
+        open_uploads(session, built)
         devices, skipped = zip(*await_results(built.world, lock), strict=True)  # collective
     except BaseException as error:
         close_uploads(session, error)
@@ -400,7 +414,7 @@ def _lock(session: Session, built: RunParts) -> None:
 
 
 def _check_free(session: Session) -> None:
-    """Refuse a folder that another run has locked, or a URL that cannot be written. On rank 0, which will lock it."""
+    """Refuse a locked folder, or a URL that cannot be written. On rank 0."""
     if session.world and session.world.is_main:
         RunFolder(session.config.local_dir, session.config.experiment_name).check_free()
         if remote := remote_run(session.config):
@@ -442,11 +456,12 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
         while True:
             try:
                 if not session.member.is_new:
-                    # Of the groups that are made before the steps
+                    # The groups that are made before the steps may fail too.
                     with translate_errors():
                         yield from _train_steps(session, built, report)
                     return
-            except Rebuild as error:  # this rank needs smaller micro-batches
+            except Rebuild as error:
+                # This rank needs smaller micro-batches.
                 session.timeline.enter(RECOVERY)
                 leave_to_build(session, built, session.member, error)
                 raise
@@ -455,7 +470,7 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
                     raise
                 record_loss(session, error)
                 session.timeline.enter(RECOVERY)
-            # From now on the run survives the loss of this process too
+            # From now on the run survives the failure of this process too.
             if session.member.is_new:
                 session.member.report_ready("", built.config.experiment_name, ranks_per_replica(built))
                 die_with_launcher(True)
@@ -464,14 +479,15 @@ def _train_to_end(session: Session, built: RunParts) -> Training:
 
 
 def _report_nothing() -> None:
-    """Take the place of a report to the launcher, where there is none or it has it already."""
+    """Replace the report to the launcher, if there is none or it was made."""
 
 
 def _free_parts(session: Session) -> None:
     """Free engine and groups before new ones are made, or before `World.leave`."""
     session.built = session.current_step = session.reader = session.exchange = session.saver = None
     session.sinks = Sinks([])
-    gc.collect()  # hooks form cycles with the model
+    # Hooks form cycles with the model, which only a collection frees.
+    gc.collect()
 
 
 def _train_in_folder(session: Session, built: RunParts) -> Training:
@@ -483,7 +499,7 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
             if built.folder.dead_owner:
                 _LOG.warning("cleared the lock of %s, which ended without releasing it", built.folder.dead_owner)
             count_restarts(built.state)
-            # The checkpoint of a rollback may be from before them
+            # The checkpoint of a rollback may be older than these failures.
             if session.losses:
                 built.state.losses = max(built.state.losses or 0, session.losses)
             announce(built)
@@ -496,7 +512,8 @@ def _train_in_folder(session: Session, built: RunParts) -> Training:
                 record_size(session, built)
             load_state(built)  # collective
             if built.source is None:
-                world.close_together()  # it ended with a gather
+                # `load_state` ended with a gather, so nothing is deferred.
+                world.close_together()
         if session.status == "new":
             session.status = "running"
             session.timeline.enter(BODY)
@@ -533,7 +550,7 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
             _write_exit(session, built, error)
         if isinstance(error, Exception) and not isinstance(error, Rollback | Rebuild):
             is_one_line = isinstance(error, LockstepError) and error.__cause__ is None
-            # whoever catches the error prints it
+            # Whoever catches the error prints it, so here only the log file gets it.
             _LOG.error("%s", failures.describe_error(error), exc_info=not is_one_line, extra={"only_file": True})
             failures.add_place(error)
             failures.note_log(built.folder.path / "logs" / f"rank-{built.world.rank:05d}.log")
@@ -548,7 +565,7 @@ def _close_at_end(session: Session, built: RunParts) -> Iterator[None]:
 
 
 def _tell_hooks(built: RunParts, error: BaseException) -> None:
-    """Tell the task's hooks of the error that ends the run; one of their own is only logged."""
+    """Pass the run's error to the task's hooks; their own errors are only logged."""
     if not built.task.hooks or isinstance(error, GeneratorExit):
         return
     try:
@@ -561,10 +578,10 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
     """Train; after each step record, check, evaluate, run the loop's body and save.
 
     Args:
-        report: tells the launcher that the others can continue without this rank; called once all groups are made.
+            report: notifies the launcher that the others can continue without this rank, once all groups are made.
     """
-    # read now: a save moves `built.start`
-    first = built.start
+    # A save moves `built.start`, so keep its value.
+    start_step = built.start
     world = built.world
     ongoing = build_components(session, built)
     report()
@@ -582,31 +599,32 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
     typing = translate_errors()
     cutting = cut_step(session, built, ongoing)
     with garbage, signals, loading, auditing, handover, watchdog, recorder, profiler, explaining, typing, cutting:
-        # From a signal that came while the ranks changed
+        # A signal may have arrived while the ranks changed.
         exchange.stop(session.pending_stop.request)
         session.pending_stop.request = CONTINUE
         heartbeats = watchdog.connect()
         session.reader = make_number_reader(exchange, world, heartbeats, survives_losses=bool(session.member))
         hooks = built.task.hooks
         stop_request = CONTINUE
-        # With the hooks' own part of the run's state
+        # Hooks read and store their own part of the run's state.
         context = HookContext(session, built) if hooks else None
         if hooks and context:
-            hooks.before_run(context, first)
-        _catch_up(session, built, recorder, first)
+            hooks.before_run(context, start_step)
+        _catch_up(session, built, recorder, start_step)
         is_over = out_of_patience(built.config, built.state.selection)
         timeline.enter(TRAINING)
         records = steps(built.engine, built.task, ongoing.step_loader, exchange, ongoing.control)
-        profiler.after(first)
+        profiler.after(start_step)
         for record in () if is_over else iterate_steps(ongoing, built, records):
+            # REGROUP lets a new process join; it does not stop the run.
             regroups = record.stop_agreed == REGROUP
             stop_request = CONTINUE if regroups else record.stop_agreed
             is_last = record.step + 1 == ongoing.last_step or bool(stop_request)
             step = Step(record, ongoing.epochs, record.rate, session.read_numbers)
             saves, loss = _follow_up(
-                session, built, ongoing, context, step, is_first=record.step == first, ends=is_last
+                session, built, ongoing, context, step, is_first=record.step == start_step, ends=is_last
             )
-            if record.step == first:
+            if record.step == start_step:
                 garbage.freeze()
             if session.has_body:
                 timeline.enter(BODY)
@@ -619,16 +637,19 @@ def _train_steps(session: Session, built: RunParts, report: Callable[[], None]) 
                 raise
             exchange.progress.at(record.step, COMPUTING)
             timeline.enter(TRAINING)
+            # A rank failed in the follow-up. The body has seen the step by now, so handle it.
             if loss:
                 raise loss
             if saves:
                 save(ongoing, step.global_step, final=is_last)
-                # A save may take longer than a step without a word
+                # A save may take longer than a step: mark progress for the watchdog.
                 exchange.progress.at(record.step, COMPUTING)
-            if spent := profiler.after(step.global_step):  # collective, if a trace ends
+            # Collective, if a trace ends.
+            if spent := profiler.after(step.global_step):
                 ongoing.meter.pause(spent)
             if is_last or _ends_early(session, built, ongoing, step, heartbeats):
                 break
+            # All ranks agreed in the same step: leave it as after a failure, with the saves complete.
             if regroups:
                 flush_steps(ongoing)
                 recorder.saver.settle()  # collective
@@ -686,7 +707,8 @@ def _finish(
     """End profile, hooks, membership and saves, and write the summary. Collective."""
     recorder = ongoing.recorder
     session.timeline.enter(ENDING)
-    ongoing.profiling.end()  # collective, if a trace is in progress
+    # Collective, if a trace is in progress.
+    ongoing.profiling.end()
     if built.task.hooks and context:
         built.task.hooks.after_run(context, recorder.saved_step)
     if session.member:
@@ -702,7 +724,7 @@ def _ends_early(
     session: Session, built: RunParts, ongoing: StepComponents, step: Step, heartbeats: Heartbeats | None
 ) -> bool:
     """Save and return True if patience or `run.stop()` ends the run after this step."""
-    # The same on every rank
+    # Evaluations and limits are the same on every rank, so all of them end here.
     if step.evaluation and out_of_patience(built.config, built.state.selection):
         save(ongoing, step.global_step, final=True)
         return True
@@ -712,7 +734,7 @@ def _ends_early(
         if all_do(heartbeats, "stop", step.record.step, lambda: world.timeout):
             save(ongoing, step.global_step, final=True)
             return True
-        # Some ranks train on: all end after the next exchange
+        # Not all ranks asked to stop: all stop together after the next exchange.
         ongoing.exchange.stop(STOP)
     return False
 
@@ -750,7 +772,7 @@ def _write_exit(session: Session, built: RunParts, error: BaseException) -> None
         return
     code = 1
     status = "failed"
-    # The second Ctrl-C, or one before the steps
+    # The second Ctrl-C, or one before the steps.
     if isinstance(error, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
         status = "interrupted"
@@ -760,6 +782,6 @@ def _write_exit(session: Session, built: RunParts, error: BaseException) -> None
             status = session.early_status
         else:
             status = session.status
-    # The disk may be full, which may be the error itself
+    # The disk may be full, and that may be the error itself.
     with suppress(OSError, StorageError):
         built.folder.write_end(code, built.state.global_step, status)

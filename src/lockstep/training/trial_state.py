@@ -36,13 +36,13 @@ __all__ = [
     "unsaved_marks",
 ]
 
-# Attributes of a task that a trial finds out; they stay.
+# Attributes of a task that a trial finds out. They stay after it.
 _FINDINGS = ("reduction", "_reduction_before", "_takes_gradients", "evaluates_loss")
 
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module, task: Task, device: torch.device, *, training: bool = False) -> Iterator[None]:
-    """Restore modes, generators, and all that hangs on the model and the user's objects, at the end.
+    """Restore modes, generators, the model's state and the user's objects at the end.
 
     Args:
         training: leave the modes as they are; False: run in eval mode, and without compiled code, so that large
@@ -50,7 +50,7 @@ def preserve_state(model: nn.Module, task: Task, device: torch.device, *, traini
     """
     _start(inner_task(task))
     state = _record(model, task, late=not training)
-    # An engine's wrapper is no user's object
+    # An engine's wrapper is not among the user's objects, so its modes are recorded here.
     modes = [(module, module.training) for module in model.modules()]
     if device.type == "cuda":
         cuda_generator = torch.cuda.get_rng_state(device)
@@ -86,18 +86,19 @@ def _record(model: nn.Module, task: Task, without: Collection[type[Any]] = (), *
     roots["model"] = model
     if task.framework:
         roots["task.state_dict()"] = task.state_dict()
-    else:  # the names that checkpoints have
+    else:
+        # The names that checkpoints use.
         roots |= {f"task.{name}": tensor for name, tensor in task.state_dict().items()}
-    fixed: list[Tensor] = [each for fixed in task.fixed_models.values() for each in fixed.parameters()]
+    fixed: list[Tensor] = [parameter for fixed in task.fixed_models.values() for parameter in fixed.parameters()]
     return ObjectState(roots, [*model.parameters(), *fixed], [*skip, *without], late=late)
 
 
 def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
-    """Return the user's own objects by name, and what is left alone: what belongs to the run."""
+    """Return the user's own objects by name, and the run's objects among them."""
     if not task.framework:
         return {"task": user_task(task)}, []
     trainer: Any = getattr(task, "trainer", None)
-    # Its loggers have files and connections, and the run logs nothing in a trial
+    # Loggers have files and connections, and the run logs nothing in a trial.
     if task.framework == "Lightning":
         run = [task, task.hooks, trainer._results, *trainer.loggers, *trainer.optimizers]
         return {"module": vars(task)["module"], "trainer": trainer}, run
@@ -105,7 +106,10 @@ def _roots(task: Task) -> tuple[dict[str, Any], list[Any]]:
 
 
 def _start(task: Task) -> None:
-    """Start a Lightning training, whose first hooks may make what the run needs: they are no marks of the trial."""
+    """Start a Lightning training before a trial.
+
+    Its first hooks may make what the run needs, which is no mark of the trial.
+    """
     if task.framework == "Lightning":
         life: Any = task.hooks
         life.start()
@@ -113,8 +117,10 @@ def _start(task: Task) -> None:
 
 # --- what a loss leaves behind
 
-_MAX_NAMED = 4  # attributes that a message names
-_MAX_DEPTH = 8  # containers within each other that are compared
+# Attributes that a message names.
+_MAX_NAMED = 4
+# Levels of nested containers that are compared.
+_MAX_DEPTH = 8
 
 
 def marks_of(
@@ -123,7 +129,7 @@ def marks_of(
     call: Callable[[], Any],
     moved: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> dict[str, str]:
-    """Find what a loss leaves behind that the next call finds there: name -> a digest of its value.
+    """Find what a loss leaves behind for its next call: name -> digest.
 
     `call` is called twice. What only the first one changes is a table that it built; what the second one leaves as it
     is, such as the outputs of the last batch, is not remembered either. Statistics of BatchNorm, metrics, weights and
@@ -140,45 +146,56 @@ def marks_of(
         at_rest(model)
         with moved():
             return marks_of(model, task, call)
+    # Private, but the only common base of torch's BatchNorm classes.
     without: list[type[Any]] = [nn.modules.batchnorm._NormBase, *_metric_classes()]
     lists = _lists_of(inner_task(task))
-    first = _record(model, task, without, late=True)
-    with first.watching():
+    first_call = _record(model, task, without, late=True)
+    with first_call.watching():
         call()
     at_rest(model)
-    before = first.changed()
-    second = _record(model, task, without, late=True)
-    with second.watching():
+    before = first_call.changed()
+    second_call = _record(model, task, without, late=True)
+    with second_call.watching():
         call()
     at_rest(model)
-    grown = {id(each) for each, length in lists if len(each) > length}
+    # Lists that grow with each call are merged over the ranks.
+    grown = {id(entries) for entries, length in lists if len(entries) > length}
     left_out = grown | {id(parameter) for parameter in model.parameters()} | _state_by_sample(model, task)
     return {
         name: _digest_of(value)
-        for name, value in second.changed().items()
+        for name, value in second_call.changed().items()
         if any(_is_within(name, other) for other in before) and id(value) not in left_out and not _is_run(name)
     }
 
 
 def _state_by_sample(model: nn.Module, task: Task) -> set[int]:
-    """Return the ids of the tensors that `sample_state` declares: their rows are merged over the ranks."""
+    """Return the ids of the tensors that `sample_state` declares.
+
+    Their rows are merged over the ranks.
+    """
     tensors = dict(model.named_buffers()) | dict(task.state_dict())
     return {id(tensors[name]) for name in task.sample_state if name in tensors}
 
 
 def _metric_classes() -> list[type[Any]]:
-    """Return the classes of torchmetrics, if it is loaded: the states of its metrics are merged over the ranks."""
+    """Return the classes of torchmetrics, if it is loaded.
+
+    The states of its metrics are merged over the ranks.
+    """
     library = sys.modules.get("torchmetrics")
-    return [each for name in ("Metric", "MetricCollection") if (each := getattr(library, name, None))]
+    return [metric_class for name in ("Metric", "MetricCollection") if (metric_class := getattr(library, name, None))]
 
 
 def _lists_of(task: Task) -> list[tuple[list[Any], int]]:
-    """Return the lists of a LightningModule with their lengths: what is appended to them is merged over the ranks."""
+    """Return the lists of a LightningModule with their lengths.
+
+    What is appended to them is merged over the ranks.
+    """
     if task.framework != "Lightning":
         return []
     values = vars(vars(task)["module"]).values()
-    inner = [each for value in values if isinstance(value, dict) for each in value.values()]
-    return [(each, len(each)) for each in (*values, *inner) if type(each) is list]
+    inner = [entry for value in values if isinstance(value, dict) for entry in value.values()]
+    return [(entry, len(entry)) for entry in (*values, *inner) if type(entry) is list]
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -187,9 +204,12 @@ def _is_within(name: str, other: str) -> bool:
 
 
 def _is_run(name: str) -> bool:
-    """Whether the run itself sets what has this name: a mode, or what Lightning's Trainer shows."""
-    last = name.rpartition(".")[2]
-    return last in ("training", "_current_fx_name", "_metric_attributes") or name.endswith("_metrics")
+    """Whether the run itself sets an attribute of this name.
+
+    These are modes, and what Lightning's Trainer shows.
+    """
+    attribute = name.rpartition(".")[2]
+    return attribute in ("training", "_current_fx_name", "_metric_attributes") or name.endswith("_metrics")
 
 
 def differing_marks(ranks: Sequence[Mapping[str, str]]) -> list[str]:
@@ -205,7 +225,7 @@ def differing_marks(ranks: Sequence[Mapping[str, str]]) -> list[str]:
 def _digest_of(value: Any) -> str:
     """Return a digest of a value. Waits for the device."""
     digest = hashlib.sha256()
-    # An odd object of the user has only its class
+    # An object that cannot be read counts by its class alone.
     with contextlib.suppress(Exception):
         _add_to(digest, value, 0)
     return str(digest.hexdigest())
@@ -215,7 +235,8 @@ def _add_to(digest: Any, value: Any, depth: int) -> None:
     """Add the contents of numbers, tensors, arrays, generators, modules and containers of them."""
     digest.update(type(value).__qualname__.encode())
     if isinstance(value, Tensor):
-        host = value.detach().cpu()  # waits for the device
+        # Waits for the device, in a trial only.
+        host = value.detach().cpu()
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         digest.update(host_bytes(host))
     elif isinstance(value, np.ndarray):
@@ -226,15 +247,15 @@ def _add_to(digest: Any, value: Any, depth: int) -> None:
     elif isinstance(value, bool | int | float | complex | str | bytes | type(None)):
         digest.update(repr(value).encode())
     elif depth < _MAX_DEPTH:
-        for each in _parts_of(value):
-            _add_to(digest, each, depth + 1)
+        for item in _parts_of(value):
+            _add_to(digest, item, depth + 1)
 
 
 def _parts_of(value: Any) -> list[Any]:
     if isinstance(value, nn.Module):
         return list(value.state_dict().values())
     if isinstance(value, dict):
-        return [part for pair in value.items() for part in pair]
+        return [item for pair in value.items() for item in pair]
     if isinstance(value, random.Random):
         return [repr(value.getstate())]
     if isinstance(value, np.random.Generator):
@@ -253,7 +274,7 @@ _REMEDY = (
 
 
 def describe_marks(names: Collection[str], micro_batches: int, world_size: int) -> str:
-    """Return one line on what a loss leaves behind, for a run whose steps are cut."""
+    """Describe what a loss leaves behind, for a run whose steps are cut."""
     if world_size > 1:
         where = ", on each rank with samples of its own"
     else:
@@ -276,7 +297,7 @@ def unsaved_marks(names: Collection[str], model: nn.Module, task: Task) -> list[
 
 
 def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], *, resumes: bool) -> str:
-    """Return one line on what a loss leaves behind and no checkpoint has; "" if there is nothing.
+    """Describe what a loss leaves behind and no checkpoint has; "" for nothing.
 
     Args:
         names: as `unsaved_marks` returns them.
@@ -286,7 +307,7 @@ def describe_unsaved(names: Collection[str], task: Task, kept: Collection[Any], 
     roots, _ = _roots(inner_task(task))
     lost = []
     for name in names:
-        if not _is_of(name, roots, {id(each) for each in kept}):
+        if not _is_of(name, roots, {id(owner) for owner in kept}):
             lost.append(name)
     if not lost:
         return ""

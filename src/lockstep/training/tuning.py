@@ -51,18 +51,25 @@ __all__ = [
 
 # --- learning rate
 
+# The range of rates, and the steps over which they rise.
 LOWEST = 1e-7
 HIGHEST = 10.0
 STEPS = 100
-_WINDOW = 5  # steps to average, since a single batch may be hard
+# Steps to average, since a single batch may be hard.
+_WINDOW = 5
 # A loss above these multiples of the lowest loss and of the first losses has diverged.
 _RISE_FROM_LOWEST = 4.0
 _RISE_FROM_START = 2.0
-_SIGMA = 2.5  # steps: standard deviation of the Gaussian that smooths the losses
-_FIRST_STEPS = 10  # their rates are too low to learn
-_MIN_FALL_SIGMAS = 1.5  # a fall of the loss counts above so many standard deviations of its noise,
-_MIN_FALL_SHARE = 0.005  # and above this share of the loss
-_DESCENT_SHARE = 0.1  # the descent starts at this share of the whole fall
+# Steps: standard deviation of the Gaussian that smooths the losses.
+_SIGMA = 2.5
+# The rates of these steps are too low to learn.
+_FIRST_STEPS = 10
+# A fall of the loss counts above this many standard deviations of its noise,
+_MIN_FALL_SIGMAS = 1.5
+# And above this share of the loss.
+_MIN_FALL_SHARE = 0.005
+# The descent starts at this share of the whole fall.
+_DESCENT_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +166,14 @@ def _search_rates(config: Config, task: Any, world: World) -> RateSearch:
         built = build(config, task, world, resume=False, steps=STEPS)
     if not built.lr:
         raise ConfigError("--lr is 0, so there is no rate to raise: give a number above 0, or leave it out")
-    first = {name: tensor.detach().clone() for name, tensor in built.own_tensors.items()}
-    load_state(built)  # --init-from
+    initial = {name: tensor.detach().clone() for name, tensor in built.own_tensors.items()}
+    # The weights of --init-from.
+    load_state(built)
     try:
         with explained(built.engine, world):
             losses = _train_losses(built)
     finally:
-        _restore_own_tensors(built, first)
+        _restore_own_tensors(built, initial)
     rates = [rate_at(step) for step in range(len(losses))]
     return RateSearch(rates, losses, *suggest_rate(rates, losses))
 
@@ -192,11 +200,12 @@ def _train_losses(built: RunParts) -> list[float]:
     losses: list[float] = []
     with closing(step_loader), closing(exchange), waiting("trying rates", shown=world.is_main) as progress:
         for record in steps(built.engine, built.task, step_loader, exchange, control):
-            own = [float(loss) for loss in record.losses]  # waits for the device
-            # collective
+            # Waits for the device, once for each step of the search.
+            rank_losses = [float(loss) for loss in record.losses]
             gathered = []
-            for part in world.gather(own):
-                gathered.extend(part)
+            # Every rank needs the loss of the whole step, so that all of them end at the same one.
+            for values in world.gather(rank_losses):
+                gathered.extend(values)
             losses.append(_mean(gathered, record.items))
             progress(len(losses), STEPS)
             if not math.isfinite(losses[-1]) or _diverges(losses):
@@ -223,11 +232,11 @@ def _diverges(losses: list[float]) -> bool:
 
 def _restore_own_tensors(built: RunParts, first: dict[str, torch.Tensor]) -> None:
     """Restore the task's own tensors."""
-    own = built.own_tensors
+    tensors = built.own_tensors
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
             tensor.copy_(first[name])
-    built.load_state_dict(own)
+    built.load_state_dict(tensors)
 
 
 def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[float], float | None]:
@@ -243,11 +252,13 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
     Returns:
         The smoothed losses, and the rate; None if they never clearly fall.
     """
+    # Leave out what follows the first loss that is not finite.
     finite = [math.isfinite(loss) for loss in losses]
     values = np.array(losses[: finite.index(False) if False in finite else None], dtype=np.float64)
     if not len(values):
         return [], None
     index = np.arange(len(values))
+    # A Gaussian smooths the noise of single batches.
     kernel = np.exp(-0.5 * ((index[:, None] - index[None, :]) / _SIGMA) ** 2)
     smoothed = kernel @ values / kernel.sum(1)
     start = values[:_FIRST_STEPS]
@@ -256,6 +267,7 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
     noise = (values - smoothed)[: max(lowest + 1, _FIRST_STEPS)].std()
     if lowest < 2 or fall <= max(_MIN_FALL_SIGMAS * noise, _MIN_FALL_SHARE * abs(start.mean())):
         return smoothed.tolist(), None
+    # The steepest slope counts only after the loss has begun to fall.
     high = np.flatnonzero(smoothed[:lowest] >= start.mean() - _DESCENT_SHARE * fall)
     begin = int(high[-1]) if len(high) else 0
     slope = np.gradient(smoothed)[begin : lowest + 1]
@@ -264,8 +276,10 @@ def suggest_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[list[
 
 # --- micro-batch size
 
-_MARGIN = 0.9  # share of the device's memory to use: batches differ, and memory fragments
-_SLOWER = 1.02  # a size is slower above so many times the seconds per sample of a smaller one
+# Share of the device's memory to use: batches differ, and memory fragments.
+_MARGIN = 0.9
+# A size is slower if a sample takes more than this multiple of a smaller size's time.
+_SLOWER = 1.02
 
 
 class SizeCost(NamedTuple):
@@ -301,10 +315,10 @@ class SizeSearch:
 
     def __str__(self) -> str:
         lines = []
-        for each in self.costs:
+        for cost in self.costs:
             lines.append(
-                f"{each.size:6d}  "
-                + (f"{bytes_text(each.peak)}, {each.seconds * 1e3:.3g} ms a sample" if each.peak else "-")
+                f"{cost.size:6d}  "
+                + (f"{bytes_text(cost.peak)}, {cost.seconds * 1e3:.3g} ms a sample" if cost.peak else "-")
             )
         if self.size:
             end = f"train with --micro-batch-size {self.size}"
@@ -361,16 +375,18 @@ def _search_sizes(config: Config, task: Any, world: World, measure: MeasureCost 
         raise ConfigError(
             "--find-micro-batch looks for a number of samples, but groups have different ones: leave it out"
         )
-    first = [(tensor, tensor.detach().clone()) for tensor in built.own_tensors.values()]
+    initial = [(tensor, tensor.detach().clone()) for tensor in built.own_tensors.values()]
     with explained(built.engine, world):
-        built.engine.state_dict()  # collective; allocates the optimizer's states, as in training
+        # Collective. This allocates the optimizer's states, as in training.
+        built.engine.state_dict()
         try:
             costs = _measure_sizes(built, measure or _cuda_measure(world.device))
         finally:
-            for tensor, before in first:
+            for tensor, before in initial:
                 tensor.detach().copy_(before)
             built.task.load_state_dict(built.task.state_dict())
-    total = min(world.gather(total or torch.cuda.mem_get_info(world.device)[1]))  # collective
+    # The device with the least memory decides for all ranks.
+    total = min(world.gather(total or torch.cuda.mem_get_info(world.device)[1]))
     return SizeSearch(costs, total, choose_size(costs, total, _exact_sum_bytes(built)))
 
 
@@ -384,10 +400,10 @@ def choose_size(costs: list[SizeCost], total: int, extra: int = 0) -> int:
     """
     best = 0
     fastest = float("inf")
-    for each in costs:
-        fastest = min(fastest, each.seconds) if each.peak else fastest
-        if each.peak and each.peak + extra <= _MARGIN * total and each.seconds <= _SLOWER * fastest:
-            best = each.size
+    for cost in costs:
+        fastest = min(fastest, cost.seconds) if cost.peak else fastest
+        if cost.peak and cost.peak + extra <= _MARGIN * total and cost.seconds <= _SLOWER * fastest:
+            best = cost.size
     return best
 
 
@@ -410,9 +426,11 @@ def _measure_sizes(built: RunParts, measure: MeasureCost) -> list[SizeCost]:
             sizes.append(1 << power)
     with waiting("trying sizes", shown=world.is_main) as progress:
         for index, size in enumerate(sizes):
-            own, error = _measure_on_rank(built, size, measure)
-            world.check(error)  # collective
-            peaks, seconds = zip(*world.gather(list(own)), strict=True)  # collective
+            cost, error = _measure_on_rank(built, size, measure)
+            # Any error but a lack of memory ends the search on every rank.
+            world.check(error)
+            # A size must fit every rank, and the slowest rank decides its speed.
+            peaks, seconds = zip(*world.gather(list(cost)), strict=True)
             fits = all(peaks)
             costs.append(SizeCost(size, max(peaks) * fits, max(seconds) / size))
             progress(index + 1, len(sizes))
@@ -443,14 +461,15 @@ def _first_batch(built: RunParts, size: int) -> MicroBatch:
     config = dataclasses.replace(built.config, micro_batch_size=size)
     run_plan = dataclasses.replace(built.run_plan, config=config)
     stream, _ = build_batches(config, built.task, built.training, run_plan, built.world, RunState())
-    ((first, _),) = stream.parts(0, [(0, stream.own_samples(0))])
-    return first
+    ((batch, _),) = stream.parts(0, [(0, stream.own_samples(0))])
+    return batch
 
 
 def _forward_and_backward(built: RunParts, batch: MicroBatch) -> None:
     """Run a forward and a backward without the engine, whose exchange needs all ranks."""
     loss_sum: Callable[[nn.Module, MicroBatch], Tensor] = loss_of(built.task)
     seeder(built.config.seed, "micro", built.world.device)(0, batch.index)
+    # torch's `backward` has no annotations.
     loss_sum(built.model, batch).backward()  # type: ignore[no-untyped-call]
 
 
@@ -458,12 +477,15 @@ def _cuda_measure(device: torch.device) -> MeasureCost:
     """Return a function that measures a call on a CUDA device."""
 
     def measure(once: Callable[[], None]) -> tuple[int, float]:
-        once()  # chooses kernels, and allocates gradients
-        torch.cuda.synchronize(device)  # waits for the device
+        # The first call chooses kernels, and allocates gradients.
+        once()
+        # Waits for the device: earlier work must not count.
+        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         once()
-        torch.cuda.synchronize(device)  # waits for the device
+        # Waits for the device, whose work must be over.
+        torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
         return torch.cuda.max_memory_reserved(device), seconds
 

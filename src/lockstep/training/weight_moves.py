@@ -1,4 +1,4 @@
-"""Move the weights of a model for a trial, and put them back bit for bit without copies.
+"""Move a model's weights for a trial, and restore them bit for bit without copies.
 
 with moved(weights, seed):              # a little: zero heads and symmetric starts are no special case
     with stretched(weights):            # by four: hinges and thresholds already drop samples
@@ -20,33 +20,42 @@ _MANTISSAS = {
     torch.float16: (torch.int16, 10),
     torch.bfloat16: (torch.int16, 7),
 }
-_MOVE = 1e-2  # of a tensor of zeros; others move by up to 2^-6 of each weight
-_FIRST_BIT = 7  # the first bit of a mantissa that moves weighs 2^-7
-LAST_BIT = 20  # the same for moves like those of rounding
+# Standard deviation of the moves of zeros. Others move by up to 2^-6 of each weight.
+_MOVE = 1e-2
+# The first bit of a mantissa that moves weighs 2^-7.
+_FIRST_BIT = 7
+# The same for moves as small as rounding errors.
+LAST_BIT = 20
+# A power of two, so that the weights come back bit for bit.
 _STRETCH = 4.0
-_PATTERN = 65521  # a prime, so that the pattern meets the rows of a matrix at different places
+# A prime, so that the pattern meets the rows of a matrix at different places.
+_PATTERN = 65521
 
 
 @contextmanager
 def stretched(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Multiply weights by four, and put them back bit for bit. A tensor that would overflow stays."""
+    """Multiply weights by four, and restore them bit for bit.
+
+    A tensor that would overflow is left out.
+    """
     reals = []
-    for each in tensors:
-        if each.is_complex():
-            reals.append(torch.view_as_real(each))
+    for tensor in tensors:
+        if tensor.is_complex():
+            reals.append(torch.view_as_real(tensor))
         else:
-            reals.append(each)
+            reals.append(tensor)
     weights = []
-    for each in reals:
-        if each.dtype in _MANTISSAS and each.numel():
-            weights.append(each.detach().data)
-    # Waits for the device.
+    for tensor in reals:
+        if tensor.dtype in _MANTISSAS and tensor.numel():
+            weights.append(tensor.detach().data)
+    # Waits for the device, once for each tensor.
     large = []
-    for each in weights:
-        if bool(each.abs().amax() < torch.finfo(each.dtype).max / _STRETCH):
-            large.append(each)
+    for tensor in weights:
+        if bool(tensor.abs().amax() < torch.finfo(tensor.dtype).max / _STRETCH):
+            large.append(tensor)
     try:
-        for weight in large:  # exact: a power of two
+        # Exact, because the factor is a power of two.
+        for weight in large:
             weight.mul_(_STRETCH)
         yield
     finally:
@@ -66,27 +75,28 @@ def moved(tensors: Sequence[Tensor], seed: int, first_bit: int = 0) -> Iterator[
     """
     first_bit = first_bit or _FIRST_BIT
     reals = []
-    for each in tensors:
-        if each.is_complex():
-            reals.append(torch.view_as_real(each))
+    for tensor in tensors:
+        if tensor.is_complex():
+            reals.append(torch.view_as_real(tensor))
         else:
-            reals.append(each)
-    weights = [each.detach() for each in reals if each.dtype in _MANTISSAS and each.numel()]
+            reals.append(tensor)
+    weights = [tensor.detach() for tensor in reals if tensor.dtype in _MANTISSAS and tensor.numel()]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for number, weight in enumerate(weights):
-            # Moves must not count as writes: torch's graphs and copies of weights look
+            # Moves must not count as writes, because torch's graphs and copies of weights check for those.
             data: Tensor = weight.data
-            if bool(data.any()):  # waits for the device
+            # Waits for the device, once for each tensor.
+            if bool(data.any()):
                 _flip(data, seed + number, first_bit)
                 stack.callback(_flip, data, seed + number, first_bit)
             else:
-                # Waits for the device; zeros below zero
+                # Waits for the device. Zeros with a negative sign must get it back.
                 signs = data.clone() if bool(data.signbit().any()) else None
                 stack.callback(_restore_zeros, data, signs)
                 generator = Generator().manual_seed(seed + number)
                 pattern = torch.randn(min(data.numel(), _PATTERN), generator=generator).mul_(_MOVE).to(data)
-                for part, values in _tiles(data, pattern):
-                    part.copy_(values)
+                for tile, values in _tiles(data, pattern):
+                    tile.copy_(values)
         with torch.enable_grad():
             yield
 
@@ -97,8 +107,8 @@ def _flip(data: Tensor, seed: int, first_bit: int) -> None:
     generator = Generator().manual_seed(seed)
     highest = 1 << max(size - first_bit + 1, 1)
     pattern = torch.randint(highest, (min(data.numel(), _PATTERN),), generator=generator, dtype=integer)
-    for part, values in _tiles(data.view(integer), pattern.to(data.device)):
-        part.bitwise_xor_(values)
+    for tile, values in _tiles(data.view(integer), pattern.to(data.device)):
+        tile.bitwise_xor_(values)
 
 
 def _restore_zeros(data: Tensor, before: Tensor | None) -> None:
@@ -109,7 +119,7 @@ def _restore_zeros(data: Tensor, before: Tensor | None) -> None:
 
 
 def _tiles(data: Tensor, pattern: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parts of a tensor with the values that a repeated pattern has for them."""
+    """Yield the parts of a tensor with their values of a repeated pattern."""
     if not data.is_contiguous():
         repeats = -(-data.numel() // len(pattern))
         yield data, pattern.repeat(repeats)[: data.numel()].view(data.shape)

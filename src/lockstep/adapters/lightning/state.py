@@ -88,8 +88,6 @@ def _find_caller() -> tuple[str, str]:
     while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
         if frame.f_globals["__name__"] == _INSIDE[0]:
             name = frame.f_code.co_name
-        else:
-            name = name
         frame = frame.f_back
     return name, str(frame.f_globals.get("__name__", ""))
 

@@ -302,9 +302,7 @@ class LightningTask(Task):
             self.life.hook(f"on_{self._hook}_batch_end", output, *args)
         trainer.stage = "train"
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            loss = loss
-        else:
+        if not (isinstance(loss, Tensor) and loss.numel() == 1):
             loss = epoch.loss
         if not isinstance(loss, Tensor):
             self.evaluates_loss = self.evaluates_loss and loss is not None

@@ -464,9 +464,7 @@ class _Apply:
                 replacement = self._new.get(parameter)
                 replacement = change(parameter) if replacement is None else replacement
             if replacement is not parameter:
-                if isinstance(replacement, nn.Parameter):
-                    replacement = replacement
-                else:
+                if not isinstance(replacement, nn.Parameter):
                     replacement = nn.Parameter(replacement, parameter.requires_grad)
                 self._new[parameter] = module._parameters[name] = replacement
         for name, buffer in module._buffers.items():

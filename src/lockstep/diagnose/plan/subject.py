@@ -261,8 +261,6 @@ def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
     names: Sequence[str] = ("input_ids", "labels")
     if config.data.packing == "documents":
         names = (*names, "positions", "documents")
-    else:
-        names = names
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         try:

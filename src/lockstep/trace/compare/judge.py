@@ -262,8 +262,6 @@ class _Divergence:
         self.off = error / length if length else 0.0
         if self.off == self.off:
             verdict.largest = max(verdict.largest, self.off)
-        else:
-            verdict.largest = verdict.largest
         if self.off > _TOO_FAR:
             verdict.unproven = (
                 f"from step {step.at[0] + 1} on rounding has grown to {self.off:.1e} of the weights, which may hide a "

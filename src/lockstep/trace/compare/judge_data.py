@@ -217,8 +217,6 @@ def _samples_of_other_step(
         if (identical and (resumed or abs(offset) <= 2)) or (part and resumed):
             if identical:
                 text = f"it reads the samples of the first run's step {at + 1}"
-            else:
-                text = text
             if offset > 0:
                 return step.finding("data", "late-resume" if resumed else "lost-samples", text, "samples")
             return step.finding("data", "early-resume" if resumed else "repeated-samples", text, "samples")
