@@ -46,7 +46,7 @@ def command(argv: list[str]) -> int:
         return _code(int(importlib.import_module("lockstep.training.hf_script").run_script(script, options)))
     config, task = config_and_task(options)
     if args["show_groups"]:
-        importlib.import_module("lockstep.training.build").show_groups(config)
+        importlib.import_module("lockstep.training.summary").show_groups(config)
         return 0
     if args["find_lr"]:
         importlib.import_module("lockstep.training.tuning").print_rates(config)

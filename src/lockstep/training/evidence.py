@@ -28,11 +28,7 @@ where they are.
 import contextlib
 import copy
 import dataclasses
-import gc
 import math
-import pickle
-import random
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,9 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Generator, Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Generator, Tensor
 from torch.utils import _pytree as pytree
 
 from lockstep.counts import first_length
@@ -58,6 +52,14 @@ from lockstep.passes import split_loss
 from lockstep.task import Task
 from lockstep.tensors import is_dtensor, local_of
 from lockstep.training.draws import CONTIGUOUS, DrawBook, Layout, RowDraws
+from lockstep.training.isolation import (
+    GeneratorWatch,
+    exact_arithmetic,
+    foreign_gradients,
+    host_states,
+    own_gradients,
+    training_modes,
+)
 from lockstep.training.weight_moves import LAST_BIT, moved, stretched
 from lockstep.transforms.precision import AUTOCAST, eager, without_autocast
 
@@ -70,9 +72,7 @@ __all__ = [
     "cut_rows",
     "halve",
     "have_same_tensors",
-    "leaves",
     "sketch",
-    "training_modes",
     "weigh",
 ]
 
@@ -309,8 +309,8 @@ class _Weighing:
             stack.enter_context(eager())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(training_modes(self.trial))
-            stack.enter_context(_exact_arithmetic(self._model))
-            stack.enter_context(_own_gradients(self._parameters))
+            stack.enter_context(exact_arithmetic(self._model))
+            stack.enter_context(own_gradients(self._parameters))
             stack.enter_context(moved([local_of(p) for p in self._parameters], self._seed))
             if self.is_sharded:
                 # A changed set of trained parameters must rebuild the engine before its backward is taken.
@@ -423,7 +423,7 @@ class _Weighing:
         return [[Finding(*values) for values in rank] for rank in self.trial.world.gather(findings)]
 
     def differentiate(
-        self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "_Watch | None" = None
+        self, batch: MicroBatch, draws: RowDraws, seed: int, weight: float = 1.0, watch: "GeneratorWatch | None" = None
     ) -> _Pass:
         """Compute the gradient of a batch's loss, and drop it again. Collective with sharded parameters."""
         trial = self.trial
@@ -438,9 +438,9 @@ class _Weighing:
                 trial.seed(seed)
                 with watch or contextlib.nullcontext(), forward, draws:
                     loss, _ = split_loss(task.loss(self._model, batch.data))
-                    with _foreign_gradients(loss, self._parameters):
+                    with foreign_gradients(loss, self._parameters):
                         self._backward(loss, weight)
-                states = _host_states()
+                states = host_states()
             sketches = [sketch(p.grad, local_of(p)) for p in self._parameters]
             # Waits for the device, once for each gradient of the proof.
             vector = torch.cat([values.to("cpu", torch.float64) for values in sketches])
@@ -567,12 +567,12 @@ class _Judgement:
 
     def explained(self, found: list[Finding]) -> None:
         """Compute the whole again, to see whether its loss draws numbers that nothing can cut."""
-        watch = _Watch(self._weighing.trial.task, self._weighing.trial.world.device)
+        watch = GeneratorWatch(self._weighing.trial.task, self._weighing.trial.world.device)
         watched = self._tried(lambda: self._watched(watch))
         if self.finding.is_against and watch.moved:
             self.finding = watched
 
-    def _watched(self, watch: "_Watch") -> Finding:
+    def _watched(self, watch: "GeneratorWatch") -> Finding:
         self._differentiate(self._place.whole, None, watch=watch)
         if watch.moved:
             return self._undecided(f"its loss draws from {watch.moved[0]}")
@@ -777,159 +777,6 @@ def have_same_tensors(first: Any, second: Any) -> bool:
     """Whether two batches of one form hold equal tensors."""
     pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
     return all(a.equal(b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))
-
-
-# --- contexts without a trace
-
-
-@contextmanager
-def training_modes(trial: "Trial") -> Iterator[None]:
-    """Set the modes of training, but BatchNorm's to evaluation."""
-    before = [(module, module.training) for module in trial.model.modules()]
-    for module, mode in before:
-        is_training = trial.training_modes.get(module, mode)
-        module.training = is_training and not isinstance(module, _BatchNorm)
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextmanager
-def _exact_arithmetic(model: nn.Module) -> Iterator[None]:
-    """Compute float32 in full, and with kernels whose random numbers a dispatch mode sees."""
-    precision = torch.get_float32_matmul_precision()
-    # cuDNN draws the dropout between layers of an RNN itself.
-    has_dropout = any(isinstance(module, nn.RNNBase) and module.dropout for module in model.modules())
-    cudnn: Any = contextlib.nullcontext()
-    if torch.cuda.is_available():
-        flags = torch.backends.cudnn
-        cudnn = flags.flags(flags.enabled and not has_dropout, False, deterministic=True, allow_tf32=False)
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with cudnn, sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-@contextmanager
-def _own_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Clear `.grad`, and put it back at the end."""
-    before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-
-
-@contextmanager
-def _foreign_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore `.grad` of leaves of the loss's graph that the model does not own."""
-    model_parameters = set(parameters)
-    before = [(leaf, leaf.grad) for leaf in leaves(loss) if leaf not in model_parameters]
-    for leaf, _ in before:
-        # A backward would add to it in place.
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in before:
-            leaf.grad = gradient
-
-
-def leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaf tensors of a loss's graph."""
-    tensors = list[Tensor]()
-    visited = set[Any]()
-    queue = [loss.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        if hasattr(node, "variable"):
-            tensors.append(node.variable)
-        queue += [following for following, _ in node.next_functions]
-    return tensors
-
-
-# Most objects to look at, the nearest first.
-_VISITED = 20_000
-
-
-def _generators(root: Any) -> list[Any]:
-    """Return the generators of numpy and Python that an object can reach.
-
-    Attributes are searched, globals of methods, and so on.
-    """
-    kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    generators = list[Any]()
-    visited = {id(root)}
-    level = [root]
-    # Compare types: `isinstance` reads `__class__`, and an object of torch warns about that.
-    while level and len(visited) < _VISITED:
-        objects = [item for item in level if not issubclass(type(item), types.ModuleType)]
-        level = []
-        for item in gc.get_referents(*objects):
-            if id(item) not in visited and len(visited) < _VISITED:
-                visited.add(id(item))
-                level.append(item)
-                if issubclass(type(item), kinds) and not isinstance(item, random.SystemRandom):
-                    generators.append(item)
-    return generators
-
-
-class _Watch:
-    """Context that sees which generators outside of the draws' keys a loss has used.
-
-    Args:
-        task: whose generators are watched.
-        device: whose default generator is.
-
-    Attributes:
-        moved: descriptions of them, at the end.
-    """
-
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self._task = task
-        self._device = device
-        self.moved = list[str]()
-
-    def __enter__(self) -> None:
-        self._own = _generators(self._task)
-        self._before = self._states()
-
-    def __exit__(self, *_: object) -> None:
-        pairs = zip(self._before, self._states(), strict=True)
-        self.moved = [name for (name, before), (_, after) in pairs if before != after]
-
-    def _states(self) -> list[tuple[str, bytes]]:
-        states = []
-        for generator in self._own:
-            states.append((f"a {type(generator).__module__}.{type(generator).__name__}", _state_of(generator)))
-        # A kernel may draw where no dispatch mode sees it.
-        if self._device.type == "cuda":
-            # The generator's state is in host memory already.
-            states.append(("the device's generator", torch.cuda.get_rng_state(self._device).tolist()))
-        return [(name, pickle.dumps(state)) for name, state in states]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _host_states() -> bytes:
-    """Return the states of numpy's and Python's default generators."""
-    return pickle.dumps((np.random.get_state(legacy=False), random.getstate()))
 
 
 # --- sketches

@@ -41,9 +41,9 @@ from lockstep.training.evidence import (
     Verdict,
     cut_rows,
     have_same_tensors,
-    training_modes,
     weigh,
 )
+from lockstep.training.isolation import training_modes
 from lockstep.training.trial_state import (
     describe_marks,
     differing_marks,

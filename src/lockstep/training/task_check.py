@@ -32,7 +32,7 @@ from lockstep.records import float_of, is_number
 from lockstep.run_state import RunState
 from lockstep.task import Task, has_mean_loss, has_own, has_step_loss, needs_graph, set_detected
 from lockstep.training.evaluation import check_mergeable, is_metric, pop_state
-from lockstep.training.evidence import leaves
+from lockstep.training.isolation import leaves
 from lockstep.training.loss_check import (
     PLACES,
     HalvedSamples,

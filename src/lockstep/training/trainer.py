@@ -36,7 +36,7 @@ from lockstep.loop import steps
 from lockstep.records import EvaluationRecord, Step
 from lockstep.report.goodput import BODY, ENDING, RECOVERY, START, TRAINING
 from lockstep.report.page import write
-from lockstep.training.build import BuildRequest, LockFacts, RunParts, announce, build_together, notify, remote_run
+from lockstep.training.build import BuildRequest, LockFacts, RunParts, build_together, notify, remote_run
 from lockstep.training.components import (
     StepComponents,
     after_first_step,
@@ -84,6 +84,7 @@ from lockstep.training.resume import FIXED
 from lockstep.training.run_dir import RunFolder
 from lockstep.training.selection import describe_best, out_of_patience
 from lockstep.training.session import HookContext, Session, update_best
+from lockstep.training.summary import announce
 from lockstep.training.trial_state import describe_unsaved
 
 __all__ = [
