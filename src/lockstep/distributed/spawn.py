@@ -77,8 +77,10 @@ class _RankSpec(NamedTuple):
     folder: Path
     logged: bool
     before: Callable[[], None] | None
-    flags: bool  # whether messages name settings as flags, as in the calling process
-    start_method: str | None  # of the calling process, for the rank's own processes; None: Python's default
+    # Whether messages name settings as flags, as in the calling process
+    flags: bool
+    # Of the calling process, for the rank's own processes; None: Python's default
+    start_method: str | None
 
 
 class _FailureReport(NamedTuple):

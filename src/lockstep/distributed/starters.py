@@ -1,4 +1,4 @@
-"""Read the rank of a process that srun started, or refuse processes that would each train alone.
+"""Read the rank of a process that srun started, or refuse unnumbered processes.
 
 read_starter(os.environ)                    # `srun -n8 lockstep train`: sets RANK, WORLD_SIZE, MASTER_ADDR, ...
 task = SlurmTask.read(os.environ)           # rank, size, local rank, first host, port; None: not one of several tasks

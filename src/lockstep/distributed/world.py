@@ -206,8 +206,10 @@ class World:
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
-    _is_guest: bool = False  # the default group was created, and will be destroyed, by other code
-    _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)  # not copied by `replace`
+    # The default group was created, and will be destroyed, by other code
+    _is_guest: bool = False
+    # Not copied by `replace`
+    _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Resolve a CUDA device without an index to the current one."""
@@ -416,7 +418,7 @@ class World:
             self.defer(identity(self.device) if by_nccl else None, check_unshared)  # collective
 
     def _agree_on_scope(self, store: Store, wait: timedelta) -> None:
-        """Choose a prefix for this join's keys, new at each join, the same on all ranks.
+        """Choose a prefix for the keys of this join, the same on all ranks.
 
         Rank 0 draws it. The store may be older than these processes and still hold the prefix of an earlier start,
         and no count in the environment tells starts apart: on several nodes each torchrun counts its own restarts. So
