@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-# torch's dispatch modes have no public module; the name is the same since torch 2.11.
+# torch's dispatch modes have no public module and no annotations; the name is the same since torch 2.11.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoint.write import bytes_of
