@@ -31,7 +31,7 @@ __all__ = [
     "run_attached",
 ]
 
-# Python imports `sitecustomize` from this folder at its start, which attaches the recorder.
+# Python imports the `sitecustomize` of this folder when it starts, which attaches the recorder.
 _ATTACH = Path(__file__).parents[1] / "trace" / "attach"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Seconds between two calls of `tick`.
@@ -129,8 +129,8 @@ def run_attached(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TICK)
         code = process.wait()
-    # The handlers belong to this process: restore them whatever happened.
     finally:
+        # The handlers belong to this process: restore them whatever happened.
         for number, handler in before.items():
             signal.signal(number, handler)
     code = code if code >= 0 else 128 - code

@@ -272,5 +272,5 @@ def _scale_parser() -> Parser:
     return parser
 
 
-# Flags that scale reads itself. train has some of the same names.
+# Flags of scale itself: a hint for flags of train must not name them.
 _OWN = ("world_sizes", "strong", "weak", "rounds", "steps", "extrapolate", "runs", "ranks_per_node", "json")

@@ -67,8 +67,8 @@ def script_command(name: str, argv: list[str]) -> int:
     }
     try:
         code, interrupted = run_attached(name, program, variables, traces.look if traces else None)
-    # The command did not start, so there is nothing to keep.
     except (ConfigError, KeyboardInterrupt):
+        # The command did not start, so there is nothing to keep.
         _remove(folder, created)
         raise
     if code and not interrupted:
@@ -144,7 +144,7 @@ class _Traces:
         paths = sorted(self.folder.glob("rank-*.json.gz"))
         if paths and not self._ranks:
             reading = importlib.import_module("lockstep.diagnose.profile.reading")
-            # Rank 0's trace names the number of ranks. Until it is complete, it cannot be read.
+            # Each trace has the number of ranks. Until it is complete, it cannot be read.
             with contextlib.suppress(ConfigError):
                 self._ranks = int(reading.read(paths[0]).about["world_size"])
         if self._ranks and len(paths) >= self._ranks:

@@ -115,8 +115,8 @@ def trace_command(argv: list[str]) -> int:
     record = {"code": code, "seconds": round(time.time() - began, 3), "steps": args.steps, "scripts": scripts}
     try:
         _ended(folder, created, record)
-    # The disk is full, or the command has removed the folder. The command's exit code is kept.
     except OSError as error:
+        # The disk is full, or the command has removed the folder. The command's exit code is kept.
         _say(f"{printable(str(folder))}: {error.strerror or error}; the trace may be incomplete")
     hint = lint_hint(program)
     if hint:

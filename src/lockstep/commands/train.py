@@ -60,8 +60,8 @@ def command(argv: list[str]) -> int:
     run = import_training().Run(config, task)
     try:
         return _code(run().exit_code)
-    # A run that saved on Ctrl-C returns its code; any other interrupt passes.
     except KeyboardInterrupt:
+        # A run that saved on Ctrl-C returns its code; any other interrupt passes.
         if run.status != "interrupted":
             raise
         return _code(run.result.exit_code)

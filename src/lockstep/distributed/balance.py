@@ -266,7 +266,7 @@ class Balancer:
         self._base: Sequence[ShareReport] = ()
         self._window: list[list[_UnitCost]] = []
         self._window_steps: list[int] = []
-        # Costs of the last window, if they called for a change
+        # Costs of the last window, if they called for a change.
         self._pending_costs: tuple[float, ...] = ()
 
     def at(self, step: int) -> Shares:

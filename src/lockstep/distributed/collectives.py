@@ -93,8 +93,8 @@ def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
         return
     try:
         work.wait(timeout)
-    # A timeout shorter than the group's leaves the links open, so the links do not show that a rank failed.
     except RuntimeError as error:
+        # A timeout shorter than the group's leaves the links open, so the links do not show that a rank failed.
         raise lost_peers(dist.get_rank()) from error
 
 

@@ -69,8 +69,8 @@ def ensure_descriptors(count: int, process: str) -> None:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
-        # A container may forbid it. The check below decides whether the limit suffices.
         except (OSError, ValueError):
+            # A container may forbid it. The check below decides whether the limit suffices.
             pass
     if soft != resource.RLIM_INFINITY and soft < count:
         raise ConfigError(

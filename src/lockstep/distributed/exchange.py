@@ -434,7 +434,7 @@ class StepExchange:
 
         `receive` returns the most urgent request, in the same step on all ranks.
         """
-        # One assignment of an integer: a signal handler may interrupt any other thread's code.
+        # A single assignment, since a signal handler may run between any two instructions.
         self._stop_request = max(self._stop_request, stop_request)
 
     @property
@@ -506,7 +506,7 @@ class StepExchange:
 
     def _busy_seconds(self) -> BusySeconds:
         """Return the busy seconds per step since the last exchange, without waits for others."""
-        # Read the seconds before the number of steps that they cover: another thread may add to both.
+        # Read the seconds first: reading a device's clock adds the steps that the device has completed.
         total = self._total_busy()
         step = self._timed_steps() if self._timed_steps else self.progress.step
         # A device reports late, and no step has ended since the last exchange.

@@ -400,8 +400,8 @@ def _is_printed(error: BaseException) -> bool:
         os.close(os.open(error_file.parents[1] / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return True
-    # The folder is gone, or the disk is full: print the error rather than lose it.
     except OSError:
+        # The folder is gone, or the disk is full: print the error rather than lose it.
         return False
     return False
 

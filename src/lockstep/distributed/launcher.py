@@ -229,8 +229,8 @@ def end_with_launcher() -> None:
     try:
         # Without O_NONBLOCK the call would wait until a launcher opens the other end.
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    # Another launcher removed the pipe after this one's died.
     except FileNotFoundError:
+        # Another launcher removed the pipe after this one's died.
         _end()
         return
     os.set_blocking(pipe, True)

@@ -77,9 +77,9 @@ class _RankSpec(NamedTuple):
     folder: Path
     logged: bool
     before: Callable[[], None] | None
-    # Whether messages name settings as flags, as in the calling process
+    # Whether messages name settings as flags, as in the calling process.
     flags: bool
-    # Of the calling process, for the rank's own processes; None: Python's default
+    # The calling process's, for the rank's own processes; None: Python's default.
     start_method: str | None
 
 
@@ -238,8 +238,8 @@ def _collect(ranks: list[tuple[Any, Connection]], patience: float, folder: Path,
             rank = waiting[pipe]
             try:
                 event, content = pipe.recv()
-            # The rank died without a report. Its time 0.0 sorts it before the errors that it caused in others.
             except EOFError:
+                # The rank died without a report. Its time 0.0 sorts it before the errors that it caused in others.
                 text = _describe_death(ranks[rank][0], folder, len(pipes), rank, rank in running, logged)
                 event = "failed"
                 content = _FailureReport(False, 0.0, rank, text, rank not in running, "")
@@ -274,7 +274,7 @@ def _describe_death(process: Any, folder: Path, size: int, rank: int, ran: bool,
         text = "its process could not import the calling script or the module of the task: a script that starts "
         return text + 'processes must do so under `if __name__ == "__main__":`'
     if not logged:
-        # The pipe closes a little before the process has ended.
+        # Its pipe closes a little before the process has ended.
         process.join(_GRACE)
         code = process.exitcode
         if code is None:
@@ -337,7 +337,7 @@ def _run_rank(pipe: Connection, spec: _RankSpec) -> None:
     # Leaving a world ends with a garbage collection: exempt the objects inherited from the server.
     gc.freeze()
     say()
-    # Kernels split their sums by the number of threads, so one thread gives the same bits on every machine.
+    # Kernels split their sums by the number of threads, so one thread gives the same bits for any number of cores.
     torch.set_num_threads(1)
     _share_compilers(spec.device, size)
     try:

@@ -89,7 +89,6 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     if not count:
         raise ConfigError("--device cuda: torch sees no CUDA device here; use --device auto or cpu")
     # The only visible device. Whether another rank shares it is checked once the ranks have joined.
-    # This process's own, or the node's only one: checked once the ranks have joined
     if count == 1:
         return torch.device("cuda", 0)
     ranks = max(local_size, local_rank + 1)
@@ -152,8 +151,8 @@ def _host() -> str:
         return host_id
     try:
         return f"{platform.node()}/{_BOOT.read_text(encoding='ascii').strip()}"
-    # Only Linux has a boot ID.
     except OSError:
+        # Only Linux has a boot ID.
         return platform.node()
 
 
@@ -206,9 +205,9 @@ class World:
     _scope: str = ""
     _name_counts: dict[str, int] = field(default_factory=dict)
     _patience: float = 0.0
-    # The default group was created, and will be destroyed, by other code
+    # The default group was created, and will be destroyed, by other code.
     _is_guest: bool = False
-    # Not copied by `replace`
+    # Not copied by `dataclasses.replace`.
     _phase: _Phase | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -290,8 +289,8 @@ class World:
         if dist.is_initialized():
             groups.append(dist.group.WORLD)
             dist.destroy_process_group()
-        # torch.distributed.nn keeps a reference to the default group, and would keep its links open.
-        # Without this the other ranks wait for this one until the timeout.
+        # torch.distributed.nn keeps a reference to the default group, and so its links open. The other ranks would wait
+        # for this one until the timeout.
         _forget_group()
         while groups:
             box = [groups.pop()]
@@ -369,8 +368,8 @@ class World:
             store.set_timeout(timedelta(seconds=_PATIENCE))
             present = (store.check([f"{self._scope}/here-{rank}"]) for rank in range(self.size))
             absent = [rank for rank, is_here in enumerate(present) if not is_here]
-        # The process that serves the meeting point has ended.
         except RuntimeError:
+            # The process that serves the meeting point has ended.
             return "the meeting point is gone; the first error is in the log of the rank that failed", False
         # Without a scope rank 0 did not write one.
         if not self._scope:
@@ -892,7 +891,7 @@ def _forget_group() -> None:
 _LENGTH = 8
 # Bytes of a value that the first collective carries. Most agreements are shorter.
 _SHORT = 120
-# By process, host and port. A forked process must not use its parent's connection.
+# By process, host and port: a forked process must not use its parent's connection.
 _STORES: dict[tuple[int, str, int], TCPStore] = {}
 # Worlds of failed runs. The next join leaves them first.
 _ABANDONED: list[World] = []

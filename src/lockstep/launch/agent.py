@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 
-# Of linux/prctl.h
+# A number of linux/prctl.h.
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -118,8 +118,8 @@ def _next_ended() -> int | None:
     try:
         # WNOWAIT shows which child has ended, and leaves it to be reaped.
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    # There are no children.
     except ChildProcessError:
+        # There are no children.
         return None
     if ended:
         return ended.si_pid

@@ -33,7 +33,7 @@ def count_oom_kills(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
     Returns:
         0 if the system does not report it (other than Linux, or a container that hides it).
     """
-    # Inside a container only the cgroup's count is visible, outside only the machine's may be.
+    # A container may hide either count, and one that is missing counts as 0.
     return sum(_count(path) for path in _files(root, own)) + _count(Path("/proc/vmstat"))
 
 

@@ -75,8 +75,8 @@ class Link:
                 self._incoming += data
                 self.is_open = bool(data)
                 self.heard = time.monotonic() if data else self.heard
-        # Nothing more has arrived.
         except BlockingIOError:
+            # Nothing more has arrived.
             pass
         except OSError:
             self.is_open = False
@@ -115,6 +115,6 @@ class Link:
                 self._outgoing = self._outgoing[self._connection.send(self._outgoing) :]
         except BlockingIOError:
             self.is_open = len(self._outgoing) <= _LIMIT
-        # The other end has closed. What it sent before can still be read.
         except OSError:
+            # The other end has closed. What it sent before can still be read.
             self._outgoing = b""

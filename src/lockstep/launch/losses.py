@@ -240,8 +240,8 @@ class Membership:
                 if self._replica(mate) == self._replica(name):
                     mates.append(mate)
             self._doomed |= dict.fromkeys(mates, failure)
-        # A new process that has not joined: no member waits for it.
         else:
+            # A new process that has not joined: no member waits for it.
             self._starting.remove(name)
             self.replace.append(name)
         survivors = self._survivors(living)

@@ -477,8 +477,8 @@ class Coordinator:
         node.is_quiet = quiet > _QUIET
         if not node.link.is_open:
             self._lose(node, "its launcher has ended")
-        # The ranks here ended well, which they do only together with all others.
         elif is_last and quiet > _LEAVE:
+            # The ranks here ended well, which they do only together with all others.
             self._say(f"node {node.label} ({node.host}): its launcher is silent; the run has ended without it")
             node.link.close()
             node.is_lost = True
@@ -537,8 +537,8 @@ class Coordinator:
                 node.link.send(self._state)
                 node.version = self._version
                 node.sent_at = time_now
-            # Nothing is new. A beat shows that this launcher is alive.
             elif time_now - node.sent_at > _BEAT:
+                # Nothing is new. A beat shows that this launcher is alive.
                 node.link.send(_NOTHING_NEW)
                 node.sent_at = time_now
         for name in _ORDERS:
@@ -666,8 +666,8 @@ class Follower:
                     seconds_left = self._patience - seconds
                     self._say(f"waiting for a place in the run at {self._endpoint}: {why}; {seconds_left:.0f} s left")
                 time.sleep(_SEAT_PAUSE)
-        # The store has gone with node 0's launcher.
         except RuntimeError as error:
+            # The store has gone with node 0's launcher.
             ended = f"the run at {self._endpoint} ended while this launcher waited for a place in it"
             raise LockstepError(f"{ended} ({why})" if why else f"{ended}") from error
         raise LockstepError(

@@ -337,8 +337,8 @@ class NodeRendezvous(RendezvousHandler):
             return self._counter.read()
         try:
             return int(self._handler.num_nodes_waiting())
-        # The next round will fail because of it. This one needs no state.
         except RendezvousStateError:
+            # The next round will fail because of it. This one needs no state.
             if not self._has_warned:
                 text = f"at {self._job.endpoint} somebody without the launchers' secret has overwritten their state"
                 self._say(f"{text}; the run goes on, and can neither be restarted nor take nodes in")

@@ -428,7 +428,7 @@ def record_end() -> Iterator[None]:
     finally:
         try:
             file.write_text(f"{order} {time.time():.3f} {line}\n", encoding="utf-8")
-        # A full disk. No record is better than an empty one, which would name a lost node.
         except OSError:
+            # A full disk. No record is better than an empty one, which would name a lost node.
             with contextlib.suppress(OSError):
                 file.unlink()

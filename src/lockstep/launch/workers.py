@@ -150,8 +150,8 @@ class Preloaded:
                     return None
             try:
                 pid = own_end.recv(_PID)
-            # The preloaded process is gone, or too slow.
             except OSError:
+                # The preloaded process is gone, or too slow.
                 pid = b""
             if not pid:
                 return None
@@ -167,8 +167,8 @@ class Preloaded:
         try:
             socket.send_fds(self._socket, [len(text).to_bytes(_LENGTH, "big")], [answers])
             self._socket.sendall(text)
-        # The rest of a truncated request would be read as the next one, so end the process.
         except OSError:
+            # The rest of a truncated request would be read as the next one, so end the process.
             self.end()
             return False
         return True

@@ -69,7 +69,7 @@ class Sinks:
     def start(self, info: dict[str, Any]) -> None:
         """Start each sink, and drop those that fail."""
         self._sinks = [sink for sink in self._sinks if self._call_sink(sink, partial(sink.start, info))]
-        # Found once: a check in every step would cost more than showing the progress.
+        # Found once, since the check is slow and progress is shown at every step.
         self._displays = [sink for sink in self._sinks if isinstance(sink, Showing)]
 
     def progress(self, step: int, evaluated: tuple[int, int] | None = None) -> None:
@@ -82,8 +82,8 @@ class Sinks:
         for sink in self._displays:
             try:
                 sink.progress(step, evaluated)
-            # Caught here, and not in `_call_sink`, to save a call in every step.
             except Exception as error:
+                # Caught here, and not in `_call_sink`, to save a call in every step.
                 self._report(sink, error)
 
     def best(self, text: str) -> None:
@@ -140,8 +140,8 @@ class Sinks:
     def _call_sink(self, sink: Sink, call: Callable[[], None]) -> bool:
         try:
             call()
-        # A third party's service may raise anything. Ctrl-C passes.
         except Exception as error:
+            # A third party's service may raise anything. Ctrl-C passes.
             self._report(sink, error)
             return False
         return True

@@ -76,8 +76,8 @@ class CsvFile:
         try:
             while data:
                 data = data[self._file.write(data) or 0 :]
-        # The disk is full, perhaps in the middle of a row.
         except OSError:
+            # The disk is full, perhaps in the middle of a row.
             os.ftruncate(self._file.fileno(), end)
             raise
 

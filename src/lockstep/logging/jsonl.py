@@ -73,8 +73,8 @@ class JsonLines:
         try:
             while line:
                 line = line[self._file.write(line) or 0 :]
-        # The disk is full, perhaps in the middle of a line.
         except OSError:
+            # The disk is full, perhaps in the middle of a line.
             with contextlib.suppress(OSError):
                 self._drop_incomplete_line()
             raise
@@ -167,8 +167,8 @@ def _number(value: Any) -> Any:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    # The line is cut short, or not UTF-8.
     except (ValueError, RecursionError):
+        # The line is cut short, or not UTF-8.
         return None
     if isinstance(record, dict):
         return record

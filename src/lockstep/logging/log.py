@@ -123,8 +123,8 @@ class _File(logging.FileHandler):
     def close(self) -> None:
         try:
             super().close()
-        # A full disk may still refuse lines that are buffered.
         except OSError as error:
+            # A full disk may still refuse lines that are buffered.
             self._report(error)
 
     def _report(self, error: BaseException | None) -> None:
@@ -144,8 +144,8 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        # The terminal is closed, or the message cannot be formatted.
         except Exception:
+            # The terminal is closed, or the message cannot be formatted.
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

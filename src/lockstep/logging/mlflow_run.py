@@ -121,15 +121,15 @@ class MLflow:
         try:
             run = target.active or self._open(target)
             _log_params(client, run, info)
-        # A third party's service may raise anything. `log` or `close` raises it in the main thread.
         except Exception as error:
+            # A third party's service may raise anything. `log` or `close` raises it in the main thread.
             self._error = error
             return
         while not isinstance(item := self._queue.get(), str):
             try:
                 client.log_batch(run, metrics=_metrics(item))
-            # The server may accept the next record, so the thread continues.
             except Exception as error:
+                # The server may accept the next record, so the thread continues.
                 self._error = error
         try:
             if not target.active:

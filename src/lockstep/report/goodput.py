@@ -114,7 +114,7 @@ class Timeline:
         """
         self.shut()
         try:
-            # O_APPEND, since a former writer may still write; O_NOFOLLOW refuses a link of another user.
+            # O_NOFOLLOW refuses a link that another user may have placed.
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(path, flags, 0o666)
             self._size = os.fstat(self._file).st_size
@@ -221,8 +221,8 @@ class Timeline:
         data = self._begins + json.dumps(line).encode() + b"\n"
         try:
             count = os.write(self._file, data)
-        # The time stays for the next line.
         except OSError as error:
+            # The time stays for the next line.
             self._warn(error)
             return
         self._begins = b"" if count == len(data) else b"\n"

@@ -189,7 +189,7 @@ class ReferenceComparer:
                 moments = None
             return tolerance.weights(step, expected, moments, scales)
         if name.endswith("/exp_avg_sq"):
-            # A mean of squares: a relative error of the gradient counts twice, with room for the mean.
+            # The moment is a mean of squares, in which a relative error of the gradient doubles.
             return 4.0 * relative * scales.norm**2
         if kind == "buffers":
             size = math.sqrt(square(expected))

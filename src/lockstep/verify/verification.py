@@ -222,7 +222,7 @@ class Verification:
         self._rows: dict[Combination, TableRow] = {}
         self._reference: dict[str, Any] = {}
         self._measured: tuple[float, ...] = ()
-        # The user chose no cut of a step, so a run in which a rank is idle proves nothing.
+        # True if the user chose no cut of a step: then a run in which a rank is idle proves nothing.
         self._needs_work = False
 
     def table(self) -> VerifyTable:
@@ -467,7 +467,7 @@ def measured_rounding(
         LockstepError: the single process failed.
     """
     plain = tolerance_of(request.config, 2, reference["coarsest"], other_kernels=False)
-    # The dtypes alone leave so little room that a measurement cannot narrow it.
+    # The bound by the dtypes is so small that a measurement is useless; see FINE.
     if plain.bound(request.steps - 1) <= FINE:
         return ()
     spec = disturbed_spec(request, executor.folder, planted)

@@ -137,7 +137,7 @@ class Board:
         key = self._key(name, rank)
         deadline = time.monotonic() + seconds
         while True:
-            # Ask before waiting: torch's own wait could block for its whole timeout.
+            # Check first: torch's `get` would block for its whole timeout.
             if self._store.check([key]):
                 return json.loads(self._store.get(key))
             if time.monotonic() >= deadline:

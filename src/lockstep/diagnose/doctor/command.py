@@ -149,8 +149,8 @@ def place_of(config: Config, *, with_task: bool, patience: float) -> CheckContex
 def _print_finding(line: Line, place: CheckContext, console: Console) -> None:
     if place.rank == 0:
         _print_line(line, console)
-    # The rank is alone: rank 0 does not receive this line.
     else:
+        # The rank is alone: rank 0 does not receive this line.
         print(f"rank {place.rank} on {place.host}: {line}", file=sys.stderr, flush=True)
 
 

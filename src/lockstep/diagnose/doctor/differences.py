@@ -294,7 +294,7 @@ def _device_findings(facts: list[Any], place: CheckContext) -> list[Finding]:
 
 
 def _minority(values: dict[int, Any]) -> tuple[list[int], Any]:
-    """The ranks that differ from the majority, and its value; rank 0 wins ties."""
+    """Return the ranks that differ from the majority, and its value; rank 0 wins ties."""
     counts = Counter(values.values())
     value_of_first = values[min(values)]
     usual = max(counts, key=lambda value: (counts[value], value == value_of_first))

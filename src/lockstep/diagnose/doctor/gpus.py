@@ -23,7 +23,7 @@ __all__ = [
 
 # NVRM is the prefix of the NVIDIA driver in the kernel log.
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
-# Most NVLinks of a device: those of an H100.
+# Most NVLinks of a device, NVML_NVLINK_MAX_LINKS of nvml.h.
 _NVLINKS = 18
 # Bits of the clocks' event reasons, of nvml.h, that slow a device down.
 _SLOWDOWNS = {
@@ -196,8 +196,8 @@ def kernel_log(path: Path = Path("/dev/kmsg")) -> str:
                 chunks.append(os.read(handle, 8192).decode("utf-8", "replace"))
                 if not chunks[-1]:
                     break
-        # There are no more lines.
         except OSError:
+            # There are no more lines.
             pass
         finally:
             os.close(handle)

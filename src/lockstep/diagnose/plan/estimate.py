@@ -190,8 +190,8 @@ class Planner:
                 resolved, sizes = self._sized(config, self.subject.task.model())
         except LockstepError:
             raise
-        # The model needs values while it is made. Or it fails, which the next line reports.
         except Exception:
+            # The model needs values while it is made. Or it fails, which the next line reports.
             resolved, sizes = self._sized(config, asked("model", self.subject.task.model))
         if config.exact:
             check_servable(resolved.micro_batches, self.size)

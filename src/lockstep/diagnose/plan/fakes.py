@@ -425,7 +425,7 @@ def _patch_zero(stack: contextlib.ExitStack, engine: Any) -> None:
         return
     divided = zero._init_local_optimizer
 
-    # The rank with most parameters has the largest peak, and its ranks would all be planned for.
+    # Plan for the rank with most parameters, since its peak is the largest.
     def busiest(optimizer: Any) -> None:
         sizes = [
             sum(p.numel() for group in groups for p in group["params"]) for groups in optimizer._partition_parameters()

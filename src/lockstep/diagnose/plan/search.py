@@ -240,8 +240,8 @@ def _policies(
             estimates[policy, 2] = (
                 _extrapolate(small, estimates["none", 1], plain, larger) if plain else planner.estimate(larger)
             )
-        # The model has no known blocks, which the policy needs.
         except UsageError:
+            # The model has no known blocks, which the policy needs.
             continue
     return estimates
 

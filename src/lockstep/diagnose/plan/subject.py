@@ -263,7 +263,7 @@ class _ShapeOnlyCorpus:
 
 
 def _tokens(config: Config) -> Callable[[int], dict[str, torch.Tensor]]:
-    """A micro-batch of full windows."""
+    """Return a function: samples -> a micro-batch of full windows."""
     names: Sequence[str] = ("input_ids", "labels")
     if config.data.packing == "documents":
         names = (*names, "positions", "documents")

@@ -105,8 +105,8 @@ def traced(
                 ) from error
             except LockstepError:
                 raise
-            # It is an error in any case, or only without values: `probed` finds out.
             except Exception as error:
+                # It is an error in any case, or only without values: `probed` finds out.
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise Untraceable(
                     f"the model cannot be traced: {recorder.operation} ({recorder.phase}): {reason}"

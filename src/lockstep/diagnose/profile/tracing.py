@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Registers tensors with ForkingPickler
+# The import registers tensors with ForkingPickler.
 import torch.multiprocessing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -146,8 +146,8 @@ def memory_free(device: torch.device, world_size: int) -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    # Not Linux.
     except (OSError, StopIteration, ValueError):
+        # Not Linux.
         return 0
     return free // local_ranks(world_size)
 
@@ -163,8 +163,8 @@ def peak_memory(device: torch.device) -> int:
     try:
         status = os.pread(_open_status(_STATUS, os.getpid()), 1 << 14, 0)
         return int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0]) * 1024
-    # Not Linux; there getrusage may include the parent's peak.
     except (OSError, IndexError, ValueError):
+        # Not Linux; there getrusage may include the parent's peak.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if sys.platform == "darwin":
             return peak
@@ -180,7 +180,6 @@ def _open_status(path: str, process: int) -> int:
 def fused_ns(device: torch.device) -> float:
     """Measure fused AdamW, in nanoseconds per element; 0 if the device lacks it."""
     if device.type == "cpu":
-        # Memory of its own: a tensor from torch's allocator might share pages that are in the caches already.
         memory = mmap.mmap(-1, 16 * _ELEMENTS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         weight, grad, first_moment, second_moment = (
             torch.frombuffer(memory, dtype=torch.float32).view(4, _ELEMENTS).unbind()
@@ -205,8 +204,8 @@ def fused_ns(device: torch.device) -> float:
                 # The host waits for the device here: the kernels' time is measured.
                 torch.cuda.synchronize(device)
             best = min(best, clock() - start)
-    # The device has no fused kernel.
     except RuntimeError:
+        # The device has no fused kernel.
         return 0.0
     return 1e9 * best / _ELEMENTS
 
@@ -302,8 +301,8 @@ def handover_ms(batch: Any) -> float:
             start = time.process_time()
             pickle.loads(ForkingPickler.dumps(tensors))
             best = min(best, time.process_time() - start)
-    # There is no memory or file descriptor to share; a loader process would fail too.
     except (OSError, RuntimeError):
+        # There is no memory or file descriptor to share; a loader process would fail too.
         return 0.0
     finally:
         # Stop the sharing thread, which would wait forever.
@@ -531,8 +530,8 @@ def _silence_stderr() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stderr = os.dup(2)
-        # Standard error is closed, so there is nothing to silence.
         except OSError:
+            # Standard error is closed, so there is nothing to silence.
             yield
             return
         stack.callback(os.close, stderr)

@@ -51,8 +51,8 @@ def _quiet(method: Callable[..., None]) -> Callable[..., None]:
             return
         try:
             method(self, *args, **kwargs)
-        # Whatever fails here must not change or end the script.
         except Exception as error:
+            # Whatever fails here must not change or end the script.
             self.off = True
             if str(error):
                 text = str(error).splitlines()[0]
