@@ -91,7 +91,7 @@ def run_attached(
 
     Args:
         name: of lockstep's command, for the message.
-        variables: of the environment, which tell the recorder what to do.
+        variables: of the environment, which configure the recorder.
         tick: is called several times a second while the command runs.
 
     Raises:

@@ -5,7 +5,7 @@
     line = balancer.update(reports, first=20)       # after an exchange; "" if the shares stay
 
 A rank's cost per unit of work is its busy seconds divided by its work. All ranks know both for every rank (see
-`ShareReport`), so they decide alike. A decision applies to steps that no rank has requested yet, so micro-batches
+`ShareReport`), so all decide the same. A decision applies to steps that no rank has requested yet, so micro-batches
 loaded ahead stay valid. Work is one per micro-batch, or the task's estimate from its samples (`Task.work`); then each
 step is cut by its own work.
 """

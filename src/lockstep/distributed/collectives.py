@@ -4,7 +4,7 @@
     wait(work)                              # of a collective with `async_op`
     full_tensor(parameter)                  # of a DTensor
 
-All collectives of lockstep pass here or through `World`, so that whoever calls them sees the same error. Those that
+All collectives of lockstep go through here or through `World`, so that every caller sees the same error. Those that
 torch issues by itself, in the hooks of DDP and FSDP, are translated where forward and backward are called:
 `membership.translate_errors`.
 """

@@ -6,7 +6,7 @@ Refuses in one line where the system's limit is too low.
 
 In a large world gloo's groups connect on demand (`CONNECT_ON_DEMAND`): a ring and a few trees, so a rank has a few
 connections to each group, whatever the number of ranks. Only an exchange of each rank with each other, as `--exact` and
-the sharding of some optimizers have, connects all of them, in one group. The process that serves the meeting point has
+the sharding of some optimizers need, connects all ranks, in one group. The process that serves the meeting point has
 a few connections to each rank.
 """
 

@@ -305,7 +305,7 @@ def note_interrupt(line: str | None) -> None:
     """Register what to print if Ctrl-C ends this process.
 
     Args:
-        line: says what was saved; "": that is printed already; None: no run was interrupted.
+        line: reports what was saved; "": it has been printed; None: no run was interrupted.
     """
     _INTERRUPT[:] = [] if line is None else [line]
 
@@ -325,7 +325,7 @@ def report_interrupt() -> None:
 
 
 def add_place(error: Exception) -> None:
-    """Add rank and step to the traceback of a user's error, whoever prints it."""
+    """Add rank and step to the traceback of a user's error."""
     if not isinstance(error, LockstepError):
         error.add_note(_place())
 

@@ -56,7 +56,7 @@ class RankFailure(LockstepError):
     Attributes:
         rank: the first such rank.
         usage: the request is invalid, so the code is not at fault.
-        details: by rank, information besides the message: a traceback, or the stack of a silent rank.
+        details: by rank, information in addition to the message: a traceback, or the stack of a silent rank.
     """
 
     def __init__(self, message: str, rank: int, usage: bool = False, details: dict[int, str] | None = None) -> None:

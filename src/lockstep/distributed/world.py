@@ -75,7 +75,7 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
     Args:
         name: "auto", "cpu" or "cuda", of --device.
         local_rank: index of this process on its node.
-        local_size: processes on the node, as far as the launcher sets it.
+        local_size: processes on the node; 1 if the launcher does not set it.
 
     Raises:
         ConfigError: there is no CUDA device, or there are several, but fewer than processes.
@@ -101,7 +101,7 @@ def local_device(name: str, local_rank: int, local_size: int = 1) -> torch.devic
 
 
 def identity(device: torch.device) -> list[str] | None:
-    """Return what NCCL compares to tell CUDA devices apart.
+    """Return what NCCL compares to distinguish CUDA devices.
 
     Returns:
         [host, key, name]; None if NCCL allows several ranks on the device. The host is NCCL's notion of one: its name
@@ -280,7 +280,7 @@ class World:
         another group first. So each is dropped in its own thread.
 
         Args:
-            extra: groups besides the default one and `control`, without other references; emptied.
+            extra: groups other than the default one and `control`, without other references; emptied.
         """
         groups = [self.control, *extra]
         self.control = None
@@ -420,7 +420,7 @@ class World:
         """Choose a prefix for the keys of this join, the same on all ranks.
 
         Rank 0 draws it. The store may be older than these processes and still hold the prefix of an earlier start,
-        and no count in the environment tells starts apart: on several nodes each torchrun counts its own restarts. So
+        and no count in the environment identifies a start: on several nodes each torchrun counts its own restarts. So
         each rank greets rank 0 under the prefix that it finds, and only a rank 0 that runs now answers.
 
         Raises:
@@ -853,7 +853,7 @@ def _round_prefix() -> str:
 
 
 def _is_one_node() -> bool:
-    """Whether the launcher says that all ranks are on this node."""
+    """Whether all ranks are on this node, by the launcher's variables."""
     return launcher_number("LOCAL_WORLD_SIZE", 0) == launcher_number("WORLD_SIZE", 1)
 
 

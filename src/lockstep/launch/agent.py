@@ -3,9 +3,9 @@
     succeeded, stop_signal, code = run(Job(...))
 
 Adds to torch's agent: the rank that failed first, no restart that cannot help, replacement of lost processes, a token
-for each round of the launchers, and a meeting point that listens on one address. Besides torch's public classes it uses
-the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter of
-restarts left, and its rendezvous; all have the same names since torch 2.11.
+for each round of the launchers, and a meeting point that listens on one address. In addition to torch's public classes
+it uses the process handles inside LocalElasticAgent and their creation, its set of processes to wait for, its counter
+of restarts left, and its rendezvous; all have the same names since torch 2.11.
 """
 
 import contextlib

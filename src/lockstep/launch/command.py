@@ -7,7 +7,7 @@ lockstep launch --kubernetes run.yaml --image ... -- train ...           (writes
 srun --ntasks-per-node=1 lockstep launch --nproc-per-node 8 -- train ...          (nodes and address from Slurm)
 lockstep launch --slurm --nodes 4 --gpus-per-node 8 --time 4:00:00 -- train ...   (submits it, see slurm.py)
 
-torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, stand for the flags of their names.
+torchrun's PET_ variables, which Kubeflow Trainer sets in a pod, replace the flags of their names.
 
 A script with a `lockstep.Run` of its own is started in the same way: ... -- script.py [arguments]. The flags of
 `train` are parsed here before anything starts, so that a wrong flag is reported once, not once per process.
@@ -135,7 +135,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_exact(target: list[str]) -> bool:
-    """Whether the command after `--` is a run under --exact, as far as known here.
+    """Whether the command after `--` is known to be a run under --exact.
 
     Raises:
         ConfigError: `launch` cannot start it.

@@ -4,8 +4,8 @@ lockstep launch --kubernetes run.yaml --image IMAGE --nnodes 2 --resource nvidia
     train --experiment-name a --save-dir /runs                                                  (a JobSet)
 lockstep launch --kubernetes - --kind trainjob ... -- train ... | kubectl apply -f -            (a Kubeflow TrainJob)
 
-One pod a node runs `lockstep launch`. Its place comes from the PET_ variables, which Kubeflow Trainer sets for torchrun
-and the JobSet here sets alike. How a pod ends decides what follows: see `_JOB` below.
+One pod a node runs `lockstep launch`. Its node number comes from the PET_ variables, which Kubeflow Trainer sets for
+torchrun, and the JobSet here sets too. How a pod ends decides what follows: see `_JOB` below.
 """
 
 import argparse

@@ -13,7 +13,7 @@ Before step 1 there is no state to save, and the ranks may be anywhere in their 
 start again.
 
 Where the states are split over the ranks of a replica, the members report its size. A replica with a loss leaves whole:
-its other processes are killed, all are replaced, and the new ones join once all of them are there.
+its other processes are killed, all are replaced, and the new ones join together.
 """
 
 import json

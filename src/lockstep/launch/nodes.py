@@ -87,7 +87,7 @@ class Decisions(Protocol):
     Attributes:
         members: names by rank, of all nodes.
         number: of the generation.
-        causes: failures that were losses, as far as known here.
+        causes: failures that were losses; [] if they are not known here.
         fatal: the failure that ended the run; None if it was one of this node, or none did.
         replace, silent, refused: names of this node, as in `losses.Membership`; the caller empties them.
         is_over: the members have ended well, so no process is waited for.

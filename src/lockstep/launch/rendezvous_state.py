@@ -1,6 +1,6 @@
 """Keep the state of torch's rendezvous as signed JSON.
 
-Torch's own backend stores a pickle, which runs code of whoever wrote it in every launcher that reads it.
+torch's own backend stores a pickle: every launcher that reads it runs the code of its writer.
 """
 
 import pickle

@@ -6,7 +6,7 @@ No message contains the secret.
     data = secret.sign("settings", {"--nnodes": "2"})
     secret.read("settings", data)                       # raises SignatureError for what another secret signed
 
-Signed values are JSON, so reading one runs no code, whoever wrote it.
+Signed values are JSON, so reading one never runs code.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class Secret:
     """A key that signs values.
 
     Args:
-        key: without one, whoever can read a value can sign others.
+        key: without one, anybody who can read a value can sign others.
     """
 
     def __init__(self, key: bytes = b"") -> None:

@@ -232,7 +232,7 @@ def _seconds(text: str) -> int:
 def _run_folder(target: Sequence[str], *, array: bool) -> tuple[str, Path]:
     """Return the job's name, and the folder of its script and output.
 
-    In the folder %a stands for the seed.
+    In the folder, Slurm replaces %a by the seed.
     """
     if target[0] == "train":
         config = cli.parse(list(target[1:]))

@@ -45,7 +45,7 @@ class JsonLines:
         evaluated: False also removes the record of that step's evaluation, which will run again.
 
     Raises:
-        OSError: the file cannot be read or written. Any error of a later write comes from `log`.
+        OSError: the file cannot be read or written. `log` raises the errors of later writes.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None, evaluated: bool = True) -> None:

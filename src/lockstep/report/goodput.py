@@ -257,7 +257,7 @@ def waits(seconds: Mapping[str, float], *, workers: int, ranks: int, wall: float
     """Return a sentence on the part that most exceeds its normal share, or "".
 
     Args:
-        seconds: `steps` in total, of which `data` waits for samples and `exchange` for gradients; outside the steps
+        seconds: `steps` in total, in them `data` waits for samples and `exchange` for gradients; outside the steps
             `saves` and `evaluation`. Unknown parts are omitted.
         workers: loader processes per rank.
         ranks: number of ranks.

@@ -46,8 +46,8 @@ class Finding:
 
     Attributes:
         check: the name in front of it.
-        level: OK; SKIP: it was not run, and the text says why; WARN: it may hurt, or cost time; FAIL: training will
-            fail, hang or be wrong.
+        level: OK; SKIP: it was not run, for the reason in the text; WARN: it may hurt, or cost time; FAIL: training
+            will fail, hang or be wrong.
         text: the fact, with its place if that is not the reporting rank.
         mend: the remedy; "" for OK and SKIP.
     """

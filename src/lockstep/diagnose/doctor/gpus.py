@@ -54,7 +54,7 @@ class Gpu:
 
     Attributes:
         memory, used: bytes.
-        processes: (process, bytes) of those that use memory, as far as the driver shows them to a container.
+        processes: (process, bytes) of those that use memory; in a container the driver may hide some.
         ecc: uncorrected errors since the driver was loaded; None: not counted.
         remap_pending, remap_failed: rows of defective memory wait for a reset to be remapped, or could not be.
         clock, clock_limit: MHz of the multiprocessors now, and at most.

@@ -362,7 +362,7 @@ def transport(place: CheckContext) -> CheckResult:
 
 
 def judge_transport(facts: list[Any], place: CheckContext) -> list[Finding]:
-    """Check that NCCL avoids sockets if InfiniBand is up, alike on all ranks."""
+    """Check that NCCL avoids sockets if InfiniBand is up, the same on all ranks."""
     by_rank = {rank: fact for rank, fact in enumerate(facts) if fact}
     if not by_rank:
         return [skip("transport", "no NCCL here; with CUDA devices: its interface and transport, from its own log")]

@@ -213,7 +213,7 @@ class ProfileTrace:
         following: from an operation, or node of a backward, to one that follows at once, on a CPU.
         count: operations (CPU, not nested) or kernels (CUDA) of the forwards and backwards.
         calls: upper bound in microseconds of their time without any computation.
-        events: by phase, the events that this thread wrote, each of which cost it time; on a CPU.
+        events: by phase, the events that this thread wrote, at a cost for each; on a CPU.
         frames: those of the forwards and backwards outside any operation, whose cost is no operation's.
         names: of the operations of the update.
         operations: by name, in the traced steps: computing ones on a CPU, kernels of a device.

@@ -453,7 +453,7 @@ class StepTrace:
         """End the trace after the step `last`, and write it to `path`, atomically.
 
         Args:
-            facts: what the verdict needs besides the measured costs: the model, engine and options.
+            facts: what the verdict needs in addition to the measured costs: the model, engine and options.
 
         Raises:
             OSError, RuntimeError: it cannot be written.

@@ -2,7 +2,7 @@
 
 `lockstep.commands.script` starts the command, and reads what its processes wrote:
 
-hooks.py        hooks into torch in these processes; they tell recorder.py which part of a step begins
+hooks.py        hooks into torch in these processes; they report to recorder.py which part of a step begins
 recorder.py     times by part, rank 0's timeline.jsonl and metrics.jsonl, and the trace of `profile`
 """
 
