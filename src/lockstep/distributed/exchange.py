@@ -327,7 +327,7 @@ class StepExchange:
                 turns.cover = self.cover
 
     def limit_reading(self, readable_before: Callable[[int], int] | None) -> None:
-        """Do not read items of a coming step whose data are not ready yet.
+        """Limit reading to the coming steps whose data are ready.
 
         Args:
             readable_before: step -> the first later step whose data must not be read before it is reached; None: the

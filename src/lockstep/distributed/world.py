@@ -1,4 +1,4 @@
-"""This process's rank, device and groups among the processes of the run.
+"""Give this process its rank, device and groups among the processes of the run.
 
     world = World.join(device="auto", timeout=60.0)
     ...

@@ -204,7 +204,7 @@ def _parser() -> Parser:
 
 
 def _use_slurm(args: argparse.Namespace) -> None:
-    """Take what the flags leave out from srun, if it started several launchers.
+    """Fill in missing flags from srun, if it started several launchers.
 
     Each task counts as a node, so that several launchers on one node are served too. With `--nnodes 1` each is a run
     of its own.

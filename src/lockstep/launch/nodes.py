@@ -269,7 +269,7 @@ class Coordinator:
 
     @property
     def number(self) -> int:
-        """The generation's."""
+        """The generation's number."""
         if self._membership:
             return self._membership.number
         return 0
@@ -553,7 +553,7 @@ class Coordinator:
         return f"node 0 ({socket.gethostname()})"
 
     def _order(self, node: _Node, membership: Membership, now: float) -> None:
-        """Send a node what is to be done with its processes, if anything is."""
+        """Send a node the orders for its processes, if there are any."""
         slots = set(node.slots)
         orders = {name: _of(slots, getattr(membership, name)) for name in _ORDERS}
         # The node's ranks do not report, and its launcher is silent: do not wait for it any longer.

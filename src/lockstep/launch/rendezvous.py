@@ -226,7 +226,7 @@ class OneNode(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Let no further round follow."""
+        """Close the rendezvous: no further round follows."""
 
     def num_nodes_waiting(self) -> int:
         """Count the nodes that wait for the next round."""
@@ -359,7 +359,7 @@ class NodeRendezvous(RendezvousHandler):
         return bool(self._handler.is_closed())
 
     def set_closed(self) -> None:
-        """Let no further round follow."""
+        """Close the rendezvous: no further round follows."""
         # torch's method has no annotations.
         self._handler.set_closed()  # type: ignore[no-untyped-call]
 

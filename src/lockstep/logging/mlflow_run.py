@@ -193,7 +193,7 @@ def _log_params(client: Any, run: str, info: dict[str, Any]) -> None:
 
 
 def _name(name: str) -> str:
-    """Replace the characters that MLflow takes in no name."""
+    """Replace the characters that MLflow does not allow in a name."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 

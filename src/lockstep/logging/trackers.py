@@ -1,4 +1,4 @@
-"""Sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
+"""Build the sinks that flags switch on: `--csv`, `--tensorboard`, `--wandb`, `--mlflow`, or several.
 
 check(config)                                       # before anything is written
 sinks = remote_sinks(config, folder, start=500, run_id="3f2a")

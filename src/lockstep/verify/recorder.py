@@ -137,7 +137,7 @@ class StepRecorder:
         return self._armed
 
     def begin(self) -> AbstractContextManager[Any] | None:
-        """At a step's first micro-batch, check whether the state changed since the last step ended."""
+        """Check at a step's first micro-batch whether the state changed since the last step."""
         # Several passes may begin at the first micro-batch: check once a step.
         if self._slot or self._checked == len(self.steps):
             return None

@@ -1,4 +1,4 @@
-"""Specifications of devices by name: memory and speed, from the vendors' data sheets.
+"""Look up a device's memory and speed by name, from the vendors' data sheets.
 
     device = device_of("h100-80")
     device = device_of("h100-80", memory="70GB")        # less of it is free

@@ -269,7 +269,7 @@ def _new_tensor(mode: FakeTensorMode, form: _ResultForm) -> FakeTensor:
 
 
 def _fake(mode: FakeTensorMode, plain: Tensor, device: torch.device) -> FakeTensor:
-    """FakeTensor(mode, plain, device), with attributes copied from another one of the mode.
+    """Build FakeTensor(mode, plain, device) with attributes copied from another one.
 
     Setting a dozen attributes one by one takes longer than most operations.
     """
@@ -315,7 +315,7 @@ class FakeWorld(World):
 
 @contextlib.contextmanager
 def fake_world(size: int, *, engine: str = PLAIN, fused: bool = True) -> Iterator[FakeWorld]:
-    """Context manager: rank 0 of `size` ranks on a CPU, where every tensor is fake.
+    """Simulate rank 0 of `size` ranks on a CPU, where every tensor is fake.
 
     Args:
         engine: the engine to build in it; unless it is a single process there are process groups, so no other default
@@ -515,7 +515,7 @@ class _Chunks:
 
 
 def _attention_without_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention without dropout: a CPU has no fused kernel with it, and every GPU does."""
+    """Compute attention without dropout, since only GPUs have a fused kernel with it."""
     kwargs.pop("dropout_p", None)
     output: Tensor = _ATTENTION(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **kwargs)
     return output
