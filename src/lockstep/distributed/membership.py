@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import TCPStore
 
 from lockstep.distributed.launcher import ROUND_VARIABLE

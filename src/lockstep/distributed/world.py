@@ -35,6 +35,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 import xxhash
+
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.distributed.descriptors import CONNECT_ON_DEMAND, connects_on_demand, descriptors_of, ensure_descriptors

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from lockstep.distributed.failures import ProcessFailure

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,

@@ -7,6 +7,7 @@ import pickle
 from datetime import datetime
 from typing import Any, final
 
+# Only this private module types the stores; the names are the same since torch 2.11.
 from torch._C._distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend

@@ -310,8 +310,8 @@ def bandwidth(place: CheckContext) -> CheckResult:
 
 
 def _synchronize(device: torch.device) -> None:
-    # The host waits for the device, before and after each timed collective.
     if device.type == "cuda":
+        # The host waits for the device, before and after each timed collective.
         torch.cuda.synchronize(device)
 
 

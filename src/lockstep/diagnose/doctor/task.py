@@ -110,8 +110,8 @@ def _train_steps(built: RunParts) -> CheckResult:
                 misplaced = find_misplaced(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
             _step(built, step, micro, items)
-            # The host waits for the device here, once a step: the step's time is measured.
             if device.type == "cuda":
+                # The host waits for the device here, once a step: the step's time is measured.
                 torch.cuda.synchronize(device)
             loading.append(loaded - start)
             computing.append(time.perf_counter() - computed)

@@ -60,7 +60,7 @@ class _Cell:
         self.size = size
 
 
-# The class of torch behind it has no annotations.
+# torch's dispatch modes have no annotations, so their methods are untyped here too.
 class OperationRecorder(Unwatched):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts memory and work.
 

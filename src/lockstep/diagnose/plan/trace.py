@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
+
+# torch has no public functions for nested values; the module is the same since torch 2.11.
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.engine_options import ENGINES, PLAIN, own_options
