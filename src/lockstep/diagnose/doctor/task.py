@@ -105,7 +105,9 @@ def _train_steps(built: RunParts) -> CheckResult:
             step, micro = next(stream)
             loaded = time.perf_counter()
             # All ranks, once a step: the loss is divided by the items of all.
-            items = math.fsum(count for counts in world.gather([batch.items for batch in micro]) for count in counts)
+            items = math.fsum(
+                count for counts in world.gather([batch.items for batch in micro]) for count in counts
+            )  # collective
             if not number:
                 misplaced = find_misplaced(built.model, built.task, micro[0].data, device)
             computed = time.perf_counter()
