@@ -357,11 +357,7 @@ class World:
             raise apart from error
 
     def _why_apart(self, store: TCPStore | None) -> tuple[str, bool]:
-        """Explain which ranks did not come and what to do.
-
-        Returns:
-            The explanation, and whether it names a rank.
-        """
+        """Explain which ranks did not come, and return whether that names a rank too."""
         if store is None:
             host, port, _ = meeting_point()
             why = f"not all met at {host}:{port} within --timeout {self.timeout:g} s"
@@ -499,9 +495,7 @@ class World:
         return json.loads(data.numpy().tobytes())
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order. Collective.
-
-        Takes one exchange, or two if a value is long.
+        """Return every rank's `value`, in rank order. Collective: one exchange, or two for long values.
 
         Values travel as JSON, never as pickles. In `together` it carries what was deferred, and raises as that does.
         """
@@ -624,7 +618,7 @@ class World:
         """Return every rank's payload, padded with zeros to `length`, the same on every rank. Collective."""
         sent = torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
         received = torch.empty(self.size, length, dtype=torch.uint8)
-        # All ranks, on the CPU group: no device waits for it.
+        # All ranks, on the CPU: no device waits for it.
         dist.all_gather(list(received.unbind()), sent, group=self.control)  # collective
         flat = received.numpy().tobytes()
         return [flat[start : start + length] for start in range(0, len(flat), length)]
@@ -648,11 +642,7 @@ class World:
         self.gather_checked(None, error)
 
     def gather_checked(self, value: Any, error: Exception | None) -> list[Any]:
-        """Return every rank's `value`, in rank order, or raise as `check`. Collective.
-
-        Args:
-            error: this rank's, if its action failed.
-        """
+        """Return every rank's `value`, in rank order, or raise as `check`. Collective."""
         if self.is_deferring:
             if error is not None:
                 raise error
@@ -744,12 +734,7 @@ def outcome(value: Any, error: Exception | None) -> list[Any]:
 
 
 def results(outcomes: list[list[Any]], error: Exception | None) -> list[Any]:
-    """Return the values of all ranks' outcomes.
-
-    Raises:
-        Exception: `error`, this rank's own.
-        PeerError: it names the first failed rank.
-    """
+    """Return the values of all outcomes. Raises `error`, or a PeerError about the first failed."""
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(outcomes):
@@ -865,7 +850,6 @@ def _connect(group: dist.ProcessGroup | None) -> None:
     The links are those of gloo's rings and trees. A rank that fails later closes its link, which fails at once. A new
     connection to it would be tried again.
     """
-    # All ranks of the group.
     dist.barrier(group=group)  # collective
 
 
